@@ -37,7 +37,7 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout
 HEADS_AND_KV_HEADS = (4, 1)  # on a CPU
 DIM = 128
 ROTARY = Rotary(dim=DIM, theta=10_000.0, trained_length=4096)
-METHODS = ("rerope", "leaky-rerope", "self-extend", "dca")
+METHODS = ("rerope", "leaky-rerope", "self-extend", "dynamic-self-extend", "jet-long", "dca")
 MOST_SCORES = 4 * 10**9  # bytes of a score matrix
 MANY = 32_768  # tokens; that many are read once
 
@@ -64,10 +64,16 @@ def eager(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype) @ value
 
 
-def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
+def rule(name: str, count: int) -> RemappingMethod | None:
+    """The rule of a row of `count` tokens; None: it is read by plain attention."""
     method = resolve_method(name, ROTARY)
     assert isinstance(method, RemappingMethod)
-    method = method.bind(ROTARY, max(count, ROTARY.trained_length))
+    return method.bind(ROTARY, max(count, ROTARY.trained_length)).at_length(count)
+
+
+def ours(name: str, count: int, device: str) -> Callable[..., torch.Tensor]:
+    method = rule(name, count)
+    assert method is not None
     rotation = Rotation(RotationTable(ROTARY.inv_freq()), KeyLayout("half", 0, DIM))
     positions = torch.arange(count, device=device)[None]
     calls = {tokens: TokenPositions(positions[:, count - tokens :], positions, (0,), None) for tokens in (1, count)}
@@ -146,13 +152,15 @@ def main() -> None:
     with torch.inference_mode():
         for count in (int(length) for length in arguments.lengths.split(",")):
             ways: dict[str, Way] = {"plain": lambda: plain}
-            ways |= {name: partial(ours, name, count, device) for name in METHODS}
+            ways |= {name: partial(ours, name, count, device) for name in METHODS if rule(name, count)}
             if heads * count**2 * dtype.itemsize <= MOST_SCORES:
                 ways["eager"] = lambda: eager
             made = inputs(count, count, device, dtype)
             rows += measured("prefill", ways, made, arguments.pairs if count < MANY else 1, device)
             made = inputs(1, count, device, dtype)
-            rows += measured("decode", {way: ways[way] for way in METHODS}, made, 20 * arguments.pairs, device)
+            rows += measured(
+                "decode", {way: ways[way] for way in METHODS if way in ways}, made, 20 * arguments.pairs, device
+            )
     if arguments.plot is not None:
         draw(rows, arguments.plot)
     result = {

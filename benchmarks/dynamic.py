@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from overhead import interleaved, random_model
+from overhead import LAYERS, interleaved, random_model
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM
@@ -42,10 +42,11 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def stock_model(kv_heads: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
+def stock_model(kv_heads: int, layers: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
     heads, _ = heads_on(device, HEADS_AND_KV_HEADS)
     rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
     model = random_model(
+        layers=layers,
         heads_and_kv_heads=(heads, kv_heads),
         max_position_embeddings=TRAINED,
         tie_word_embeddings=False,
@@ -62,8 +63,8 @@ def filled(which: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], object]:
     return lambda: which(ids[:, :1], past_key_values=cache)
 
 
-def cost(kv_heads: int, tokens: int, pairs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
-    stock = stock_model(kv_heads, device, dtype)
+def cost(kv_heads: int, tokens: int, layers: int, pairs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
+    stock = stock_model(kv_heads, layers, device, dtype)
     shared = {id(tensor): tensor for tensor in stock.parameters()}
     ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
@@ -129,6 +130,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--pairs", type=int, default=60, help="0: no times")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of random weights")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
     parser.add_argument("--documents", type=int, default=24, help="windows of text")
@@ -138,7 +140,7 @@ def main() -> None:
         rows = text(arguments.documents, device)
     else:
         lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
-        settings = arguments.pairs, device, getattr(torch, arguments.dtype or usual_dtype(device))
+        settings = arguments.layers, arguments.pairs, device, getattr(torch, arguments.dtype or usual_dtype(device))
         grouped = reversed(heads_on(device, HEADS_AND_KV_HEADS))
         rows = [row for kv_heads in grouped for tokens in lengths for row in cost(kv_heads, tokens, *settings)]
     result = {

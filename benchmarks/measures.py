@@ -23,7 +23,20 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.reference import path
 
-METHODS = ("linear", "ntk", "by-parts", "yarn", "llama3", "rerope", "self-extend", "dca", "stairs", "string")
+METHODS = (
+    "linear",
+    "ntk",
+    "by-parts",
+    "yarn",
+    "llama3",
+    "rerope",
+    "self-extend",
+    "dynamic-self-extend",
+    "jet-long",
+    "dca",
+    "stairs",
+    "string",
+)
 FACTOR, STEPS = 8, 150
 
 

@@ -27,11 +27,12 @@ from rope_ext_hf.reference import path
 
 METHOD: dict[str, Any] = {"method": "yarn", "factor": 8.0}
 PREFILL = 2048
+LAYERS = 12
 HEADS_AND_KV_HEADS = (12, 4)  # on a CPU
 
 
 def random_model(
-    layers: int = 12, heads_and_kv_heads: tuple[int, int] = HEADS_AND_KV_HEADS, **settings: Any
+    layers: int = LAYERS, heads_and_kv_heads: tuple[int, int] = HEADS_AND_KV_HEADS, **settings: Any
 ) -> LlamaForCausalLM:
     """Random weights, heads of 64 dims: about 100 million parameters with the defaults; further keys of the config."""
     torch.manual_seed(0)
@@ -128,6 +129,7 @@ def main() -> None:
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--pairs", type=int, help="default: 24 prefills, of the bundled model 60, and 400 steps")
     parser.add_argument("--tokens", type=int, default=PREFILL)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of random weights")
     arguments = parser.parse_args()
     name = arguments.dtype or usual_dtype(arguments.device)
     dtype = getattr(torch, name)
@@ -135,7 +137,7 @@ def main() -> None:
     heads = heads_on(device, HEADS_AND_KV_HEADS)
     bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
     rows = measure("bundled", bundled, arguments.tokens, (pairs or 60, pairs or 400), device)
-    random_weights = random_model(heads_and_kv_heads=heads).to(dtype)
+    random_weights = random_model(arguments.layers, heads).to(dtype)
     rows += measure("random", random_weights, arguments.tokens, (pairs or 24, pairs or 400), device)
     for row in rows:
         print(

@@ -87,7 +87,7 @@ def build(device: str, dtype: str, longest: int) -> Any:
 
 def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]:
     """One run in this process: one way of reading the longest length, or all lengths."""
-    from rope_ext_hf.eval.perplexity_plans import perplexity
+    from rope_ext_hf.eval import perplexity
     from rope_ext_hf.reading.documents import Tokens
     from rope_ext_hf.reading.scorer import TokenScorer
 

@@ -34,6 +34,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "rerope": ("rerope", {}),
     "leaky-rerope": ("leaky-rerope", {}),
     "self-extend": ("self-extend", {}),
+    "dynamic-self-extend": ("dynamic-self-extend", {}),
+    "jet-long": ("jet-long", {}),
     "dca": ("dca", {}),
 }
 """Everything that is not given is a default; remapping methods are fitted for the longest of the lengths."""

@@ -81,7 +81,7 @@ def rows_of(scores: Scores, names: dict[str, str]) -> list[dict[str, Any]]:
         base = plain | {0: [fmean(each) for each in zip(*plain.values(), strict=True)]}
         for length, values in every.items():
             tasks = {task: round(100 * fmean(each), 2) for task, each in scores[shown].get(length, {}).items()}
-            row = {"method": names[shown], "label": shown, "length": length or None}
+            row: dict[str, Any] = {"method": names[shown], "label": shown, "length": length or None}
             row |= {"score": round(100 * fmean(values), 2), "over_as_loaded": changed(values, base[length])}
             rows.append(row | {"tasks": tasks})
     return rows

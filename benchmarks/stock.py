@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 
-from torch.profiler import ProfilerActivity, profile
+import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 KERNEL = "aten::_scaled_dot_product_"
 """How torch names the operators of its attention kernels."""
 
 
+LAUNCHING = frozenset(
+    (
+        *("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"),
+        *("hipLaunchKernel", "hipExtLaunchKernel", "hipModuleLaunchKernel", "hipExtModuleLaunchKernel"),
+    )
+)
+"""Functions of CUDA and ROCm that launch a kernel, as the profiler names them."""
+
+
 def usual_dtype(device: str) -> str:
-    """The dtype that models are run in on a device."""
-    return "bfloat16" if device.startswith("cuda") else "float32"
+    """The dtype that models are run in on a device; bfloat16 has kernels from NVIDIA's compute capability 8.0 on."""
+    if not device.startswith("cuda"):
+        return "float32"
+    too_old = torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0)
+    return "float16" if too_old else "bfloat16"
 
 
 def heads_on(device: str, on_cpu: tuple[int, int]) -> tuple[int, int]:
@@ -22,7 +36,22 @@ def heads_on(device: str, on_cpu: tuple[int, int]) -> tuple[int, int]:
 
 def attention_kernels(run: Callable[[], object]) -> str:
     """The kernels of scaled_dot_product_attention that a call runs, as torch names them: "flash_attention"."""
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    return _kernels(_events(run, [ProfilerActivity.CPU]))
+
+
+def attention_kernels_and_launches(run: Callable[[], object]) -> tuple[str, int | None]:
+    """`attention_kernels`, and how many kernels of any kind are launched; None where the profiler sees none."""
+    events = _events(run, supported_activities())
+    return _kernels(events), sum(events[name] for name in LAUNCHING) or None
+
+
+def _events(run: Callable[[], object], activities: Iterable[ProfilerActivity]) -> Counter[str]:
+    """How many events of each name a profiler sees during a call; raw ones, because a tree of 100,000 takes minutes."""
+    with profile(activities=list(activities)) as seen:
         run()
-    names = {event.key.removeprefix(KERNEL) for event in seen.key_averages() if event.key.startswith(KERNEL)}
+    return Counter(event.name() for event in seen.profiler.kineto_results.events())
+
+
+def _kernels(events: Counter[str]) -> str:
+    names = {name.removeprefix(KERNEL) for name in events if name.startswith(KERNEL)}
     return ", ".join(sorted(names)) or "none of scaled_dot_product_attention"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import os
 import re
 import tomllib
@@ -302,6 +303,18 @@ def taken_outside() -> set[tuple[str, str | None]]:
     }
 
 
+def test_what_benchmarks_import_exists() -> None:
+    """Also inside functions that no test calls."""
+    paths = sorted((ROOT / "benchmarks").glob("*.py"))
+    check(
+        f"{path.name} imports {each.name} of {each.target}"
+        for path in paths
+        for each in imports_of(str(path), ast.parse(path.read_text(encoding="utf-8")), set(modules()))
+        if each.name is not None and each.target.split(".")[0] == PACKAGE
+        if not hasattr(importlib.import_module(each.target), each.name)
+    )
+
+
 def test_names_without_an_underscore_are_used_outside() -> None:
     """By another module, a test, a benchmark or an example, or by a library that is given its name."""
     used = {(each.target, each.name) for each in own_imports()} | taken_outside()
@@ -372,6 +385,7 @@ OF_THE_WHOLE = frozenset(
         "examples",
         "fuzz",
         "gpu",
+        "make_gpu",
         "simulated_cuda",
         "package",
         "torchao_and_onnx",

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import gpu
 import pytest
 import torch
 from torch import Tensor
@@ -385,58 +384,3 @@ def test_the_command_line_runs_there(
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-
-
-@pytest.mark.thorough
-def test_the_measurements_of_make_gpu_run_there(device: SimulatedCuda) -> None:
-    """Every method at every length of a tiny shape; nothing where no time is left."""
-    import time
-
-    rows = list(gpu.measure_shape("tiny", "cuda", time.monotonic() + 1000))
-    assert {row["method"] for row in rows} == set(gpu.METHODS)
-    for key in ("prefill", "decode", "gigabytes"):
-        assert all(row[key] > 0 and row[f"predicted_{key}"] > 0 for row in rows)
-    late = gpu.measure_shape("tiny", "cuda", time.monotonic() - 1)
-    assert all(row["skipped"] == "no time was left" for row in late)
-
-
-@pytest.mark.slow
-def test_a_length_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
-    def measure(model: Any, length: int, device: str) -> dict[str, Any]:
-        if length == 128:
-            raise torch.OutOfMemoryError("128 tokens are too many")
-        return {"prefill": 1.0}
-
-    monkeypatch.setattr(gpu, "measure", measure)
-    rows = list(gpu.measure_shape("tiny", "cpu", time.monotonic() + 1000))
-    assert all("128 tokens are too many" in row["skipped"] for row in rows if row["tokens"] == 128)
-    assert all(row["prefill"] == 1.0 for row in rows if row["tokens"] == 256)
-
-
-@pytest.mark.slow
-def test_a_step_that_fails_or_takes_too_long_keeps_its_results() -> None:
-    import sys
-
-    code = "import sys, time; print('{\"row\": 1}', flush=True); {}"
-    python = [sys.executable, "-c"]
-    failed = gpu.run([*python, code.replace("{}", "sys.exit('no kernel image')")], 60)
-    assert "no kernel image" in failed["failed"]
-    assert failed["results"] == [{"row": 1}]
-    slow = gpu.run([*python, code.replace("{}", "time.sleep(60)")], 3)
-    assert slow["failed"] == "it did not end within the 3 s that were left"
-    assert slow["results"] == [{"row": 1}]
-    assert gpu.run([*python, code], 0) == {"failed": "no time was left"}
-
-
-def test_what_is_above_its_prediction_is_named() -> None:
-    row = {"shape": "8B", "tokens": 8192, "cudnn": True, "prefill": 1.0, "decode": 0.01}
-    stock = row | {"method": "stock", "predicted_prefill": 0.5, "predicted_decode": 0.001}
-    yarn = stock | {"method": "yarn", "prefill": 1.3, "gigabytes": 20.0, "predicted_gigabytes": 10.0}
-    assert gpu.above_prediction([stock, yarn]) == [
-        "8B yarn at 8,192 tokens: prefill takes 1300.0 ms, predicted 1000.0",
-        "8B yarn at 8,192 tokens: 20.0 GB, predicted 10.0",
-    ]
-    dynamic = stock | {"method": "dynamic-yarn", "decode": 0.013, "predicted_decode": 0.012}
-    assert gpu.above_prediction([stock, dynamic]) == []

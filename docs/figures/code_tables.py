@@ -105,9 +105,8 @@ def reported_by_papers() -> str:
     rows = []
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
-        unit = f"{table.benchmark} ({table.unit}, {table.better} is better)"
         by = f"[{table.source}]({table.url}), {table.place}"
-        rows.append([table.subject, unit, " / ".join(table.lengths), numbers, by])
+        rows.append([table.model, f"{table.benchmark} ({table.unit})", " / ".join(table.lengths), numbers, by])
     return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from docs.figures.registry import (
-    PROCESSORS,
+    Row,
     figure,
     last_line,
     lines_of,
     markdown_table,
     ratio_with_interval,
-    read_lines,
     read_result,
     rows_of,
     stamp,
@@ -86,12 +85,15 @@ def dynamic_text() -> str:
 
 @figure
 def attention() -> str:
+    def cell(row: Row | None, key: str) -> str:
+        return f"{row[key]:.2f}" if row else "as loaded"
+
     line = last_line("attention")
     measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
     ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
     lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
     rows = [
-        [f"{title}, `{way}`", *(f"{measured[what, way, length][key]:.2f}" for length in lengths)]
+        [f"{title}, `{way}`", *(cell(measured.get((what, way, length)), key) for length in lengths)]
         for title, what, key in (
             ("prefill, time", "prefill", "time"),
             ("prefill, memory", "prefill", "memory"),
@@ -149,55 +151,3 @@ def conversion() -> str:
         f"imports aside), and {line['convert_megabytes']} MB of memory, where loading the model takes "
         f"{line['load_megabytes'] / 1000:.1f} GB"
     )
-
-
-@figure
-def gpu() -> str:
-    lines = [line for line in read_lines() if line["device"] not in PROCESSORS and "rows" in line]
-    if not lines:
-        return "\nNo figure here was measured on a GPU. `make bench DEVICE=cuda` measures one.\n"
-    last = {(line["benchmark"], line["device"]): line for line in lines}
-    text = []
-    for (benchmark, _), line in last.items():
-        keys = [key for key, value in line["rows"][0].items() if not isinstance(value, (dict, list))]
-        rows = ([str(row.get(key, "")) for key in keys] for row in line["rows"])
-        text.append(f"\n**{benchmark}**\n{markdown_table(keys, rows, stamp(line, 'make bench DEVICE=cuda'))}")
-    return "".join(text)
-
-
-@figure
-def gpu_measured() -> str:
-    result = read_result("gpu")
-    if not result["measured"]:
-        return "\nComputed, not measured: `make gpu` measures it, and fills this page in.\n"
-    return f"\n{stamp(result, 'make gpu')}\n"
-
-
-@figure
-def gpu_memory() -> str:
-    rows = (
-        [
-            f"{row['tokens']:,}",
-            f"{row['gpu']:.1f} GB",
-            f"{row['offloading_gpu']:.1f} GB + {row['offloading_main']:.0f} GB",
-        ]
-        for row in read_result("gpu")["memory"]
-    )
-    return markdown_table(["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"], rows)
-
-
-@figure
-def gpu_shapes() -> str:
-    rows = [row for row in read_result("gpu").get("rows", []) if "prefill" in row]
-    if not rows:
-        return "\nNothing yet.\n"
-    units = {"prefill": ("prefill", 1, "s"), "decode": ("decoding step", 1000, "ms"), "gigabytes": ("memory", 1, "GB")}
-    cells = [
-        [f"{row['shape']} {row['method']}{'' if row['cudnn'] else ', without cuDNN'}", f"{row['tokens']:,}"]
-        + [
-            f"{by * row[key]:.1f} {unit} ({by * row[f'predicted_{key}']:.1f})" if key in row else "–"
-            for key, (_, by, unit) in units.items()
-        ]
-        for row in rows
-    ]
-    return markdown_table(["model", "tokens", *(f"{name} (predicted)" for name, _, _ in units.values())], cells)

@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 __all__ = ["MEASURED", "factor_lines", "measured_file", "unchanged_share"]
 
 MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
-NAMES = {"reference": "bundled model", "docstring-model": "docstring model"}
+NAMES = {"reference": "bundled model", "docstring-model": "docstring model", "wide-heads-model": "wide-heads model"}
 """The models of benchmarks/factors.py, in the order of their tables."""
 SAME = 1e-3
 """Bits per byte by which a measurement on another machine may differ."""
 COMMANDS = {
     "reference": "benchmarks/factors.py",
     "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
+    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model",
 }
 
 
@@ -127,6 +128,26 @@ def without_training() -> str:
         alike.setdefault(cells, []).append(name if name == "as loaded" else f"`{name}`")
     rows = ([", ".join(named), *cells] for cells, named in alike.items())
     return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
+
+
+@figure
+def bands() -> str:
+    """MrRoPE and YaRN with other bands against YaRN with its own, on every model, by factor."""
+    tables = []
+    for line in {line["model"]: line for line in lines_of("bands")}.values():
+        cells: dict[str, dict[int, list[str]]] = {}
+        for row in line["rows"]:
+            label = " ".join(word for word in row["method"].split() if word != f"x{row['factor']}")
+            if label != "yarn":
+                text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
+                cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
+        factors = sorted({row["factor"] for row in line["rows"]})
+        name = NAMES.get(line["model"]) or str(line["model"])
+        rows = ([f"`{label}`", *(" / ".join(of[each]) for each in factors)] for label, of in cells.items())
+        command = f"benchmarks/bands.py --model {line['model']}"
+        note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"
+        tables.append(markdown_table([name, *(f"x{factor}" for factor in factors)], rows, note))
+    return "\n".join(tables) or "\n\nNot measured yet.\n\n"
 
 
 @figure

@@ -19,6 +19,7 @@ DRAWN: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 8},
     "dynamic-yarn": {},
     "llama3": {"factor": 8},
+    "mrrope": {"factor": 8},
     "rerope": {},
     "leaky-rerope": {},
     "self-extend": {},

@@ -61,6 +61,11 @@ class MethodAdvice:
     engines: dict[str, str | None]
     refusals: dict[str, str]
 
+    @property
+    def rises(self) -> str:
+        """`measured` in order, with a dash for a model that it was not measured on."""
+        return signed(self.measured)
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -154,7 +159,7 @@ class Advice:
         )
         if fitting:
             head = ("helped", "kind", "inputs within the context length", "rise at this length")
-            rows = ((m.method, m.kind, m.short_inputs, " / ".join(signed(m.measured.values()))) for m in fitting)
+            rows = ((m.method, m.kind, m.short_inputs, m.rises) for m in fitting)
             lines += ["", text_table([head, *rows]), "", "take"]
             lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
             costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
@@ -196,9 +201,10 @@ def _broken(command: str) -> str:
     return " \\\n".join(lines)
 
 
-def signed(values: Iterable[float]) -> list[str]:
-    """Each value with its sign and two decimals."""
-    return [f"{value:+.2f}" for value in values]
+def signed(by_model: Mapping[str, float]) -> str:
+    """The value of every measured model in order, with its sign and two decimals; a dash where there is none."""
+    names = [model.name for model in measured_models()]
+    return " / ".join(f"{by_model[name]:+.2f}" if name in by_model else "-" for name in names)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

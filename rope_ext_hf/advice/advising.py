@@ -124,7 +124,8 @@ def advise(
 
 def _reported(methods: Sequence[MethodAdvice], model_type: str) -> tuple[Reported, ...]:
     helping = {each.method for each in methods if each.fits}
-    return tuple([each for each in reported(model_type=model_type) or reported() if helping & each.values.keys()])
+    of_type = [each for each in reported() if model_type in each.model_types]
+    return tuple([each for each in of_type or reported() if helping & each.values.keys()])
 
 
 def _sliding_rope(opened: Model) -> Any:
@@ -250,7 +251,7 @@ class _Planner:
         rises = rises_for_short_inputs(method.name, factor)
         if not rises:
             return "change"
-        return f"rise by {' / '.join(signed(rise.increase for rise in rises))}"
+        return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
     def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
         encodings: dict[str, str | None] = {}

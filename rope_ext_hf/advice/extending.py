@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.advice.advice import Advice, MethodAdvice, signed
+from rope_ext_hf.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.advice.advising import advise
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.engines.base import find_engine, list_engines
@@ -234,7 +234,7 @@ def plan_extension(
         context_length=advice.context_length,
         reason=reason,
         expected=f"inputs within {advice.context_length:,} tokens: {chosen.short_inputs}; at the length asked for: "
-        f"{' / '.join(signed(chosen.measured.values()))} bits per byte, on two small models",
+        f"{chosen.rises} bits per byte, on small models",
         expectations={
             advice.context_length: tuple(r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)),
             target_length: tuple(chosen.measured.values()),

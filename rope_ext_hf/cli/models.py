@@ -300,11 +300,16 @@ def write_patched(
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """What a model is, and how it is saved under its name."""
-    from rope_ext_hf.hub import is_adapter
+    from rope_ext_hf.config_keys.keys import text_settings, unread_settings
+    from rope_ext_hf.files import read_json
+    from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
     from rope_ext_hf.patches.describing import describe as describe_model
 
     description = describe_model(empty)
+    config = model_folder(name, revision=source.revision, weights=False) / "config.json"
+    if config.is_file() and (unread := unread_settings(text_settings(read_json(config)))):  # an adapter has none
+        description = replace(description, notes=(*description.notes, unread))
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)
     return description

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.errors import ServingError, short
 
 Config = Mapping[str, Any]
 GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
@@ -58,6 +58,43 @@ def rope_settings(text: Config) -> dict[str, Any]:
         settings["original_max_position_embeddings"] = text["original_max_position_embeddings"]
     settings["rope_theta"] = needed(settings, "rope_theta", above=1.0)
     return settings
+
+
+def unread_settings(text: Config) -> str | None:
+    """How `rope_parameters` of a text config differs from `rope_scaling` beside it, which is read in its place.
+
+    None: it does not, or stands alone. transformers 5 takes `rope_scaling` whole, and theta from top-level
+    `rope_theta`, else the default of the model's class: convert_rope_params_to_dict of modeling_rope_utils.py.
+    """
+    if not (text.get("rope_scaling") and text.get("rope_parameters")):
+        return None
+    try:
+        read, unread = rope_settings(text), rope_settings({**text, "rope_scaling": None})
+    except ServingError:  # which reading one of them explains
+        return None
+    differ = [key for key in sorted(unread) if key[0] != "_" and key != "type" and unread[key] != read.get(key)]
+    if not differ:
+        return None
+    stated = ", ".join(f"{key} {short(str(unread[key]))} ({short(str(read.get(key)))})" for key in differ)
+    return (
+        f"rope_parameters is not read here, in transformers 5 and in engines that load its config: rope_scaling and "
+        f"rope_theta beside it are; it differs in {stated}. Change both, or delete rope_scaling and rope_theta"
+    )
+
+
+def check_sliding_layers(text: Config, every: int, engine: str) -> None:
+    """Refuse a config whose full-attention layers are others than each `every`-th, which an engine takes them to be.
+
+    Raises:
+        ServingError: they are.
+    """
+    layers = text.get("layer_types")
+    pattern = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", every))
+    usual = [(index + 1) % every == 0 for index in range(len(layers or ()))]
+    if [kind == "full_attention" for kind in layers or ()] != usual or (not layers and pattern != every):
+        raise ServingError(
+            f"{engine} takes every {every}th layer for one of full attention, and those of this model are others"
+        )
 
 
 def needed(settings: Config, key: str, default: float | None = None, *, above: float = 0.0) -> float:

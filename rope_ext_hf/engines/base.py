@@ -335,7 +335,8 @@ class ConfigEngine(Engine):
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"
                 named = target.method.startswith("longrope")  # else the engine has no such method by name
                 return replace(served, encoding="longrope") if lists and not named else served
-            reasons.setdefault(reason, []).append(encoding.name)
+            cause = f" ({' '.join(computed.notes).rstrip('.')})" if computed.notes else ""
+            reasons.setdefault(reason + cause, []).append(encoding.name)
         stated = "; ".join(f"{' and '.join(dict.fromkeys(names))}: {reason}" for reason, names in reasons.items())
         raise ServingError(
             f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "

@@ -17,6 +17,7 @@ from rope_ext_hf.config_keys.computed import Computed
 from rope_ext_hf.config_keys.formulas import linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
     Config,
+    check_sliding_layers,
     length_setting,
     needed,
     rope_divisors,
@@ -77,6 +78,7 @@ def converted(config: Config) -> FileRope:
     if model_type not in ARCHITECTURES:
         raise NotCheckedError(f"the GGUF architecture of {model_type!r} is not in the table of this package")
     architecture, tensors = ARCHITECTURES[model_type]
+    _check_layers(text)
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
     divisors: dict[str, tuple[float, ...]] = {}
@@ -107,6 +109,12 @@ def converted(config: Config) -> FileRope:
     elif kind != "default":
         raise ServingError(f"the converter passes over the rope type {kind!r}")
     return FileRope(architecture, dim, keys, divisors)
+
+
+def _check_layers(text: Config) -> None:
+    """Refuse a pattern of layers that no GGUF file of the converter holds."""
+    if text.get("model_type") == "gemma3_text":
+        check_sliding_layers(text, 6, "llama.cpp")
 
 
 def _scaling_keys(settings: Config) -> dict[str, Any]:
@@ -234,6 +242,7 @@ class _GGUFEngine(Engine):
         return file_computes(converted(config), length)
 
     def config_for(self, target: Target) -> ServingConfig:
+        _check_layers(target.config)
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
         else:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, needed, rope_settings, rotated_dims
+from rope_ext_hf.config_keys.keys import Config, check_sliding_layers, needed, rope_settings, rotated_dims
 from rope_ext_hf.engines.base import Encoding, Target, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
 from rope_ext_hf.errors import ServingError
@@ -61,6 +61,11 @@ class MLX(FormerSpellingEngine):
         settings = rope_settings(old)
         kind = (scaling or {}).get("type") or settings["rope_type"]
         dim, softmax_scale = rotated_dims(old, settings), 1.0
+        if model_type == "gemma3_text":
+            pattern = int(text.get("sliding_window_pattern", 6))  # without the key whatever layer_types are
+            check_sliding_layers(text, pattern, "mlx-lm")
+            if needed(text, "num_hidden_layers", pattern) < pattern:
+                raise ServingError(f"its Gemma 3 file stops at fewer layers than {pattern}")
         if model_type == "phi3" and scaling:
             if not {"long_factor", "type"} <= set(scaling):
                 raise ServingError("its Phi-3 file wants the keys long_factor and type")

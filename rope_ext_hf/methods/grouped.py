@@ -124,7 +124,6 @@ class SelfExtend(_Grouped):
     """
 
     guidance = Guidance(
-        purposes=(PYTHON,),
         when="the extended length is known; positions stay whole numbers, as in training",
         decode=ZONES,
     )

@@ -69,7 +69,7 @@ class _MeasuredModel:
 
 
 _Index = dict[tuple[str, float], tuple[Rise, ...]]
-"""One rise for every model, by method and size."""
+"""One rise for every model that was measured there, by method and size."""
 
 
 @cache
@@ -93,11 +93,8 @@ def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
                 fitted[method, scale].append(rise)
             if scale == 1:
                 short[method, factor or math.inf].append(rise)
-    on_all = [
-        {key: tuple(rises) for key, rises in sorted(found.items()) if len(rises) == len(models)}
-        for found in (fitted, short)
-    ]
-    return tuple(models), on_all[0], on_all[1]
+    in_order = [{key: tuple(rises) for key, rises in sorted(found.items())} for found in (fitted, short)]
+    return tuple(models), in_order[0], in_order[1]
 
 
 def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
@@ -112,7 +109,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every model at a length, of the method fitted to it; empty where nothing so long was measured.
+    """The rise on every measured model at a length, of the method fitted to it; empty where nothing so long was.
 
     Args:
         method: its name.
@@ -122,7 +119,7 @@ def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
 
 
 def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
-    """The rise on every model at its context length, with the factor; empty where none so large was measured."""
+    """The rise on every measured model at its context length, with the factor; empty where none so large was."""
     return _smallest(_measurements()[2], method, factor)
 
 
@@ -138,11 +135,12 @@ def reach_text(method: str) -> str:
     scales = [scale for name, scale in fitted if name == method and scale > 1]
     if not scales:
         return "not measured"
-    reached, helping = dict.fromkeys(models, "no"), set(models)
+    known = {rise.model for scale in scales for rise in fitted[method, scale]}
+    reached, helping = dict.fromkeys([model for model in models if model in known], "no"), known
     for scale in scales:
-        helping &= set(helped(fitted[method, scale]))  # only up to the first length where it does not help
+        helping = helping & set(helped(fitted[method, scale]))  # only up to the first length where it does not help
         reached |= dict.fromkeys(helping, f"to {scale:g}x")
-    if len(set(reached.values())) > 1:
+    if len(set(reached.values())) > 1 or len(reached) < len(models):
         return ", ".join(f"{how} on the {model.name}" for model, how in reached.items())
     two, how = len(models) == 2, reached[models[0]]
     if how == "no":

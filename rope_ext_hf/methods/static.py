@@ -382,9 +382,8 @@ class MrRoPE(BandedMethod):
             return fast[-1], slow[0]
         raise MethodError(
             f"{self.name} needs pairs that complete more than beta_fast={self.beta_fast:g} cycles over the context "
-            f"length of {rotary.context_length:,} tokens and, after them, pairs that complete fewer than "
-            f"beta_slow={self.beta_slow:g}; in this model the {len(cycles)} pairs complete "
-            f"{max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}. Give betas between these, or use yarn"
+            f"length and, after them, pairs of fewer than beta_slow={self.beta_slow:g}; the {len(cycles)} here "
+            f"complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}; give other betas, or use yarn"
         )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed
-from rope_ext_hf.config_keys.keys import rope_settings, text_settings
+from rope_ext_hf.config_keys.keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.engines.base import (
     Engine,
     NotCheckedError,
@@ -32,6 +32,7 @@ from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import refuse_adapter
 from rope_ext_hf.terminal import text_table, wrapped
@@ -70,7 +71,7 @@ class Audit:
         path: the file.
         engines: one report each.
         problems: the mistakes in the file itself.
-        notes: the layers that its rope settings do not reach, in any engine.
+        notes: the layers that its rope settings do not reach, in any engine; what serves it where an engine differs.
     """
 
     path: str
@@ -144,8 +145,13 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reference = _report(reference_engine(), config)
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
-    reports = [reference, *(_too_long(_report(engine, config, against), most) for engine in engines)]
-    return Audit(name, tuple(reports), tuple(problems), () if note is None else (note,))
+    reports = [_too_long(_report(engine, config, against), most) for engine in engines]
+    differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
+    plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
+    commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
+    by_plugin = [f"The plug-in hands static frequencies over: {command}" for command in commands]
+    notes = by_plugin if note is None else [note, *by_plugin]
+    return Audit(name, (reference, *reports), tuple(problems), tuple(notes))
 
 
 def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
@@ -212,6 +218,8 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
         settings = rope_settings(text)
     except ServingError as error:
         return [*problems, one_line(error)]
+    if unread := unread_settings(text):
+        problems.append(unread)
     kind, original = settings["rope_type"], settings.get("original_max_position_embeddings")
     if kind in ("yarn", "longrope", "llama3") and original is None:
         problems.append(f"{kind} without original_max_position_embeddings: engines put different lengths in its place")

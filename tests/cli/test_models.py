@@ -42,6 +42,17 @@ def test_a_patch_as_described_is_what_transformers_loads(patched: Path) -> None:
     assert module.attention_scaling == pytest.approx(yarn_attention_factor(4))
 
 
+def test_an_edit_that_the_former_spelling_hides_is_described(patched: Path, tmp_path: Path) -> None:
+    config = json.loads((patched / "config.json").read_text("utf-8"))
+    del config["rope_ext_hf"]  # which refuses the edit
+    config["rope_parameters"]["factor"] = 16.0
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    said = run_json("describe", tmp_path)
+    assert said["params"]["factor"] == 4
+    assert any("it differs in factor 16.0 (4.0). Change both" in note for note in said["notes"])
+    assert not any("differs" in note for note in run_json("describe", patched)["notes"])
+
+
 @pytest.mark.slow
 def test_lists_of_divisors_on_the_command_line_reach_the_folder(tmp_path: Path) -> None:
     divisors = [1 + i / 8 for i in range(32)]

@@ -18,6 +18,7 @@ import tempfile
 import warnings
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,6 +172,7 @@ def main() -> None:
     programs += [in_process(port, name, CLASSES) for name, port in ports.items()]
     content = {
         "command": "make test-conformance",
+        "versions": {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")},
         "kit": json.loads((KIT / "kit.json").read_text(encoding="utf-8"))["version"],
         "date": datetime.now(UTC).date().isoformat(),
         "programs": [],

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import rope_ext_hf as rope
 from rope_ext_hf.engines.base import Engine, NotCheckedError, Target, find_engine, list_engines, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.errors import (
@@ -18,6 +19,7 @@ from rope_ext_hf.errors import (
 )
 from rope_ext_hf.serving.target import make_target
 from tests.conformance.generate import text_config
+from tests.support.models import build
 from tests.support.serving_models import FOLDER, SERVED, serve, served_model, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -178,3 +180,39 @@ def test_the_rules_foresee_what_a_release_was_measured_to_do(engine: str) -> Non
             assert (difference is not None) == (name in wrong), (name, difference)
             asked += 1
     assert asked >= 15
+
+
+GEMMA_3 = {
+    **{"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 12, "max_position_embeddings": 32768},
+    **{"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window": 512},
+}
+
+
+def gemma_3_layers(every: int) -> list[str]:
+    return ["sliding_attention" if (index + 1) % every else "full_attention" for index in range(12)]
+
+
+@pytest.mark.parametrize("name", ["llama.cpp", "gguf", "ollama", "mlx"])
+def test_gemma_3_with_another_pattern_of_layers_is_refused_where_the_pattern_is_fixed(name: str) -> None:
+    """llama.cpp's converter writes no pattern and the loader takes 6; mlx-lm reads sliding_window_pattern alone."""
+    engine = find_engine(name)
+    usual = engine.computes(GEMMA_3)
+    assert engine.computes(GEMMA_3 | {"layer_types": gemma_3_layers(6)}) == usual
+    for other in (gemma_3_layers(3), gemma_3_layers(4), ["full_attention"] * 12):
+        with pytest.raises(ServingError, match="takes every 6th layer for one of full attention"):
+            engine.computes(GEMMA_3 | {"layer_types": other})
+    stated = GEMMA_3 | {"layer_types": gemma_3_layers(3), "sliding_window_pattern": 3}
+    if name == "mlx":
+        assert engine.computes(stated) == usual
+        with pytest.raises(ServingError, match="stops at fewer layers than 6"):
+            engine.computes(GEMMA_3 | {"num_hidden_layers": 4})
+    else:
+        with pytest.raises(ServingError, match="takes every 6th layer"):
+            engine.computes(stated)
+
+
+@pytest.mark.parametrize("name", ["llama.cpp", "gguf", "mlx"])
+def test_serving_a_gemma_3_of_other_layers_is_refused(name: str) -> None:
+    with pytest.raises(ServingError, match="takes every 6th layer"):
+        rope.serving_config(build("gemma3"), name, "linear", factor=4)
+    assert rope.serving_config(build("gemma3"), "vllm", "linear", factor=4).command

@@ -98,6 +98,52 @@ def test_audit_of_settings_that_are_no_object(value: Any) -> None:
     assert any("rope_parameters must be an object, and is" in problem for problem in audit_config(config).problems)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        ({"factor": 8.0}, "factor 8.0 (4.0)"),
+        ({"rope_theta": 5e5}, "rope_theta 500000.0 (1000000.0)"),
+        ({"rope_type": "linear", "factor": 8.0}, "factor 8.0 (4.0), rope_type linear (yarn)"),
+    ],
+)
+def test_audit_finds_an_edit_that_the_former_spelling_hides(edit: dict[str, Any], named: str) -> None:
+    """transformers reads the same as before the edit, whatever `rope_parameters` says."""
+    config = BASE | {"rope_scaling": YARN, "rope_parameters": YARN | {"rope_theta": 1e6} | edit}
+
+    def read(config: dict[str, Any]) -> Any:
+        copied = json.loads(json.dumps(config))
+        return AutoConfig.for_model(copied.pop("model_type"), **copied).rope_parameters
+
+    assert read(config) == YARN | {"rope_theta": 1e6}
+    [problem] = audit_config(config).problems
+    assert f"it differs in {named}. Change both" in problem
+    cured = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
+    assert read(cured) == YARN | {"rope_theta": 1e6} | edit
+    assert not audit_config(cured).problems
+
+
+def test_the_two_spellings_of_one_setting_are_no_problem() -> None:
+    renamed = {"type": "yarn"} | {key: value for key, value in YARN.items() if key != "rope_type"}
+    assert not audit_config(BASE | {"rope_scaling": renamed, "rope_parameters": YARN | {"rope_theta": 1e6}}).problems
+
+
+def test_audit_names_why_gpt_oss_differs_and_what_serves_it(tmp_path: Path) -> None:
+    rope.patch(build("gpt_oss"), "by-parts", factor=4).save_pretrained(tmp_path)
+    audit = rope.audit(tmp_path)
+    vllm = next(report for report in audit.engines if report.engine == "vllm")
+    assert vllm.differs is not None
+    assert vllm.computed is not None
+    assert vllm.computed.notes == ("gpt-oss: run as yarn, without attention_factor.",)
+    assert any(note.endswith("rope-ext serve-config MODEL --engine vllm --plugin") for note in audit.notes)
+    assert not any(note.endswith("--engine sglang --plugin") for note in audit.notes)
+    assert rope.serving_config(tmp_path, "vllm", plugin=True).command[0] == "vllm"
+    with pytest.raises(ServingError, match="instead of 1 \\(gpt-oss: run as yarn, without attention_factor\\)"):
+        rope.serving_config(build("gpt_oss"), "vllm", "by-parts", factor=4)
+
+
 def test_audit_finds_a_damaged_record_of_a_patch(tmp_path: Path) -> None:
     model = rope.patch(build("llama"), "yarn", factor=4)
     model.save_pretrained(tmp_path)

@@ -22,6 +22,7 @@ import os
 import shutil
 import subprocess
 import traceback
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -145,6 +146,9 @@ class _FirstDevice(TorchFunctionMode):
             return args[0].held.tolist()
         if name == "cuda":
             return args[0].to(FIRST)
+        if name == "scaled_dot_product_attention" and isinstance(args[0], CudaTensor):
+            assert SimulatedCuda.running is not None
+            return SimulatedCuda.running.attend(*args, **kwargs)
         if name in ("to", "new_tensor"):
             args = tuple(_with_index(arg) for arg in args)
         if "device" in kwargs:
@@ -167,6 +171,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         devices: how many of them there are.
         prefers_cudnn: scaled_dot_product_attention takes cuDNN's kernel first, as on H100 with a recent cuDNN.
         triton: there is Triton, so that rotations are one launch.
+        memory: bytes of all devices together.
 
     Attributes:
         launches: kernels launched, copies within a device among them.
@@ -180,13 +185,18 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
     running: SimulatedCuda | None = None
 
     def __init__(
-        self, capability: tuple[int, int] = (9, 0), devices: int = 1, prefers_cudnn: bool = False, triton: bool = True
+        self,
+        capability: tuple[int, int] = (9, 0),
+        devices: int = 1,
+        prefers_cudnn: bool = False,
+        triton: bool = True,
+        memory: int = 80 * 2**30,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.capability, self.devices = capability, devices
+        self.capability, self.devices, self.memory = capability, devices, memory
         self.prefers_cudnn, self.triton = prefers_cudnn, triton
         self.depth = 0
-        self.refuses_waits = False
+        self.refuses_waits = self.warns_of_waits = False
         self.live = self.peak = 0
         self.sizes: dict[int, int] = {}
         self.reset()
@@ -219,13 +229,13 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         return result
 
     def _replace_answers(self, undo: ExitStack) -> None:
-        total = 80 * 2**30
         properties = SimpleNamespace(
             name="simulated",
             major=self.capability[0],
             minor=self.capability[1],
-            total_memory=total,
+            total_memory=self.memory,
             multi_processor_count=132,
+            uuid="00000000-0000-0000-0000-000000000000",
         )
         answers: dict[str, Callable[..., Any]] = {
             "_lazy_init": lambda: None,
@@ -241,10 +251,11 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             "memory_allocated": lambda *_: self.live,
             "memory_reserved": lambda *_: self.live,
             "max_memory_allocated": lambda *_: self.peak,
+            "max_memory_reserved": lambda *_: self.peak,
             "reset_peak_memory_stats": lambda *_: setattr(self, "peak", self.live),
-            "mem_get_info": lambda *_: (total - self.live, total),
+            "mem_get_info": lambda *_: (self.memory - self.live, self.memory),
             "empty_cache": lambda: None,
-            "set_sync_debug_mode": lambda mode: setattr(self, "refuses_waits", mode == "error"),
+            "set_sync_debug_mode": self._set_sync_debug_mode,
             "Stream": _Stream,
             "default_stream": _Stream,
             "current_stream": _Stream,
@@ -263,12 +274,25 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         undo.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
 
+    def _set_sync_debug_mode(self, mode: str) -> None:
+        self.refuses_waits, self.warns_of_waits = mode == "error", mode == "warn"
+
     # --- operators
+
+    def launch(self, name: str) -> None:
+        """Count a kernel. A profiler finds it under the name of CUDA's function that launches one."""
+        self.launches += 1
+        self.operators[name] += 1
+        with torch._C._profiler._RecordFunctionFast("cudaLaunchKernel"):
+            pass
 
     def note(self, what: str, name: str, blocking: bool = True) -> None:
         """Count a wait or a copy, under the line it comes from."""
-        if blocking and self.refuses_waits and what != "between":
-            raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+        if blocking and what != "between":
+            if self.refuses_waits:
+                raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+            if self.warns_of_waits:
+                warnings.warn(f"called a synchronizing CUDA operation: {name}", stacklevel=2)
         setattr(self, what, getattr(self, what) + 1)
         for frame in reversed(traceback.extract_stack()[:-1]):
             if any(folder in frame.filename for folder in CALLERS):
@@ -311,8 +335,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         if name == "_fused_sdp_choice":
             return self._torch_choice(*args, **kwargs)
         if not func.is_view and name not in NO_KERNEL:
-            self.launches += 1
-            self.operators[name] += 1
+            self.launch(name)
         if name in _KERNELS:
             return self._wrap(_KERNELS[name](self, *plain_args, **plain_kwargs), place)
         result = _on_cpu(func, name, plain_args, plain_kwargs)
@@ -362,8 +385,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         if not source.numel():
             return  # torch returns before it asks the device for anything
         if source.device == place:
-            self.launches += 1
-            self.operators[name] += 1
+            self.launch(name)
         else:
             what = "to_device" if source.device.type == "cpu" else "to_host" if place.type == "cpu" else "between"
             self.note(what, f"{name} {tuple(source.shape)}", blocking)
@@ -381,6 +403,8 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         storage = x.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         if key not in self.sizes:
+            if self.live + size > self.memory:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes")
             self.sizes[key] = size
             self.live += size
             self.peak = max(self.peak, self.live)
@@ -391,19 +415,43 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
 
     # --- attention
 
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """scaled_dot_product_attention by the kernel that torch would run; torch's own operators where it is none."""
+        choice = self._torch_choice(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=enable_gqa)
+        aten, widths = torch.ops.aten, {query.shape[-1], key.shape[-1], value.shape[-1]}
+        if choice == SDPBackend.MATH.value or len(widths) > 1 or query.shape[-1] % 8:
+            options: Any = {"scale": scale, "enable_gqa": enable_gqa}
+            return nn.functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
+        if choice == SDPBackend.FLASH_ATTENTION.value:
+            out: Tensor = aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, scale=scale
+            )[0]
+            return out
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -math.inf)
+        kernel = "efficient" if choice == SDPBackend.EFFICIENT_ATTENTION.value else "cudnn"
+        run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
+        result: Tensor = run(query, key, value, attn_mask, False, dropout_p, is_causal, scale=scale)[0]
+        return result
+
     def _torch_choice(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0,
         causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> int:  # fmt: skip
-        """The kernel that scaled_dot_product_attention takes, in torch's order; those with a mask are not simulated."""
-        if mask is not None or not query.numel() or query.shape[-1] > 256:
+        """The kernel of scaled_dot_product_attention, in torch's order; cuDNN's with a mask is not simulated."""
+        if not query.numel() or query.shape[-1] > 256 or dropout:
             return int(SDPBackend.MATH.value)
         half = query.dtype in (torch.float16, torch.bfloat16) and self.capability[0] >= 8
         grouped = query.shape[1] != key.shape[1]
         allowed: Any = torch.backends.cuda
-        if half and self.prefers_cudnn and query.shape[-1] <= 128 and allowed.cudnn_sdp_enabled():
+        if half and mask is None and self.prefers_cudnn and query.shape[-1] <= 128 and allowed.cudnn_sdp_enabled():
             return int(SDPBackend.CUDNN_ATTENTION.value)
-        if half and allowed.flash_sdp_enabled():
+        if half and mask is None and allowed.flash_sdp_enabled():
             return int(SDPBackend.FLASH_ATTENTION.value)
         if (
             not grouped
@@ -418,8 +466,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
     ) -> Tensor:
         """The Triton kernel, by what it is compared with: torch's operators on the CPU."""
         self._one_device("rotate_fused", [x, cos, sin], [x], None)
-        self.launches += 1
-        self.operators["rotate_fused"] += 1
+        self.launch("rotate_fused")
         layout = KeyLayout("half" if half else "interleaved", start, 2 * cos.shape[-1])
         plain = _held(x).detach()
         rotated = KeyRotation(_held(cos), _held(sin)).apply(plain, layout)
@@ -455,7 +502,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         _check_kernel_arguments(query, key, value)
         if not query.shape[1] == key.shape[1] == value.shape[1]:
             raise RuntimeError("memory-efficient attention: query and key must have as many heads")
-        out, lse = _attention(query, key, value, causal, scale)
+        out, lse = _attention(query, key, value, causal, scale, bias)
         # The real kernel rounds the number of queries up to a multiple of 32.
         lse = nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf) if with_lse else lse[..., :0]
         seed = torch.empty(0, dtype=torch.int64)
@@ -506,15 +553,21 @@ def _check_kernel_arguments(query: Tensor, key: Tensor, value: Tensor) -> None:
                 raise RuntimeError(f"attention kernel: {name} {tuple(x.shape)}, strides {x.stride()}: {problem}")
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Output, laid out as the kernels do, and log-sum-exp; causal from the lower right corner."""
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (x.float().repeat_interleave(groups, 1) for x in (key, value))
     scores = query.float() @ wide_key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.float()
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1 + key.shape[-2] - query.shape[-2])
         scores = scores.masked_fill(later, -math.inf)
-    out = (scores.softmax(-1) @ wide_value).to(query.dtype)
+    # A query whose keys are all masked gets zeros, as from the kernels.
+    weights = scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0.0)
+    out = (weights @ wide_value).to(query.dtype)
     return out.transpose(1, 2).contiguous().transpose(1, 2), scores.logsumexp(-1)
 
 

@@ -1,0 +1,196 @@
+"""The machine of `make gpu`: its device, driver and versions as JSON, or why torch has no device here.
+
+    python benchmarks/gpu_machine.py [--device cuda]
+
+nvidia-smi answers for the driver, the power limit and the clocks. A value that nothing here tells is null.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rope_ext_hf.rotary import kv_cache
+
+ROOT = Path(__file__).parent.parent
+ASKED = {
+    "power_limit_watts": "power.limit",
+    "most_mhz": "clocks.max.sm",
+    "most_memory_mhz": "clocks.max.memory",
+}
+"""Numbers of the record, and what nvidia-smi calls them."""
+
+WHEELS = "https://download.pytorch.org/whl/"
+
+
+def ask_nvidia_smi(fields: str, device: str | None = None) -> list[str] | None:
+    """What nvidia-smi answers of the first device, or of the one that is named; None: there is no answer."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    one = [] if device is None else [f"--id={device}"]
+    command = [program, f"--query-gpu={fields}", "--format=csv,noheader,nounits", *one]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return [value.strip() for value in lines[0].split(",")] if done.returncode == 0 and lines else None
+
+
+def number(answer: str) -> float | None:
+    """An answer of nvidia-smi as a number; None where a device has no such value: "[N/A]"."""
+    try:
+        return float(answer)
+    except ValueError:
+        return None
+
+
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA driver of this machine; None: there is none."""
+    answer = ask_nvidia_smi("driver_version")
+    if answer is not None:
+        return answer[0]
+    loaded = Path("/sys/module/nvidia/version")
+    return loaded.read_text(encoding="ascii").strip() if loaded.exists() else None
+
+
+def has_amd_device() -> bool:
+    """Whether the driver of AMD's GPUs is loaded."""
+    return Path("/dev/kfd").exists()
+
+
+def why_torch_has_none() -> str:
+    """What torch itself says where it has no CUDA device; "" where it says nothing."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:  # the second where torch is built without CUDA
+            return str(error).strip()
+    return "; ".join(str(each.message) for each in seen)
+
+
+def why_no_device(cuda: str | None, hip: str | None, driver: str | None, amd: bool, said: str) -> str:
+    """A sentence that says why torch has no CUDA device, and the way out.
+
+    Args:
+        cuda, hip: the versions of CUDA and ROCm that torch is built for, None: without.
+        driver: the NVIDIA driver of the machine, None: without.
+        amd: the machine has the driver of an AMD GPU.
+        said: what torch says.
+    """
+    other = f"install torch for it in .venv: pip install --force-reinstall torch=={torch.__version__.partition('+')[0]}"
+    if driver is not None and cuda is None:
+        built = f"ROCm {hip}" if hip is not None else "CPUs alone"
+        return f"the machine has an NVIDIA GPU (driver {driver}), but this torch is built for {built}; {other}"
+    if driver is not None:
+        return (
+            f"the machine has an NVIDIA GPU, but its driver {driver} does not serve this torch, which is built for "
+            f"CUDA {cuda} (torch says: {said or 'nothing'}). Update the driver, or {other} --index-url {WHEELS}cuNNN, "
+            "where NNN is a CUDA version of the driver (the first lines of `nvidia-smi`) or an older one"
+        )
+    if amd and hip is None:
+        built = f"CUDA {cuda}" if cuda is not None else "CPUs alone"
+        return (
+            f"the machine has an AMD GPU, but this torch is built for {built}; {other} --index-url {WHEELS}rocmN.N, "
+            "where N.N is the installed version of ROCm or an older one"
+        )
+    if amd:
+        return (
+            f"the machine has an AMD GPU, but this torch, built for ROCm {hip}, cannot open it (torch says: "
+            f"{said or 'nothing'}). The user must be in the groups render and video to open /dev/kfd"
+        )
+    return "the machine has no GPU that torch could use: neither the driver of NVIDIA nor that of AMD is loaded"
+
+
+def why_it_cannot_run(device: str) -> str | None:
+    """Why a device that torch sees runs nothing; None: it runs.
+
+    A torch without kernels for an older device, and a device in a bad state, show at the first kernel.
+    """
+    try:
+        float((torch.ones(1, device=device) + 1).cpu())
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
+        built = ", ".join(torch.cuda.get_arch_list())
+        return f"the device (compute capability {capability}) runs nothing: {first}. This torch is built for {built}"
+    return None
+
+
+def git_commit() -> str | None:
+    """The commit that runs, with "-dirty" where files were changed; None outside a checkout."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None: it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def rotated_by(device: str) -> str:
+    """What rotates keys and queries on a device in this process; where Triton is installed and fails, its reason."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fused = kv_cache.can_fuse(torch.zeros(1, 1, 1, 2, device=device))
+    reasons = "; ".join(str(each.message) for each in seen)
+    return "one Triton kernel" if fused else f"torch's operators{f': {reasons}' if reasons else ''}"
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """The device, the driver, and all versions that kernels depend on."""
+    described: dict[str, Any] = {
+        "commit": git_commit(),
+        "python": platform.python_version(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "triton": installed("triton"),
+        "rotations": rotated_by(device),
+    }
+    if not device.startswith("cuda"):
+        return described
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    answers = ask_nvidia_smi(",".join(ASKED.values()), None if uuid is None else f"GPU-{uuid}")
+    return described | {
+        "device": properties.name,
+        "devices": torch.cuda.device_count(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "gigabytes": round(properties.total_memory / 1e9, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "driver": nvidia_driver(),
+        **dict(zip(ASKED, map(number, answers or [""] * len(ASKED)), strict=True)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--device", default="cuda")
+    device = parser.parse_args().device
+    if (problem := why_it_cannot_run(device)) is not None:
+        sys.exit(problem)
+    print(json.dumps(describe_machine(device)))
+
+
+if __name__ == "__main__":
+    main()
