@@ -357,7 +357,9 @@ class MrRoPE(BandedMethod):
     `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
     """
 
-    guidance = Guidance(purposes=(SERVING,))
+    guidance = Guidance(
+        purposes=(SERVING,), when="what its paper reports is to be tried; measured here, it reads as yarn does"
+    )
     begins_search = True
 
     factor: float
