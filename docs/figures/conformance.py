@@ -6,6 +6,7 @@ import json
 
 from docs.figures.registry import Row, figure, markdown_table, read_result
 
+_CHECKS = {"inv_freq": "frequencies", "softmax_scale": "softmax scale", "cos_sin": "cos and sin", "on_axes": "M-RoPE"}
 _SHOWN = ("model_type", "head_dim", "max_position_embeddings", "original_max_position_embeddings")
 _SIGNS = {"agrees": "yes", "differs": "**no**", "-": "–"}
 
@@ -40,7 +41,7 @@ def conformance_differences() -> str:
     for each in _programs():
         first: dict[str, str] = {}
         for name, check, error in each.get("differences", ()):
-            first.setdefault(name, f"{check.replace('_', ' ')}: {error}")
+            first.setdefault(name, f"{_CHECKS.get(check, check)}: {error}")
         lines += [f"- {each['version']}, {name}: {text}" for name, text in first.items()]
     return "\n\n" + "\n".join(lines) + "\n\n"
 

@@ -167,14 +167,16 @@ def wrong(config: Json, ids: list[int], right: dict[str, Tensor]) -> Iterator[Js
     model = load(config, torch.float32)
     made = [(name, model, each) for name, each in configurations(model, open_model(model).described.rotary).items()]
     if (config.get("rope_scaling") or {}).get("rope_type") == "dynamic":
-        made.insert(0, ("with no scaling at all", load(config | {"rope_scaling": None}, torch.float32), nullcontext))
+        made.insert(0, ("no scaling at all", load(config | {"rope_scaling": None}, torch.float32), nullcontext))
     for name, changed, mistaken in made:
         if name == AS_MEASURED or (" in place of " in name and name.split()[1] not in {*PUBLISHED, "the"}):
             continue
         with mistaken():
             found = {key: next_logprobs(READS[key](changed, ids), ids) for key in right}
         if any(float((found[key] - right[key]).square().mean().sqrt()) > 0.01 for key in right):
-            yield {"name": name} | {key: [round(float(each), 5) for each in found[key]] for key in found}
+            yield {"name": name.removeprefix("with ")} | {
+                key: [round(float(each), 5) for each in found[key]] for key in found
+            }
 
 
 def model_file(name: str) -> Json:
