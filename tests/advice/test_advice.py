@@ -98,7 +98,7 @@ def test_a_plain_model_is_served_with_the_first_choice(folder: Path) -> None:
     kinds = {name: by_name[name].kind for name in ("yarn", "dynamic-yarn", "self-extend", "learnable")}
     assert list(kinds.values()) == ["static", "length-dependent", "remapping", "trained"]
     assert not by_name["linear"].fits
-    assert by_name["linear"].why == "helped none of the 2 small models that were measured"
+    assert by_name["linear"].why == "helped none of the small models that were measured (2)"
     assert by_name["factors"].why == "as good as its list"
     assert not any(by_name["self-extend"].engines.values())
 
@@ -185,7 +185,7 @@ def test_advice_is_what_was_measured(folder: Path, times: int) -> None:
         assert each.fits == bool(helped)
         numbers = in_order(each.measured, measured)
         said = f"helped at this length on the {' and the '.join(helped)}"
-        assert each.why == (said if helped else f"helped none of the {len(on)} small models that were measured")
+        assert each.why == (said if helped else f"helped none of the small models that were measured ({len(on)})")
         if each.fits:
             assert numbers in str(advice)
         if key[1]:
@@ -212,7 +212,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
             on = [rows for rows in measured.values() if key in rows]
             helped = [name for name, rows in measured.items() if key in rows and 3 * rows[key] <= rows[loaded]]
             said = f"helped at this length on the {' and the '.join(helped)}"
-            said = said if helped else f"helped none of the {len(on)} small"
+            said = said if helped else f"helped none of the small models that were measured ({len(on)})"
             assert each.why.startswith(said), each
     assert "known when it is measured" in unwrapped(advice)
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
