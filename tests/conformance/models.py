@@ -57,7 +57,7 @@ FAMILIES: dict[str, Json] = {
 YARN: Json = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
 LLAMA3: Json = YARN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LISTS: Json = {"short_factor": [1 + i / 48 for i in range(24)], "long_factor": [1 + i / 8 for i in range(24)]}
-PHI3: Json = {"type": "longrope", "rope_type": "longrope"} | LISTS
+PHI3: Json = {"type": "longrope"} | LISTS
 MODELS: dict[str, tuple[str, int, float, Json | None]] = {
     "llama": ("llama", ORIGINAL, 1e4, None),
     "llama-linear": ("llama", ORIGINAL, 1e4, {"rope_type": "linear", "factor": 4.0}),
@@ -81,7 +81,8 @@ def config_json(name: str) -> Json:
     made |= {"rope_local_base_freq": 1e4} if family == "gemma3_text" else {}
     made |= {} if scaling is None else {"rope_scaling": scaling}
     made = {key: value for key, value in made.items() if value is not None}
-    config = AutoConfig.for_model(family, **{key: value for key, value in made.items() if key != "model_type"})
+    given = copy.deepcopy(made)  # which the config class changes
+    config = AutoConfig.for_model(family, **{key: value for key, value in given.items() if key != "model_type"})
     architecture = AutoModelForCausalLM._model_mapping[type(config)].__name__  # some programs choose by it
     return {"architectures": [architecture]} | made
 
@@ -182,7 +183,7 @@ def model_file(name: str) -> Json:
     model = exact(config)
     logits, whole = last_logits(model, ids), whole_logits(model, ids)
     right = {"logprobs": next_logprobs(whole, ids)}
-    if (MODELS[name][3] or {}).get("rope_type") in ("dynamic", "longrope"):  # which follow the length
+    if name in ("llama-dynamic", "phi3-longrope"):  # whose frequencies follow the length
         right["alone"] = next_logprobs(logits, ids)
     rounding = {}
     for dtype in (torch.float16, torch.bfloat16):
