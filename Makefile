@@ -175,7 +175,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
 	test -e build/bench/wide-heads-model/model.safetensors || $(RUN)/python benchmarks/train_reference.py --recipe wide-heads --device $(DEVICE) --out build/bench/wide-heads-model
-	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --longest 8 --spans 8 --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --bands 16:1,8:1 --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/wide-heads-model --folder build/bench/bands --out $(RESULTS)
