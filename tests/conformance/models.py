@@ -173,7 +173,7 @@ def wrong(config: Json, ids: list[int], right: dict[str, Tensor]) -> Iterator[Js
             continue
         with mistaken():
             found = {key: next_logprobs(READS[key](changed, ids), ids) for key in right}
-        if any(float((found[key] - right[key]).square().mean().sqrt()) > 0.01 for key in right):
+        if any(float((found[key] - right[key]).square().mean().sqrt()) > 0.005 for key in right):
             yield {"name": name.removeprefix("with ")} | {
                 key: [round(float(each), 5) for each in found[key]] for key in found
             }
