@@ -21,7 +21,7 @@ SAME = 1e-3
 COMMANDS = {
     "reference": "benchmarks/factors.py",
     "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
-    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model --longest 4 --spans 8",
+    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model --longest 8 --spans 8",
 }
 
 
