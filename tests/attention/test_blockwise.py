@@ -364,7 +364,7 @@ def test_what_stairs_take_of_a_gpu_at_131k(monkeypatch: pytest.MonkeyPatch) -> N
     assert counted(1, length).launches <= 20
     chunks = [counted(4096, count) for count in range(4096, length + 1, 4096)]
     assert max(chunk.launches for chunk in chunks) <= 105
-    assert sum(chunk.traffic for chunk in chunks) <= 120e9
+    assert sum(chunk.traffic for chunk in chunks) <= 145e9  # rotations without Triton read twice
 
 
 def test_nothing_to_attend() -> None:
