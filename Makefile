@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
-# test-engines | conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# test-engines | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -67,14 +67,24 @@ test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 
 # The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
-test-engines: .venv/ready test-llama-cpp
+test-engines: .venv/ready build/engines/ready test-llama-cpp
+	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+
+build/engines/ready: Makefile
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5
 	for wheel in build/engines/*.whl; do $(RUN)/python -m zipfile -e $$wheel build/engines; done
-	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+	touch $@
 
 # The numbers of conformance/, from this package.
 conformance: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.conformance.generate
+
+# Other programs held to conformance/, some minutes; see test-engines and test-other-engines for their environments. The
+# result goes to docs/results/conformance.json and, by `make figures`, into docs/conformance.md.
+test-conformance: .venv/ready build/engines/ready build/llama-cpp/ready build/other-engines/transformers/ready build/other-engines/mlx-lm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.conformance.run_engines --engines build/engines \
+		--mlx-lm build/other-engines/mlx-lm/bin/python --llama-cpp build/llama-cpp/bin/python \
+		--transformers-4 build/other-engines/transformers/bin/python
 
 # A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
 # docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.
@@ -165,7 +175,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
 	test -e build/bench/wide-heads-model/model.safetensors || $(RUN)/python benchmarks/train_reference.py --recipe wide-heads --device $(DEVICE) --out build/bench/wide-heads-model
-	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --longest 8 --spans 8 --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --bands 16:1,8:1 --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/wide-heads-model --folder build/bench/bands --out $(RESULTS)

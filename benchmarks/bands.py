@@ -32,7 +32,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reference import path
 
-FACTORS = (2, 4, 8, 16)
+FACTORS = "2,4,8,16"
 BANDS = "16:1,8:1,32:4"
 KINDS: list[tuple[str, dict[str, Any]]] = [("yarn", {}), ("mrrope", {}), ("mrrope", {"radix": "uniform"})]
 
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--model", default="reference", help="reference, or a folder")
     parser.add_argument("--data", default="stdlib", help="the text, as `rope-ext ppl` takes it")
     parser.add_argument("--bands", default=BANDS, help="beta_fast:beta_slow, separated by commas")
+    parser.add_argument("--factors", default=FACTORS, help="separated by commas")
     parser.add_argument("--spans", type=int, default=32, help="spans per length")
     parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
     arguments = parser.parse_args()
@@ -65,7 +66,7 @@ def main() -> None:
     options |= {"data": arguments.data, "out": arguments.folder / folder.name}
 
     rows: list[dict[str, Any]] = []
-    for factor in FACTORS:
+    for factor in map(int, arguments.factors.split(",")):
         lengths = [trained, trained * factor]
         base = perplexity(model, tokens, lengths=lengths, **options)[0]
         yarn: list[Result] = []

@@ -1,9 +1,11 @@
 """`rope-ext finetune` on the bundled model, against the same training without a patch: bits per byte by length.
 
     python benchmarks/finetuning.py [--minutes 10] [--folder build/bench/finetuning] [--out benchmarks/results.jsonl]
+    python benchmarks/finetuning.py --method rerope --steps 100
 
-Trained on Python's standard library, read on its modules that are held out from every training here. The trained model
-is also read with remapped positions on top. Interrupted, the same command continues. The last line is JSON.
+Trained on Python's standard library, read on its modules that are held out from every training here. A model trained
+under `yarn` is also read with remapped positions on top. Interrupted, the same command continues. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.training import finetune
 
-METHOD, FACTOR, TASK = "yarn", 4, "key-value"
-REMAPPED = ("rerope", "dca")
-"""Methods that are put over the trained model."""
+FACTOR, TASK = 4, "key-value"
+REMAPPED = {"yarn": ("rerope", "dca")}
+"""Methods that are put over a model trained under another."""
 
 
 def written(folder: Path) -> str:
@@ -33,10 +35,10 @@ def written(folder: Path) -> str:
     return str(folder / "*.txt")
 
 
-def remapped(folder: str, lengths: list[int], spans: int) -> dict[str, dict[str, float]]:
-    """Bits per byte of the trained model by method over it and by length."""
+def remapped(trained: str, folder: str, lengths: list[int], spans: int) -> dict[str, dict[str, float]]:
+    """Bits per byte of the model trained under a method, by method over it and by length."""
     read = {}
-    for method in REMAPPED:
+    for method in REMAPPED.get(trained, ()):
         model = rope.patch(rope.from_pretrained(folder), method, over="patched")
         results = perplexity(model, "stdlib", lengths=lengths, targets=lengths[0] // 2, max_spans=spans)
         read[method] = {str(result.length): round(result.bits_per_byte, 4) for result in results}
@@ -48,6 +50,7 @@ def main() -> None:
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--minutes", type=float, help="of each training; 10 where neither is given")
     budget.add_argument("--steps", type=int)
+    parser.add_argument("--method", default="yarn")
     parser.add_argument("--spans", type=int, default=48, help="spans per length")
     parser.add_argument("--folder", type=Path, default=Path("build/bench/finetuning"))
     arguments = parser.parse_args()
@@ -57,7 +60,7 @@ def main() -> None:
         arguments.folder / "run",
         data=written(arguments.folder / "text"),
         eval_data="stdlib",
-        method=METHOD,
+        method=arguments.method,
         factor=FACTOR,
         minutes=minutes,
         steps=arguments.steps,
@@ -72,11 +75,12 @@ def main() -> None:
     in_bits = 1 / math.log(2)  # a token of the bundled model is a byte
     result: dict[str, Any] = {
         "benchmark": "finetuning",
-        "method": METHOD,
+        "method": arguments.method,
         "factor": FACTOR,
         "context_length": report.context_length,
         "target_length": report.target_length,
         "minutes": minutes,
+        "steps": arguments.steps,
         "losses": {
             name: {length: round(loss * in_bits, 4) for length, loss in losses.items()}
             for name, losses in report.losses.items()
@@ -89,7 +93,7 @@ def main() -> None:
             for name, gains in report.gains.items()
         },
         "retrieval": {"task": TASK} | {name: share.value for name, share in report.retrieval.items()},
-        "remapped": remapped(report.folder, lengths, arguments.spans),
+        "remapped": remapped(arguments.method, report.folder, lengths, arguments.spans),
         "training": {name: {key: ran[key] for key in ("steps", "seconds")} for name, ran in report.training.items()},
         "cpu_seconds": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime),
         "spans": arguments.spans,

@@ -151,7 +151,8 @@ def rotated_by(device: str) -> str:
     """What rotates keys and queries on a device in this process; where Triton is installed and fails, its reason."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        fused = kv_cache.can_fuse(torch.zeros(1, 1, 1, 2, device=device))
+        # As it stands there, where a simulated device replaces it.
+        fused = kv_cache.can_fuse(torch.zeros(1, 1, 1, 2, device=device))  # type: ignore[attr-defined]
     reasons = "; ".join(str(each.message) for each in seen)
     return "one Triton kernel" if fused else f"torch's operators{f': {reasons}' if reasons else ''}"
 

@@ -261,7 +261,7 @@ def measure_reading(
             return {"skipped": f"it needs about {needed:.1f} GB, and {free:.1f} GB are free"}, None, True
         torch.cuda.reset_peak_memory_stats()
     row: Row = {"first": None, "second": None, "kernels": None, "gigabytes": None, "reserved_gigabytes": None}
-    decoding, finite = None, True
+    decoding, finite, reading = None, True, None
     try:
         reading = OneReading(model, prompts, chunk, device)
         row["first"], row["kernels"] = reading.read()
@@ -278,7 +278,7 @@ def measure_reading(
     if device.startswith("cuda") and "skipped" not in row:
         row["gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
         row["reserved_gigabytes"] = torch.cuda.max_memory_reserved() / 1e9
-    reading = None
+    del reading
     release(device, held)
     return row, decoding, finite
 

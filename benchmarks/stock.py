@@ -41,7 +41,7 @@ def attention_kernels(run: Callable[[], object]) -> str:
 
 def attention_kernels_and_launches(run: Callable[[], object]) -> tuple[str, int | None]:
     """`attention_kernels`, and how many kernels of any kind are launched; None where the profiler sees none."""
-    events = _events(run, supported_activities())
+    events = _events(run, supported_activities())  # type: ignore[no-untyped-call]
     return _kernels(events), sum(events[name] for name in LAUNCHING) or None
 
 

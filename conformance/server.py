@@ -41,8 +41,7 @@ def check(url: str, entry: kit.Json, dtype: str) -> str:
     if kind is None:
         raise SystemExit(f"{url} is no server of a kind that is known here")
     ids, positions = entry["ids"], entry["positions"]
-    following_length = {"longrope", "dynamic"} & {str((entry["config"].get("rope_scaling") or {}).get("rope_type"))}
-    if kind is llama_cpp and following_length:
+    if kind is llama_cpp and any("alone" in each for each in entry["mistakes"]):
         raise SystemExit("this model's frequencies follow the length of the prompt, and llama.cpp is asked prefixes")
     try:
         found = kind(ask, ids, positions)

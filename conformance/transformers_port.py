@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -30,6 +31,8 @@ def version() -> str:
 def _model(written: str) -> Any:
     """A model with the sizes of a config as JSON."""
     config = json.loads(written)
+    if config["model_type"] not in CONFIG_MAPPING:
+        raise NotImplementedError
     text = AutoConfig.for_model(config.pop("model_type"), **config).get_text_config()
     return AutoModel.from_config(text).eval()
 
@@ -81,7 +84,10 @@ def magnitude(config: Config, layer_type: str | None = None) -> float:
 
 def softmax_scale(config: Config, layer_type: str | None = None) -> float:
     """The scaling of an attention module."""
-    return float(_attention(config, layer_type).scaling)
+    attention = _attention(config, layer_type)
+    if not hasattr(attention, "scaling"):  # it is computed in the forward
+        raise NotImplementedError
+    return float(attention.scaling)
 
 
 def rotate(

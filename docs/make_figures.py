@@ -19,6 +19,7 @@ from unittest import mock
 
 from docs.figures import (  # noqa: F401, each registers its figures
     code_tables,
+    conformance,
     correctness,
     cost,
     gpu,

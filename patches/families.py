@@ -57,11 +57,13 @@ class ModuleRows:
         blocks: the kinds of rows, one below the other.
         repeat: how many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head.
         when: a config key that must be true; None: no condition.
+        pairing: the pairing that the class rotates them in, whatever that of the attention is; None: that one.
     """
 
     blocks: list[_Block]
     repeat: int | Literal["num_key_value_heads"] = 1
     when: str | None = validated_field(_is_key, default=None)
+    pairing: Literal["half", "interleaved"] | None = None
 
     def validate_rows(self) -> None:
         if not self.blocks or (self.repeat != KV_HEADS and int(self.repeat) < 1):

@@ -14,7 +14,7 @@ from rope_ext_hf.patches.config import PATCH_KEY
 
 _MODULE = "modeling_rope_ext_hf"
 
-_CODE = '''"""Loads this folder with its RoPE method, {method}. It needs rope-ext-hf (pip install rope-ext-hf).
+_CODE = '''"""Loads this folder with its RoPE method, {method}. It needs the package rope_ext_hf.
 
     {auto}.from_pretrained(FOLDER, trust_remote_code=True)
 """
@@ -23,7 +23,8 @@ try:
     import rope_ext_hf
 except ImportError as error:
     raise ImportError(
-        "this model reads with the RoPE method {method}, which needs rope-ext-hf: pip install rope-ext-hf"
+        "this model reads with the RoPE method {method}, which needs the package rope_ext_hf; install it first, as "
+        "its README says"
     ) from error
 
 

@@ -114,6 +114,20 @@ def test_the_card_tells_how_it_was_made() -> None:
     assert list(record["phases"]) == list(BUNDLED.phases)
 
 
+def test_the_model_with_wide_heads_has_a_band_like_that_of_large_models() -> None:
+    """Pairs that complete 1 to 32 cycles over the trained length: docs/choosing.md."""
+
+    def between(dim: int, theta: float, length: int) -> int:
+        cycles = [length * theta ** (-2 * i / dim) / 6.283185307179586 for i in range(dim // 2)]
+        return sum(1 <= each <= 32 for each in cycles)
+
+    config = train_reference.RECIPES["wide-heads"].config()
+    theta = config.rope_parameters["rope_theta"]
+    assert between(config.head_dim, theta, config.max_position_embeddings) == 17
+    assert between(128, 500_000.0, 8192) == 16  # Llama 3 8B
+    assert train_reference.RECIPES["wide-heads"].phases["retrieval"].steps == 1000
+
+
 @pytest.mark.slow
 def test_training_is_seeded_and_continues_after_an_interruption(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -257,6 +257,7 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
     "rerope": (52, 55, 22 + 60),
     "leaky-rerope": (52, 55, 22 + 60),
     "self-extend": (52, 55, 22 + 60),
+    "stairs": (56, 58, 22 + 50),
     "dca": (55, 57, 22 + 70),
     "dynamic-self-extend": (52, 55, 22 + 70),
     "jet-long": (52, 55, 22 + 70),

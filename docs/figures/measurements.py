@@ -21,7 +21,7 @@ SAME = 1e-3
 COMMANDS = {
     "reference": "benchmarks/factors.py",
     "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
-    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model",
+    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model --longest 8 --spans 8",
 }
 
 
@@ -144,7 +144,8 @@ def bands() -> str:
         factors = sorted({row["factor"] for row in line["rows"]})
         name = NAMES.get(line["model"]) or str(line["model"])
         rows = ([f"`{label}`", *(" / ".join(of[each]) for each in factors)] for label, of in cells.items())
-        command = f"benchmarks/bands.py --model {line['model']}"
+        options = f"--model {line['model']} --factors {','.join(map(str, factors))} --spans {line['spans']}"
+        command = f"benchmarks/bands.py {options}"
         note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"
         tables.append(markdown_table([name, *(f"x{factor}" for factor in factors)], rows, note))
     return "\n".join(tables) or "\n\nNot measured yet.\n\n"
@@ -176,6 +177,8 @@ def _cost_of(method: str) -> str:
             for (name, factor, scale), row in _rows(line).items()
             if (name, scale) == (method, 1) and factor
         }
+        if not costs:
+            continue
         few, many = min(costs), max(costs)
         parts.append(f"{costs[few]:+.2f} (x{few:g}) to {costs[many]:+.2f} (x{many:g}) on the {NAMES[model]}")
     return " and ".join(parts)

@@ -248,12 +248,19 @@ def vllm_logprobs() -> str:
         if row["family"] not in other:
             by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
 
+    tried = {
+        plugin: list(dict.fromkeys(row["method"] for row in result["rows"] if row["plugin"] == plugin))
+        for plugin in (False, True)
+    }
+
     def cell(rows: list[Row]) -> str:
         if failed := [row["method"] for row in rows if "failed" in row]:
             return f"**{', '.join(failed)} does not run**"
+        of_plugin = {row["method"] for row in rows if row["plugin"]}
+        left = [f"{name} not tried" for name in tried[True] if of_plugin and name not in {*of_plugin, "theta"}]
         measured = [row["largest_difference"] for row in rows if "refused" not in row]
         refused = [f"{row['method']} refused" for row in rows if "refused" in row]
-        return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused]) or "–"
+        return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused, *left]) or "–"
 
     table = [
         (family, over, *(cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True)))
@@ -276,11 +283,8 @@ def vllm_logprobs() -> str:
         f"of vLLM's class and of transformers.{unlike} Measured by "
         f"`make test-vllm` with {versions}.*"
     )
-    tried = {
-        plugin: ", ".join(dict.fromkeys(row["method"] for row in result["rows"] if row["plugin"] == plugin))
-        for plugin in (False, True)
-    }
-    return markdown_table(["model", "over", f"stock: {tried[False]}", f"plug-in: {tried[True]}"], table, note)
+    heads = [f"{way}: {', '.join(tried[plugin])}" for way, plugin in (("stock", False), ("plug-in", True))]
+    return markdown_table(["model", "over", *heads], table, note)
 
 
 @figure

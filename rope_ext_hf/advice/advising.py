@@ -237,10 +237,12 @@ class _Planner:
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
         if not rises:
-            return guidance.unmeasured or f"not measured at this length; helped {reach_text(name)}"
+            reach = reach_text(name)
+            never = "not measured" if reach == "not measured" else f"not measured at this length; helped {reach}"
+            return guidance.unmeasured or never
         if models := helped(rises):
             return f"helped at this length on the {' and the '.join(model.name for model in models)}"
-        return f"helped none of the {len(rises)} small models that were measured"
+        return f"helped none of the small models that were measured ({len(rises)})"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:
         kept = method.unchanged_length(self.rotary)

@@ -11,9 +11,10 @@ the scores of a few queries at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, run_backward, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import (
-    KernelCall,
-    MergedSoftmax,
-    Spans,
-    add_to_spans,
-    batch_rows,
-    kernel_calls,
-)
+from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zone, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.graphs import graph_break
@@ -48,6 +42,8 @@ SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time; on a CPU about the size of its caches."""
 
 _NO_MODIFIERS = ScoreModifiers()
+
+_Zones = tuple[int, ...]
 
 
 def attend(
@@ -111,42 +107,41 @@ class _Attention:
         rows = zip(*(torch.split(x, 1) for x in (query, key, value)), left_padding, strict=True)
         return torch.cat([fused(*row) for row in rows])
 
-    def _rotation_to(self, zone: int | None, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """The rotation of queries from `stored_position` to their position in a zone; None: none.
+    def _rotation_to(self, zones: _Zones, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
+        """The rotation of queries from `stored_position` to their position in zones, as rows; None: none.
 
         Args:
-            zone: 0 is the nearest, in which keys are rotated like queries; None: the position of keys in all others.
+            zones: 0 is the nearest, in which keys are rotated like queries; (): the position of keys in all others.
             positions: (rows or 1, tokens).
             name: identifies these positions among those of the forward.
         """
-        moves = self.rule.by_length if zone is None else bool(zone) or self.rule.local_zone_exact
+        moves = zones != (0,) or self.rule.local_zone_exact if zones else self.rule.by_length
         if self.rotation is None or not moves:
             return None
         table, rotations = self.rotation.table, self.positions.rotations
-        entry = (self.rule, table, self.device, zone, name)
+        entry = (self.rule, table, self.device, zones, name)
         if entry not in rotations:
             # Angles depend on positions, not on the layer: the first layer of a forward pays for all of them.
             at = positions()
-            before, after = self.rule.stored_position(at), RemappedPosition(at)
-            if zone is None:
-                after = self.rule.key_position(at)
-            elif zone:
-                after = self.rule.query_position(at, zone)
-            stays = before.positions is after.positions and before[1:] == after[1:]
-            rotations[entry] = None if stays else table.between(before, after, self.device)
+            before = self.rule.stored_position(at)
+            after = [self.rule.query_position(at, zone) if zone else RemappedPosition(at) for zone in zones]
+            after = after or [self.rule.key_position(at)]  # far keys
+            stays = all(before.positions is each.positions and before[1:] == each[1:] for each in after)
+            rotations[entry] = None if stays else table.between(before, after[0], self.device, *after[1:])
         return rotations[entry]
 
     def _place_query(
-        self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zone: int, name: Hashable
+        self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zones: _Zones, name: Hashable
     ) -> Tensor:
-        """Queries at positions `m`, rotated to their position in a zone and scaled.
+        """Queries at positions `m`, rotated to their position in zones, as rows, and scaled.
 
         Args:
             name: identifies these positions among those of the forward.
         """
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scale_query(self._rotate(rotation, query), m, name)
-        rotations, entry = self.positions.rotations, (self.rule, self.rotation.table, self.device, "scaled", zone, name)
+        rotations, table = self.positions.rotations, self.rotation.table
+        entry = (self.rule, table, self.device, "scaled", zones, name)
         # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
         # rotate (above), it cannot: those have to be scaled as well.
         scaled = rotations.get(entry)
@@ -177,12 +172,19 @@ class _Attention:
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
     @property
+    def _joins(self) -> bool:
+        """Whether tiles of the same queries share calls: in several rows they would be copied, and beside a whole input
+        the results of such calls would take too much memory."""
+        rows, tokens = self.positions.left_padding or (), self.positions.query_positions.shape[-1]
+        return len(rows) == 1 and 2 * tokens <= self._total
+
+    @property
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
 
     def _far_keys(self, key: Tensor, positions: Callable[[], Tensor], name: Hashable) -> Tensor:
         """Keys where every zone but the nearest sees them; arguments as in `_rotation_to`."""
-        return self._rotate(self._rotation_to(None, positions, ("far keys", name)), key)
+        return self._rotate(self._rotation_to((), positions, ("far keys", name)), key)
 
     # --- fused kernels
 
@@ -197,83 +199,78 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
-        far_key = self._far_keys(key, lambda: torch.arange(first_key, last, device=key.device)[None], (first_key, last))
+        count = (last - first) * query.shape[1] // key.shape[1] if self._joins else 0
+        rule, grid, step = self.rule.for_queries(first, count)
+        layer = self if rule is self.rule else replace(self, rule=rule)
+        at, place = (lambda: torch.arange(first_key, last, device=key.device)[None]), (first_key, last)
+        far_key = layer._far_keys(key, at, place)
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
+        starts = range(first - (first - grid) % step, last, -(-block_size // step) * step)
         needs_grad, sinks = self._needs_grad(query, key, value), self.modifiers.sinks
-        whole = not padded_queries and last - first <= block_size
+        whole = not padded_queries and len(starts) == 1
         # Gradients do not go through what is written into a common tensor.
         out = None if whole or needs_grad else query.new_empty(*query.shape[:-1], value.shape[-1])
         # Queries at padding have no key; their softmax would be NaN, which spreads through residual streams.
         parts = [] if whole else [value.new_zeros(*query.shape[:2], padded_queries, value.shape[-1])]
-        for start in range(first, last, block_size):
-            block = slice(padded_queries + start - first, padded_queries + min(start + block_size, last) - first)
-            given = query[:, :, block], key, far_key, value
+        for block_start in starts:
+            start, stop = max(first, block_start), min(last, block_start + starts.step)
+            block = slice(padded_queries + start - first, padded_queries + stop - first)
+            given = query if whole else query[:, :, block], key, far_key, value
             if needs_grad:
-                parts.append(_FusedBlock.apply(self, start, first_key, *given, sinks))  # type: ignore[no-untyped-call]
+                parts.append(_FusedBlock.apply(layer, start, first_key, sinks, *given))  # type: ignore[no-untyped-call]
             else:
                 part = None if out is None else out[:, :, block]
-                parts.append(self._fused_block(start, first_key, *given, out=part)[0])
+                parts.append(layer._fused_block(start, first_key, *given, out=part).result)
         if out is None:
             return parts[0] if whole else torch.cat(parts, dim=-2)
         out[:, :, :padded_queries] = 0
         return out
 
-    def _fused_block(
-        self,
-        start: int,
-        first_key: int,
-        query: Tensor,
-        key: Tensor,
-        far_key: Tensor,
-        value: Tensor,
-        out: Tensor | None = None,
-    ) -> tuple[Tensor, MergedSoftmax]:
+    def _fused_block(self, start: int, first_key: int, *given: Tensor, out: Tensor | None = None) -> MergedSoftmax:
         """Queries from position `start` on, over keys from position `first_key` on.
 
         Args:
+            given: the queries, keys as stored, for the nearest zone, and where the others see them, and values.
             out: where the result goes; None: it is returned in memory of its own.
-            key: as stored, for the nearest zone.
-            far_key: where the other zones see them.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
-        merged = MergedSoftmax(query, out)
-        for zone in self._zones(start, first_key, query, key, far_key):
+        merged = MergedSoftmax(given[0], out)
+        for zone in self._zones(start, first_key, *given):
             for call in zone.calls:
-                q, k, v = zone.spans(call)
-                rows = batch_rows(zone.query, q), batch_rows(zone.keys, k), batch_rows(value, v)
-                merged.add(q, *run_kernel(*rows, self.scale, call.mask))
-        assert merged.out is not None  # a query sees itself at least
+                merged.add(zone.spans(call)[0], *run_kernel(*zone.rows(call), self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
             weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
-            merged.out *= weight.to(merged.out.dtype)
-        return merged.out, merged
+            merged.result.mul_(weight.to(merged.result.dtype))
+        return merged
 
-    def _zones(self, start: int, first_key: int, query: Tensor, key: Tensor, far_key: Tensor) -> Iterator[_Zone]:
+    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zone]:
         """The zones that a block sees, nearest first."""
-        rule, device = self.rule, query.device
+        rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
         # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
         # rotated for it: (rows, kv_heads, window + queries, head_dim).
         first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
-        queries, near = ("positions", start, stop), ("positions", first_local, stop)
+        queries, local_name = ("positions", start, stop), ("positions", first_local, stop)
 
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
-        local = self._rotation_to(0, lambda: torch.arange(first_local, stop, device=device)[None], near)
-        calls = kernel_calls(rule.tiles(start, stop), first_key, _MAX_QUERY_BLOCK)
-        for zone, alike in groupby(calls, lambda call: call.zone):
-            if zone == 0:
-                rotation, keys_from = local and local.last(query.shape[-2]), first_local
-                keys = self._rotate(local, key[:, :, first_local - first_key : stop - first_key])
+        local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
+        joined = int(key.shape[-2]) // 2 if self._joins else 0  # half as many results at a time as there are keys
+        for zones, calls in _calls_by_zones(rule, start, stop, first_key, joined):
+            if zones == (0,):
+                rotation, begin = local and local.last(query.shape[-2]), first_local
+                among = slice(first_local - first_key, stop - first_key)
+                keys, values = self._rotate(local, key[:, :, among]), value[:, :, among]
             else:
-                rotation, keys, keys_from = self._rotation_to(zone, m, queries), far_key, first_key
-            zone_query = self._place_query(rotation, query, m, zone, queries)
-            yield _Zone(zone_query, keys, (start, keys_from, first_key), list(alike))
+                rotation, begin, keys, values = self._rotation_to(zones, m, queries), first_key, far_key, value
+            turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
+            turned = self._place_query(rotation, turned, m, zones, queries)
+            yield Zone(turned, keys, values, start, begin, calls)
 
     # --- whole scores
 
@@ -346,17 +343,17 @@ class _Attention:
             grows = distances[-1][1] < UNBOUNDED and rule.window_size is None
             ranges = [(0, keys)] * len(rule.zone_distances(self.positions.reach) if grows else distances)
         begin, end = ranges[0]
-        local = self._rotation_to(0, lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
+        local = self._rotation_to((0,), lambda: n[:, begin:end], ("keys", offset + begin, offset + end))
         local_keys = self._rotate(local, key[:, :, begin:end])
         if len(ranges) == 1 and self.modifiers.pair_scales is not None:
-            rotated = self._rotate(self._rotation_to(0, lambda: m, m_name), query)
+            rotated = self._rotate(self._rotation_to((0,), lambda: m, m_name), query)
             return _scaled_scores(self.modifiers.pair_scales, rotated, local_keys, m, n[:, begin:], self.scale)
 
         far_key = self._far_keys(key, lambda: n, (offset, offset + keys))
 
         def scores_in(zone: int, start: int, stop: int) -> Tensor:
             part = far_key[:, :, start:stop] if zone else local_keys[:, :, start - begin : stop - begin]
-            return _scores(self._rotate(self._rotation_to(zone, lambda: m, m_name), query), part, self.scale)
+            return _scores(self._rotate(self._rotation_to((zone,), lambda: m, m_name), query), part, self.scale)
 
         pieces = []
         # Between two of these edges the same zones may occur; with one query there is a single one.
@@ -411,61 +408,50 @@ class _Attention:
         return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
-class _Zone(NamedTuple):
-    """A zone of a block: its queries and keys, rotated, and its kernel calls.
-
-    Attributes:
-        first: positions of the first query, key and value.
-    """
-
-    query: Tensor
-    keys: Tensor
-    first: tuple[int, int, int]
-    calls: list[KernelCall]
-
-    def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
-        """The tokens of a call among queries, keys and values."""
-        query, key, value = self.first
-        return call.queries.after(query), call.keys.after(key), call.keys.after(value)
+@lru_cache(maxsize=16)  # the layers of a model share them
+def _calls_by_zones(
+    rule: AttentionRule, start: int, stop: int, low: int, joined: int
+) -> list[tuple[_Zones, list[KernelCall]]]:
+    """The kernel calls of a block."""
+    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
+    return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
 
 
 class _FusedBlock(torch.autograd.Function):
     """`_Attention._fused_block` and its gradients. It keeps its arguments, its result and the log-sum-exp."""
 
     @staticmethod
-    def forward(ctx: Any, attention: _Attention, start: int, first_key: int, *given: Any) -> Tensor:
-        *tensors, sinks = given
-        out, merged = attention._fused_block(start, first_key, *(x.detach() for x in tensors))
+    def forward(ctx: Any, attention: _Attention, start: int, first_key: int, sinks: Any, *given: Tensor) -> Tensor:
+        merged = attention._fused_block(start, first_key, *(x.detach() for x in given))
         lse = merged.log_sum_exp()
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
         ctx.asked = attention, start, first_key
-        ctx.save_for_backward(*given, out, lse)
-        return out
+        ctx.save_for_backward(sinks, merged.result, lse, *given)
+        return merged.result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        attention, *place = ctx.asked
-        *leaves, value, sinks, out, lse = ctx.saved_tensors
-        to_value = torch.zeros_like(value, dtype=lse.dtype)
+        attention, start, first_key = ctx.asked
+        sinks, out, lse, *given = ctx.saved_tensors
         with torch.enable_grad():  # autograd takes gradients back through the rotations
-            leaves = [x.detach().requires_grad_() for x in leaves]
-            for zone in attention._zones(*place, *leaves):
-                to_query, to_key = (torch.zeros_like(x, dtype=lse.dtype) for x in zone[:2])
+            leaves = [x.detach().requires_grad_() for x in given]
+            for zone in attention._zones(start, first_key, *leaves):
+                still = Zone(*(x.detach() for x in zone[:3]), *zone[3:])
+                sums = [torch.zeros_like(x, dtype=lse.dtype) for x in still[:3]]
                 for call in zone.calls:
-                    q, k, v = spans = zone.spans(call)
-                    whole = batch_rows(grad, q), batch_rows(out, q), batch_rows(lse, q)
-                    rows = batch_rows(zone.query.detach(), q), batch_rows(zone.keys.detach(), k), batch_rows(value, v)
-                    parts = run_backward(whole, rows, attention.scale, call.mask)
-                    for to, tokens, part in zip((to_query, to_key, to_value), spans, parts, strict=True):
-                        add_to_spans(to, tokens, part)
-                zone.query.backward(to_query.to(value.dtype))
-                zone.keys.backward(to_key.to(value.dtype))
+                    spans = zone.spans(call)
+                    grads, outs, logs = (batch_rows(x, spans[0]) for x in (grad, out, lse))
+                    parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
+                    for total, tokens, part in zip(sums, spans, parts, strict=True):
+                        add_to_spans(total, tokens, part)
+                for x, total in zip(zone[:3], sums, strict=True):
+                    x.backward(total.to(out.dtype))
         if sinks is not None:  # its weight is exp(sink - lse), and it has no value
             weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)
             sinks = -(weight * (grad * out).sum(-1, keepdim=True)).sum((0, 2, 3)).to(sinks.dtype)
-        return None, None, None, *(x.grad for x in leaves), to_value.to(value.dtype), sinks
+        return None, None, None, sinks, *(x.grad for x in leaves)
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

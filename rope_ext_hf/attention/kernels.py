@@ -121,25 +121,34 @@ def has_kernel(query: Tensor, value: Tensor) -> bool:
     return fused is not None and fused.supports(query, max(query.shape[-1], value.shape[-1]))
 
 
-def run_kernel(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str) -> tuple[Tensor, Tensor]:
+def run_kernel(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str, joint: bool = False
+) -> tuple[Tensor, Tensor]:
     """Run a fused kernel.
 
     Args:
-        query: (rows, heads, queries, head_dim).
+        query: (rows or 1, heads, queries, head_dim).
         key, value: (rows, kv_heads, keys, ...).
         mask: "full": every query sees every key; or they are as many, and the i-th query sees the first i + 1 keys
             ("causal") or all but the first i ("anticausal").
+        joint: all rows are of the same queries, and have one softmax, (1, heads, queries, ...).
 
     Returns:
         (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries), float32
         or float64.
     """
     if mask == "anticausal":  # causal, read backwards
-        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
+        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal", joint)
         return out.flip(-2), lse.flip(-1)
     width, fused = value.shape[-1], KERNELS[query.device.type]
     query, key, value = _pad_head_dims(query, key, value)
-    out, lse = fused.run(query, key, value, scale, mask == "causal")
+    out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, mask == "causal")
+    if joint:
+        # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
+        order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
+        weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
+        out = (weights @ out.permute(*order, 3)).permute(*back, 3)
+        lse = lse.logsumexp(0, keepdim=True)
     return out[..., :width], lse
 
 
@@ -153,7 +162,7 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three
     Args:
         whole: of the softmax over all keys: the gradient of the output and the output, (rows, heads, queries, head_dim
             of value), and the log-sum-exp, (rows, heads, queries, 1).
-        rows: query, key and value, as in `run_kernel`.
+        rows: query, key and value, as in `run_kernel`; joint ones of one row of the softmax.
     """
     if mask == "anticausal":
         grad, out, lse, query, key, value = (x.flip(-2) for x in (*whole, *rows))
@@ -161,8 +170,10 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three
         return dq.flip(-2), dk.flip(-2), dv.flip(-2)
     widths = [x.shape[-1] for x in rows]
     grad, out, query, key, value = _pad_head_dims(*whole[:2], *rows)
-    backward = KERNELS[query.device.type].backward
-    dq, dk, dv = backward((grad, out, whole[2][..., 0]), (query, key, value), scale, mask == "causal")
+    backward, alone = KERNELS[query.device.type].backward, len(query) < len(key)
+    grad, out, lse, query = (x.expand(len(key), -1, -1, -1) for x in (grad, out, whole[2], query))
+    dq, dk, dv = backward((grad, out, lse[..., 0]), (query, key, value), scale, mask == "causal")
+    dq = dq.sum(0, keepdim=True) if alone else dq
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
 
 

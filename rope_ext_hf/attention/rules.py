@@ -66,6 +66,9 @@ class LocalAttention:
         else:
             yield Tile(0, (first, last), (0, last))
 
+    def for_queries(self, first: int, count: int) -> tuple[LocalAttention, int, int]:
+        return self, 0, 1
+
 
 AttentionRule = RemappingMethod | LocalAttention
 """The keys that a query sees, and at which relative positions; `RemappingMethod` documents each member."""
@@ -90,11 +93,17 @@ class RotationTable:
             phase = position.positions.to(device)[..., None] * self.phase_of_distance(1 / position.divisor, device)
         return phase + self.phase_of_distance(position.offset, device) if position.offset else phase
 
-    def between(self, before: RemappedPosition, after: RemappedPosition, device: torch.device) -> KeyRotation:
-        """The rotation of queries or keys from one position to another; positions (rows or 1, tokens)."""
-        if before.positions is after.positions and before.divisor == after.divisor:  # one angle for all of them
-            return KeyRotation.from_phase(self.phase_of_distance(after.offset - before.offset, device)[None, None])
-        return KeyRotation.from_phase(self.phase_at(after, device) - self.phase_at(before, device))
+    def between(
+        self, before: RemappedPosition, after: RemappedPosition, device: torch.device, *more: RemappedPosition
+    ) -> KeyRotation:
+        """The rotation of queries or keys from one position to others, as rows; positions (rows or 1, tokens)."""
+        phases = []
+        for one in (after, *more):
+            if before.positions is one.positions and before.divisor == one.divisor:  # one angle for all tokens
+                phases.append(self.phase_of_distance(one.offset - before.offset, device)[None, None])
+            else:
+                phases.append(self.phase_at(one, device) - self.phase_at(before, device))
+        return KeyRotation.from_phase(torch.cat(phases) if phases[1:] else phases[0])
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
         """The phase of a distance in tokens, (pairs,) int64."""

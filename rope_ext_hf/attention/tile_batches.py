@@ -49,34 +49,56 @@ class Spans(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Rectangles of one zone that one kernel call takes, as rows of a batch; positions of their queries and keys.
+    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys.
 
     Attributes:
+        zones: the zone of all rows, or of each.
         mask: as `run_kernel` takes it.
+        queries: of each row; a single span is of all rows.
     """
 
-    zone: int
+    zones: tuple[int, ...]
     mask: str
     queries: Spans
     keys: Spans
 
+    @property
+    def joint(self) -> bool:
+        """Whether all rows are of the same queries."""
+        return self.keys.times > self.queries.times
 
-def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int) -> Iterator[KernelCall]:
-    """Cover tiles, zone by zone: rectangles of one size and mask, evenly spaced along one diagonal, share a call.
+
+def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
+    """Cover tiles: rectangles of one size and mask share a call where they are evenly spaced.
+
+    Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
 
     Args:
         tiles: those of a zone in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
+        max_joined: the most queries, those of all rows, of a call over rows of the same queries.
     """
-    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
-    for tile in sorted(tiles, key=lambda tile: tile.zone):
+    calls: list[KernelCall] = []
+    together: dict[tuple[bool, str, int, int, int], dict[int, int]] = {}
+    for tile in tiles:
         for (q0, q1), (k0, k1), mask in tile.rectangles(low):
-            kinds.setdefault((tile.zone, mask, q1 - q0, k1 - k0, k0 - q0), []).append(q0)
-    for (zone, mask, size, keys, diagonal), starts in kinds.items():
-        most = max(1, max_copied // size) if mask == "anticausal" else len(starts)
-        for queries in _even_spans(starts, size, most):
-            yield KernelCall(zone, mask, queries, queries._replace(begin=queries.begin + diagonal, size=keys))
+            together.setdefault((tile.zone == 0, mask, q0, q1 - q0, k1 - k0), {})[k0] = tile.zone
+    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
+    for (nearest, mask, q0, size, width), zones in together.items():
+        for keys in _even_spans(sorted(zones), width, 1 if nearest else max_joined // size):
+            of_rows = tuple(zones[keys.begin + i * keys.step] for i in range(keys.times))
+            if keys.times > 2:
+                same = of_rows[:1] if len(set(of_rows)) == 1 else of_rows
+                calls.append(KernelCall(same, mask, Spans(q0, size), keys))
+                continue
+            for i, zone in enumerate(of_rows):
+                kinds.setdefault((zone, mask, size, width, keys.begin + i * keys.step - q0), []).append(q0)
+    for (zone, mask, size, width, diagonal), starts in kinds.items():
+        for queries in _even_spans(starts, size, max_copied // size if mask == "anticausal" else len(starts)):
+            keys = queries._replace(begin=queries.begin + diagonal, size=width)
+            calls.append(KernelCall((zone,), mask, queries, keys))
+    return sorted(calls, key=lambda call: call.zones)
 
 
 def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
@@ -114,9 +136,30 @@ def batch_rows(x: Tensor, spans: Spans) -> Tensor:
 
 def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
     """Add to spans of `x`, which may overlap, what a kernel returned for them as rows of a batch."""
-    for i, each in enumerate(part.reshape(len(x), spans.times, *part.shape[1:]).unbind(1)):
+    for i, each in enumerate(part.reshape(-1, spans.times, *part.shape[1:]).unbind(1)):
         begin = spans.begin + i * spans.step
         x[:, :, begin : begin + spans.size] += each
+
+
+class Zone(NamedTuple):
+    """Zones of a block: queries and keys, rotated, values, positions of the first query and key, and kernel calls."""
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    start: int
+    keys_from: int
+    calls: list[KernelCall]
+
+    def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
+        """The queries, keys and values of a call."""
+        keys = call.keys.after(self.keys_from)
+        return call.queries.after(self.start), keys, keys
+
+    def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
+        """What the kernel is given."""
+        query, key, value = map(batch_rows, self[:3], self.spans(call))
+        return query, key, value
 
 
 class MergedSoftmax:
@@ -136,6 +179,11 @@ class MergedSoftmax:
         self.query, self.out = query, out
         self._lse: Tensor | None = None
         self._last: tuple[Spans, Tensor] | None = None  # not yet in `_lse`
+
+    @property
+    def result(self) -> Tensor:
+        assert self.out is not None  # after a first part
+        return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
         """Merge in the attention to further keys.

@@ -16,6 +16,8 @@ from pathlib import Path
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
+from rope_ext_hf.checkpoints.detection import consumers
+from rope_ext_hf.checkpoints.detection_sources import weights_from_source
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
@@ -127,6 +129,14 @@ class _PairingConversion(Conversion):
                 f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not "
                 f"run; for transformers, convert it back: {command_line('convert', dst, 'NEW', to=other_pairing(to))}",
             )
+        weights = weights_from_source(source, str(source.folder))
+        self.warnings += tuple(
+            f"the {each.path} of {str(source.folder)!r} are {each.pairing} by their weights, and were taken for "
+            f"{each.stated}; `{command_line('detect', source.folder)}` shows the figures"
+            for each in consumers(weights, other_pairing(to))
+            if each.contradiction
+        )
+        _, kept = weights.indexers()
         self.report = ConversionReport(
             path=str(dst),
             source=other_pairing(to),
@@ -135,7 +145,7 @@ class _PairingConversion(Conversion):
             tensors=len(source.view.tensors),
             bytes=size_of(source.view.tensors),
             loads_natively=loads_natively,
-            notes=self.warnings,
+            notes=(*self.warnings, *((f"indexers stay {kept}, in which their class rotates them",) if kept else ())),
         )
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:

@@ -93,6 +93,7 @@ class PairingReport:
         stated: the pairing by the config or the family table.
         reason: why it is undecided.
         text: the losses on the text, if one was given.
+        consumers: the same of what else rotates: indexers that choose keys, layers that predict further tokens.
     """
 
     path: str
@@ -104,18 +105,26 @@ class PairingReport:
     stated: str | None
     reason: str | None = None
     text: TextLosses | None = None
+    consumers: tuple[PairingReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as a JSON-ready dict."""
         return asdict(self)
+
+    @property
+    def contradiction(self) -> str | None:
+        """How the weights contradict what is stated of them; None: they do not."""
+        if None in (self.pairing, self.stated) or self.pairing == self.stated:
+            return None
+        return f"the config or the family table states {self.stated}"
 
     def __str__(self) -> str:
         confidence = "above 0.9999" if self.confidence > 0.9999 else f"{self.confidence:.4f}"
         lines = [f"{self.path}: " + (f"{self.pairing}, confidence {confidence}" if self.pairing else "undecided")]
         if self.reason:
             lines.append(f"  because          {self.reason}")
-        if self.pairing and self.stated and self.stated != self.pairing:
-            lines.append(f"  contradiction    the config or the family table states {self.stated}")
+        if self.contradiction:
+            lines.append(f"  contradiction    {self.contradiction}")
         if self.layers:
             lines.append(
                 f"  score            {self.score:+.3f} +- {self.error:.3f} (half above, interleaved below zero)"
@@ -131,6 +140,8 @@ class PairingReport:
                 f"  loss on text     half {text.half:.3f}, interleaved {text.interleaved:.3f} nats per token, "
                 f"difference +- {text.error:.3f}, {text.tokens:,} tokens: {text.pairing or 'undecided'}"
             )
+        for consumer in self.consumers:
+            lines += [f"  {line}" for line in str(replace(consumer, layers=consumer.layers[:1])).splitlines()]
         return "\n".join(lines)
 
 
@@ -166,7 +177,7 @@ def detect_pairing(
         weights = weights_from_model(path_or_model)
     else:
         weights = weights_from_path(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
-    report = _from_weights(weights)
+    report = replace(_from_weights(weights), consumers=consumers(weights))
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 
 
@@ -215,17 +226,50 @@ def _double_center(table: Tensor) -> Tensor:
     return table.masked_fill(diagonal, 0.0)
 
 
+def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[PairingReport, ...]:
+    """Detect the pairing of what rotates beside the attention that the config counts.
+
+    Args:
+        pairing: what is stated of the attention; None: by the config or the family table.
+    """
+    pairing = pairing or weights.stated
+    indexers, kept = weights.indexers()
+    try:
+        further = weights.attentions(further=True)
+    except CheckpointError:  # layers of several kinds, and which of them such a layer is like is unknown
+        further = []
+    found = (
+        ("indexers", indexers, ("index_q", "index_k"), kept or pairing),
+        ("layers that predict further tokens", further, ("q", "k"), pairing),
+    )
+    return tuple(
+        _of_attentions(weights, PairingReport(name, None, 0.0, 0.0, 0.0, (), stated), attentions, sides)
+        for name, attentions, sides, stated in found
+        if attentions
+    )
+
+
 def _from_weights(weights: AttentionWeights) -> PairingReport:
-    inv_freq = weights.rotary.inv_freq()
-    layers: list[_LayerScore] = []
-    differences: list[Tensor] = []
     report = PairingReport(weights.path, None, 0.0, 0.0, 0.0, (), weights.stated)
     try:
         names = weights.attentions()
+    except CheckpointError as unreadable:
+        return replace(report, reason=str(unreadable))
+    return _of_attentions(weights, report, names, ("q", "k"))
+
+
+def _of_attentions(
+    weights: AttentionWeights, report: PairingReport, names: list[str], sides: tuple[str, str]
+) -> PairingReport:
+    """A report without figures, with those of the queries and keys of these attention modules."""
+    inv_freq = weights.rotary.inv_freq()
+    layers: list[_LayerScore] = []
+    differences: list[Tensor] = []
+    try:
         if not names:
             raise CheckpointError(f"no tensor has a name of a rotated module of {weights.tensors.model_type!r}")
         for name in evenly_spaced(names, _MAX_LAYERS_READ):
-            correlations = scores(*weights.queries_and_keys(name), inv_freq).cpu().double()
+            correlations = scores(*weights.queries_and_keys(name, sides), inv_freq).cpu().double()
             half, interleaved = correlations.mean(0).tolist()
             layers.append(_LayerScore(name, len(correlations), half, interleaved))
             differences.append(correlations[:, 0] - correlations[:, 1])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.meta_source import open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_NORM_BESIDE = "hidden_norm"  # an EAGLE head reads embeddings, and after them states of the model with a norm of theirs
 _INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
-_LATENT = {"q_b_proj": ("q_a_proj", "q_a_layernorm")}  # modules that read a latent, and the modules that compute it
+_LATENT = dict.fromkeys(("q_b_proj", "indexer.wq_b"), ("q_a_proj", "q_a_layernorm"))
+"""Modules that read a latent, and the modules that compute it, where a layer has them."""
 _SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 
 
@@ -44,9 +46,13 @@ class AttentionWeights:
     stated: str | None  # the pairing by the config or the family table
     load: Callable[[], PreTrainedModel]  # returns the model itself
 
-    def attentions(self) -> list[str]:
-        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers."""
-        parts = filter(None, map(self.tensors.split_name, self.shapes))
+    def attentions(self, *, further: bool = False) -> list[str]:
+        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers.
+
+        Args:
+            further: those of layers that predict further tokens, which the config does not count.
+        """
+        parts = filter(None, (self.tensors.split_name(name, further=further) for name in self.shapes))
         names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
         alike = []
         for name in names:
@@ -55,19 +61,35 @@ class AttentionWeights:
                 alike.append(name)
         return sorted(alike, key=_layer_order)
 
-    def queries_and_keys(self, attention: str) -> tuple[Tensor, Tensor]:
+    def indexers(self) -> tuple[list[str], str | None]:
+        """Return the names of the attention modules with an indexer, and the pairing that it keeps; None: theirs."""
+        held = {name.rpartition(".")[0].removesuffix(".base_layer") for name in self.shapes}
+        found: list[tuple[str, str | None]] = []
+        for name in self.attentions():
+            for module, layout in self.tensors.layouts_in(name).items():
+                stored = any(f"{name}.{each}" in held for each in self.tensors.stored_names(module))
+                if stored and any(block.side == "index_q" for block in layout.blocks) and "norm" not in module:
+                    found.append((name, layout.pairing))
+        return [name for name, _ in found], next((pairing for _, pairing in found), None)
+
+    def queries_and_keys(self, attention: str, sides: tuple[str, str] = ("q", "k")) -> tuple[Tensor, Tensor]:
         """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
 
         The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
         scores. Where queries read a latent, its projection is multiplied into the keys.
 
+        Args:
+            sides: ("index_q", "index_k") of its indexer.
+
         Raises:
             CheckpointError: weights that are packed, missing, of a wrong shape or not finite.
         """
-        sides: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
         gains: dict[str, Tensor] = {}
         latent: tuple[str, str] | None = None
         for module, layout in self.tensors.layouts_in(attention).items():
+            if not any(block.side in sides for block in layout.blocks):
+                continue
             names = (f"{attention}.{name}" for name in self.tensors.stored_names(module))
             weight = next((weight for name in names if (weight := self._weight(name)) is not None), None)
             if weight is None:
@@ -81,17 +103,20 @@ class AttentionWeights:
                 raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
             for block, heads in layout.heads(weight):
                 if block.rotary:
-                    (gains if is_norm else sides)[block.side] = heads.narrow(1, block.start, block.rotary)
-        if not {"q", "k"} <= set(sides):
+                    (gains if is_norm else rows)[block.side] = heads.narrow(1, block.start, block.rotary)
+        if not set(sides) <= set(rows):
             raise CheckpointError(
                 f"{attention!r} has no readable query and key weights: they are packed, or of an adapter"
             )
-        query, key = (sides[side] * gains.get(side, 1.0) for side in ("q", "k"))
+        query, key = (rows[side] * gains.get(side, 1.0) for side in sides)
+        layer = attention.rpartition(".")[0]
+        beside = self._weight(f"{layer}.{_NORM_BESIDE}")
         for name in _INPUT_NORMS:
-            weight = self._weight(f"{attention.rpartition('.')[0]}.{name}")
+            weight = self._weight(f"{layer}.{name}")
             if weight is not None:
-                key = key * self._gain(name, weight, key.shape[-1]).square()
-        if latent is not None:
+                gain = self._gain(name, weight, key.shape[-1] - (0 if beside is None else beside.numel()))
+                key = key * (gain if beside is None else torch.cat((gain, beside))).square()
+        if latent is not None and ("q" in sides or query.shape[-1] != key.shape[-1]):  # some indexers read no latent
             down, norm = (self._weight(f"{attention}.{name}") for name in latent)
             if down is None or norm is None:
                 missing = latent[0] if down is None else latent[1]
@@ -182,6 +207,11 @@ def weights_from_model(model: Any) -> AttentionWeights:
 def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
     """Return the weights of a folder or Hub id, in Hugging Face's or Meta's format."""
     source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
+    return weights_from_source(source, str(path), trust_remote_code=trust_remote_code)
+
+
+def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> AttentionWeights:
+    """Return the weights of a folder that has been opened; `path` names it."""
     if isinstance(source, Source):
         model, rotary, view, stated, tensors = source.model, source.rotary, source.view, source.pairing, source.tensors
     else:
@@ -196,12 +226,12 @@ def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_co
             model_type = tensors.model_type
             raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
         settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
-        with loading(f"the model in {str(path)!r}"):
+        with loading(f"the model in {path!r}"):
             loaded: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
         return loaded
 
     return AttentionWeights(
-        path=str(path),
+        path=path,
         tensors=tensors,
         rotary=rotary,
         norms={} if model is None else _norms(model),

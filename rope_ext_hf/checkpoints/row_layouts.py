@@ -48,6 +48,7 @@ class RowLayout:
 
     repeat: int
     blocks: tuple[HeadBlock, ...]
+    pairing: str | None = None  # that of rows which stay as they are in a conversion
 
     @property
     def rows(self) -> int:
@@ -192,7 +193,7 @@ class RotaryTensors:
         if _UNROTATED_PARAMETERS.fullmatch(parameter):
             return None
         layout = self._of_layer(match, shape).get(self.renamed.get(stored, stored))
-        if layout is None:
+        if layout is None or layout.pairing:
             return None
         size = math.prod(shape)
         if _PACKED.fullmatch(parameter) or (parameter == "weight" and shape[1:] == (1,) and size > layout.rows):
@@ -233,17 +234,21 @@ class RotaryTensors:
         layer, _, last = attention.rpartition(".")
         return prefix, ".".join(filter(None, (layer, self.renamed.get(last, last), module)))
 
-    def split_name(self, name: str) -> tuple[str, str, str] | None:
+    def split_name(self, name: str, *, further: bool = False) -> tuple[str, str, str] | None:
         """As `locate`, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
 
         Modules are named as in the transformers class, attention modules as in the checkpoint.
+
+        Args:
+            further: of layers that predict further tokens, and of no others.
         """
         match = _match_attention(name)
         stored = None if match is None else self._stored_module(match["rest"])
-        if match is None or stored is None or self._is_further(match):
+        if match is None or stored is None or self._is_further(match) != further:
             return None
         module = self.renamed.get(stored, stored)
-        if module not in self._of_layer(match, None):
+        layout = self._of_layer(match, None).get(module)
+        if layout is None or layout.pairing:
             return None
         return match["prefix"] or "", ".".join(filter(None, (match["layer"], match["attention"]))), module
 
@@ -272,7 +277,7 @@ class RotaryTensors:
         stored = self._stored_module(match["rest"])
         module = None if stored is None else self.renamed.get(stored, stored)
         if module is None:
-            return self.layers[0]
+            return next(filter(None, self.layers), {})
         alike = [layouts for layouts in self.layers if module in layouts]
         if shape is not None:
             alike = [layouts for layouts in alike if layouts[module].rows == next(iter(shape), None)] or alike
@@ -386,4 +391,5 @@ def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], keys: int, modul
             replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else ""))
             for b in (blocks[name] for name in rows.blocks)
         ),
+        rows.pairing,
     )

@@ -140,12 +140,11 @@ def reach_text(method: str) -> str:
     for scale in scales:
         helping = helping & set(helped(fitted[method, scale]))  # only up to the first length where it does not help
         reached |= dict.fromkeys(helping, f"to {scale:g}x")
-    if len(set(reached.values())) > 1 or len(reached) < len(models):
-        return ", ".join(f"{how} on the {model.name}" for model, how in reached.items())
-    two, how = len(models) == 2, reached[models[0]]
-    if how == "no":
-        return "no on either" if two else "no on any"
-    return f"{how} on {'both' if two else 'all'}"
+    on: dict[str, list[str]] = {}
+    for model, how in reached.items():
+        on.setdefault(how, []).append(f"the {model.name}")
+    everywhere = {"no": "any"}.get(next(iter(on)), "all") if len(reached) == len(models) and len(on) == 1 else ""
+    return ", ".join(f"{how} on {everywhere or ' and '.join(names)}" for how, names in on.items())
 
 
 def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:

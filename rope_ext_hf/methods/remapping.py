@@ -294,6 +294,17 @@ class RemappingMethod(RopeMethod):
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         """All keys that the queries first..last see, piece by piece."""
 
+    def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
+        """The rule in a form in which fewer rotations take the queries from position `first` on.
+
+        Args:
+            count: queries, those of all heads that share a key.
+
+        Returns:
+            A rule, and where blocks of queries are best begun: a position, and the step from there.
+        """
+        return self, 0, 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRemapping(RemappingMethod):

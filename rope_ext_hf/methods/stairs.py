@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -110,6 +110,44 @@ class Stairs(_TurnedQueries):
     def band(self) -> int:
         assert self.chunk is not None
         return self.chunk
+
+    def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
+        if count < self.band:  # they are rotated faster than the keys
+            return super().for_queries(first, count)
+        names = ("window", "start", "chunk", "max_distance", "temperature")
+        values: dict[str, Any] = {name: getattr(self, name) for name in names}
+        grid = max(first, self.edges[0])  # queries before see no far key
+        return _StairsInBands(first=grid, **values), grid, self.band
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StairsInBands(Stairs):
+    """`Stairs` for many queries from position `first` on: keys are rotated once, to n mod B, and queries to m mod B.
+
+    A band of B keys, counted from `first`, meets B queries in two zones, the same in all bands: 1 on and below
+    the diagonal of their square, at W + ((d - S) mod B), and 2 above it, B further.
+    """
+
+    by_length = True
+    first: int = 0
+
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        window, _ = self.edges
+        return RemappedPosition((n - self.first + window) % self.band)
+
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        _, start = self.edges
+        return RemappedPosition((m - self.first) % self.band, offset=start + (zone - 1) * self.band)
+
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
+        window, _ = self.edges
+        yield from band_tiles(0, 0, window, first, last)
+        for begin in range(first - (first - self.first) % self.band, last, self.band):
+            start, stop = max(first, begin), min(begin + self.band, last)
+            for key in range(begin - window, -self.band, -self.band):
+                yield Tile(1, (start, stop), (max(0, key), key + stop - begin), begin - key)
+                if key < begin - window:
+                    yield Tile(2, (start, stop), (max(0, key), key + self.band), begin - key, above_diagonal=True)
 
 
 @register_method("string")

@@ -357,7 +357,9 @@ class MrRoPE(BandedMethod):
     `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
     """
 
-    guidance = Guidance(purposes=(SERVING,))
+    guidance = Guidance(
+        purposes=(SERVING,), when="what its paper reports is to be tried; measured here, it reads as yarn does"
+    )
     begins_search = True
 
     factor: float
@@ -382,8 +384,8 @@ class MrRoPE(BandedMethod):
             return fast[-1], slow[0]
         raise MethodError(
             f"{self.name} needs pairs that complete more than beta_fast={self.beta_fast:g} cycles over the context "
-            f"length and, after them, pairs of fewer than beta_slow={self.beta_slow:g}; the {len(cycles)} of this "
-            f"model complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}; give others, or use yarn"
+            f"length and, after them, pairs of fewer than beta_slow={self.beta_slow:g}; the {len(cycles)} here "
+            f"complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}; give other betas, or use yarn"
         )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -337,6 +337,36 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
     assert ours.launches <= (720 if name == "stairs" else 350)  # stairs have nine zones here, others two or three
 
 
+@pytest.mark.slow
+def test_what_stairs_take_of_a_gpu_at_131k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of an 8B model trained at 8k: 31 bands of far keys, whose tiles share calls."""
+    as_if_cuda(monkeypatch)
+    length, dim = 2**17, 128
+    rotary = Rotary(dim=dim, theta=5e5, trained_length=8192)
+    method: Any = resolve_method("stairs", rotary).bind(rotary, length)  # type: ignore[attr-defined]
+    rotation = Rotation(RotationTable(rotary.inv_freq()), KeyLayout("half", 0, dim))
+
+    def counted(tokens: int, count: int) -> MemoryAndWork:
+        query, key, value = (
+            torch.empty(1, n, size, dim, dtype=torch.bfloat16, device="meta")
+            for n, size in ((32, tokens), (8, count), (8, count))
+        )
+        at = torch.arange(count)[None]
+        call = TokenPositions(at[:, count - tokens :], at, (0,), None)
+        with torch.inference_mode():
+            if tokens < count:  # what the first layer works out for the others
+                attend(method, rotation, call, query, key, value, 0.1)
+            work = MemoryAndWork(query, key, value)
+            with work:
+                attend(method, rotation, call, query, key, value, 0.1)
+        return work
+
+    assert counted(1, length).launches <= 20
+    chunks = [counted(4096, count) for count in range(4096, length + 1, 4096)]
+    assert max(chunk.launches for chunk in chunks) <= 105
+    assert sum(chunk.traffic for chunk in chunks) <= 145e9  # rotations without Triton read twice
+
+
 def test_nothing_to_attend() -> None:
     for rows, tokens in ((0, 5), (1, 0)):
         query, key = torch.empty(rows, 4, tokens, 16), torch.empty(rows, 2, 7, 16)

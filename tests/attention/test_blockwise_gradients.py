@@ -37,6 +37,7 @@ each_method = pytest.mark.parametrize("method", EACH, ids=lambda method: method.
 SITUATIONS: dict[str, dict[str, Any]] = {
     "a whole input, keys shared by heads": {},
     "new tokens after others": {"new": 23},
+    "a few tokens after many": {"new": 2, "count": 150},
     "padded rows": {"pads": (0, 7, 40)},
     "rows padded alike": {"pads": (9, 9)},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64)},

@@ -19,14 +19,15 @@ from rope_ext_hf.attention.tile_batches import (
 )
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import ReRoPE
+from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.methods.tiles import Tile
 
 
 def test_three_chunks_are_three_calls() -> None:
-    assert list(kernel_calls(DualChunk(chunk=4, window=2).tiles(0, 12), 0, 100)) == [
-        KernelCall(0, "causal", Spans(0, 4, 4, 3), Spans(0, 4, 4, 3)),
-        KernelCall(1, "full", Spans(4, 4, 4, 2), Spans(0, 4, 4, 2)),
-        KernelCall(2, "full", Spans(8, 4), Spans(0, 4)),
+    assert kernel_calls(DualChunk(chunk=4, window=2).tiles(0, 12), 0, 100) == [
+        KernelCall((0,), "causal", Spans(0, 4, 4, 3), Spans(0, 4, 4, 3)),
+        KernelCall((1,), "full", Spans(4, 4, 4, 2), Spans(0, 4, 4, 2)),
+        KernelCall((2,), "full", Spans(8, 4), Spans(0, 4)),
     ]
 
 
@@ -55,18 +56,42 @@ def test_keys_that_are_not_there_are_left_out(low: int) -> None:
 def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_calls_of_their_own() -> None:
     first = Tile(0, (0, 4), (0, 4))
     others = {
-        Tile(0, (4, 7), (4, 7)): KernelCall(0, "causal", Spans(4, 3), Spans(4, 3)),  # smaller
-        Tile(0, (4, 8), (4, 8), above_diagonal=True): KernelCall(0, "anticausal", Spans(4, 3), Spans(5, 3)),
-        Tile(0, (4, 8), (3, 7), 1): KernelCall(0, "causal", Spans(4, 4), Spans(3, 4)),  # on another diagonal
-        Tile(1, (4, 8), (4, 8)): KernelCall(1, "causal", Spans(4, 4), Spans(4, 4)),
+        Tile(0, (4, 7), (4, 7)): KernelCall((0,), "causal", Spans(4, 3), Spans(4, 3)),  # smaller
+        Tile(0, (4, 8), (4, 8), above_diagonal=True): KernelCall((0,), "anticausal", Spans(4, 3), Spans(5, 3)),
+        Tile(0, (4, 8), (3, 7), 1): KernelCall((0,), "causal", Spans(4, 4), Spans(3, 4)),  # on another diagonal
+        Tile(1, (4, 8), (4, 8)): KernelCall((1,), "causal", Spans(4, 4), Spans(4, 4)),
     }
-    alone = KernelCall(0, "causal", Spans(0, 4), Spans(0, 4))
+    alone = KernelCall((0,), "causal", Spans(0, 4), Spans(0, 4))
     for other, call in others.items():
-        assert list(kernel_calls([first, other], 0, 100)) == [alone, call]
+        assert kernel_calls([first, other], 0, 100) == [alone, call]
     spaced = [Tile(0, (start, start + 4), (start, start + 4)) for start in (0, 4, 10)]
     assert [call.queries for call in kernel_calls(spaced, 0, 100)] == [Spans(0, 4, 4, 2), Spans(10, 4)]
     overlapping = [Tile(0, (start, start + 4), (start, start + 4)) for start in (0, 2)]
     assert [call.queries for call in kernel_calls(overlapping, 0, 100)] == [Spans(0, 4), Spans(2, 4)]
+
+
+def test_tiles_of_the_same_queries_share_a_call() -> None:
+    """A decoding step with bands of 4 keys: zones 1 to 3 in one call, the nearest and a piece of a band apart."""
+    tiles = list(Stairs(window=6, start=2, chunk=4).tiles(20, 21))
+    assert [(tile.zone, tile.keys) for tile in tiles] == [
+        (0, (15, 21)),
+        (1, (11, 15)),
+        (2, (7, 11)),
+        (3, (3, 7)),
+        (4, (0, 3)),
+    ]
+    near, far, last = kernel_calls(tiles, 0, 100, 100)
+    assert near == KernelCall((0,), "full", Spans(20, 1), Spans(15, 6))
+    assert far == KernelCall((3, 2, 1), "full", Spans(20, 1), Spans(3, 4, 4, 3))
+    assert last == KernelCall((4,), "full", Spans(20, 1), Spans(0, 3))
+    assert [call.joint for call in (near, far, last)] == [False, True, False]
+    assert len(kernel_calls(tiles, 0, 100)) == 5
+    assert [call.keys.times for call in kernel_calls(tiles, 0, 100, 2)] == [1] * 5
+
+
+def test_calls_over_the_same_queries_are_bounded() -> None:
+    tiles = [Tile(1, (100, 110), (start, start + 10)) for start in range(0, 80, 10)]
+    assert [call.keys.times for call in kernel_calls(tiles, 0, 100, 40)] == [4, 4]
 
 
 def test_anticausal_calls_are_bounded() -> None:
@@ -143,3 +168,22 @@ def test_parts_of_all_queries_merge_without_a_copy() -> None:
         assert out is None or merged.out is out
         torch.testing.assert_close(merged.out, expected)
         torch.testing.assert_close(merged.log_sum_exp()[..., 0], (query @ key.transpose(-1, -2) * 0.3).logsumexp(-1))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "anticausal"])
+@pytest.mark.parametrize("queries", [1, 3], ids=["one row of queries", "each row turned"])
+@pytest.mark.parametrize("layout", ["tokens first", "heads first"])
+def test_rows_of_the_same_queries_have_one_softmax(queries: int, layout: str, mask: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(queries, 4, 6, 8, generator=generator)
+    if layout == "tokens first":
+        query = query.transpose(1, 2).contiguous().transpose(1, 2)
+    key, value = (torch.randn(3, 2, 6, 8, generator=generator) for _ in range(2))
+    out, lse = run_kernel(query, key, value, 0.3, mask, joint=True)
+    wide_key, wide_value = (x.repeat_interleave(2, 1) for x in (key, value))
+    ones = torch.ones(6, 6, dtype=torch.bool)
+    hidden = {"full": ~ones, "causal": ones.triu(1), "anticausal": ones.tril(-1)}[mask]
+    scores = (query @ wide_key.transpose(-1, -2) * 0.3).masked_fill(hidden, -math.inf)
+    whole = torch.cat(list(scores), dim=-1)
+    torch.testing.assert_close(out[0], whole.softmax(-1) @ torch.cat(list(wide_value), dim=-2))
+    torch.testing.assert_close(lse[0], whole.logsumexp(-1))

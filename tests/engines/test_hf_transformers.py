@@ -1,40 +1,17 @@
-"""The rules of transformers against transformers itself, and latent attention."""
+"""Latent attention, whose softmax scale is a part of the scaling."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
-from transformers import AutoConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from rope_ext_hf.engines.base import Target
-from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, Transformers
+from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.serving.target import make_target, open_model
 from tests.support.every_model import tiny
-from tests.support.serving_models import SERVED, serve, targets
+from tests.support.serving_models import serve
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-every_family = pytest.mark.parametrize("family", SERVED)
-
-
-@every_family
-def test_the_rules_for_transformers_are_those_of_transformers(family: str) -> None:
-    for _, target in targets(family, "original"):
-        if not isinstance(target, Target) or target.composite or target.layer_type is not None:
-            continue
-        values = {k: v for k, v in target.patched.items() if k not in ("model_type", "transformers_version")}
-        config: Any = AutoConfig.for_model(target.model_type, **values)
-        kind = config.rope_parameters["rope_type"]
-        if kind == "default":
-            continue
-        inv_freq, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=target.length)
-        computed = Transformers().computes(config.to_dict(), target.length)
-        torch.testing.assert_close(torch.tensor(computed.inv_freq), inv_freq.float(), rtol=2e-5, atol=0)
-        assert computed.attention_factor == pytest.approx(factor, rel=1e-6)
 
 
 def test_the_families_with_a_softmax_scale_are_those_of_the_family_table() -> None:

@@ -69,6 +69,15 @@ def losses_of_larger_factors() -> list[tuple[float, float]]:
     ]
 
 
+def mrrope_over_yarn() -> list[tuple[float, float]]:
+    """The 95% intervals of how much higher the loss is than under yarn, both with the paper's band."""
+    lines = [json.loads(line) for line in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
+    rows = [row for line in lines if line["benchmark"] == "bands" for row in line["rows"]]
+    found = [(row["over_low"], row["over_high"]) for row in rows if row["method"] == f"mrrope x{row['factor']}"]
+    assert len(found) >= 8
+    return found
+
+
 def published(rope_type: str) -> bool:
     """Whether a publisher states a longer context by this rope type, or a family's model was trained under it."""
     return any(rope_type in (recipe.entry or {}).values() or rope_type in str(recipe.where) for recipe in recipes())
@@ -90,6 +99,10 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
     "yarn": (
         "the model must load in other software, or will be fine-tuned",
         lambda: served_by("yarn") == 5 and published("yarn"),
+    ),
+    "mrrope": (
+        "what its paper reports is to be tried; measured here, it reads as yarn does",
+        lambda: all(low <= 0 <= high for low, high in mrrope_over_yarn()),
     ),
     "llama3": ("the model belongs to a family that was trained with it", lambda: published("llama3")),
     "rerope": (

@@ -58,7 +58,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
     return out
 
 
-@every_config
+@pytest.mark.parametrize("name", [*NAMES, "internlm2-chat-1.8b", "mistral-7b-v0.3"])
 def test_what_a_loaded_model_is_for(name: str) -> None:
     expected, model = PUBLISHED[name], build(name)
     described = rope.describe(model)

@@ -82,7 +82,7 @@ def test_without_this_package_the_way_out_is_named(tmp_path: Path) -> None:
         f"AutoModelForCausalLM.from_pretrained({str(out)!r}, trust_remote_code=True)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert "jet-long, which needs rope-ext-hf: pip install rope-ext-hf" in done.stderr
+    assert "jet-long, which needs the package rope_ext_hf; install it first" in done.stderr
 
 
 def test_what_needs_no_code_is_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ PLAIN = {"rope_scaling": None}
 FITTING: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-7b-yarn": ("Qwen2.5 (7B and larger)", PLAIN | {"hidden_size": 3584}),
     "qwen3-8b-yarn": ("Qwen3", PLAIN),
-    "served/qwen3-vl-8b": ("Qwen3-VL", {}),
+    "qwen3-vl-8b": ("Qwen3-VL", {}),
     "llama-3.1": ("Llama 3.1, 3.2 and 3.3", {}),
     "llama-3.2": ("Llama 3.1, 3.2 and 3.3", {}),
     "gemma-3-4b": ("Gemma 3 (4B and larger)", {}),
@@ -33,7 +33,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-3-mini-128k": ("Phi-3 128k and Phi-4-mini", {}),
     "qwen2.5-7b-yarn ": ("", PLAIN),  # another size
     "qwen3-8b-yarn ": ("", {}),  # the entry stands in it already
-    "served/mistral-7b-v0.3": ("", {}),
+    "mistral-7b-v0.3": ("", {}),
     "vicuna-7b-16k": ("", {}),
     "ministral-3": ("", {}),
 }

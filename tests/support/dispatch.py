@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any
 
@@ -77,7 +78,13 @@ class LargestTensor(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
 
 
 class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Count what operations on meta tensors take: most bytes alive at a time, launches, products in flash attention.
+    """Count what operations on meta tensors take.
+
+    Attributes:
+        most: bytes alive at a time.
+        launches: of kernels.
+        products: in flash attention.
+        traffic: bytes that all other operations read and write.
 
     Args:
         *alive: tensors whose bytes are counted from the start.
@@ -86,7 +93,7 @@ class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
     def __init__(self, *alive: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sizes: dict[int, int] = {}
-        self.most = self.launches = self.products = 0
+        self.most = self.launches = self.products = self.traffic = 0
         for tensor in alive:
             self.hold(tensor)
 
@@ -103,9 +110,19 @@ class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "meta":
                 self.hold(leaf)
-        self.launches += not func.is_view and func._schema.name.split("::")[1] not in NO_KERNEL
+        name = func._schema.name.split("::")[1]
+        self.launches += not func.is_view and name not in NO_KERNEL
+        if not func.is_view and name not in NO_KERNEL and "attention" not in name:
+            leaves = tree_leaves((args, {key: x for key, x in (kwargs or {}).items() if key != "out"}, result))
+            self.traffic += sum(_bytes_in_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
             query, key, value, *more = args
             causal = any(more[1:2])  # half of the square
             self.products += query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) >> causal
         return result
+
+
+def _bytes_in_memory(x: Tensor) -> int:
+    """Bytes of a tensor, those that it repeats counted once."""
+    counts = (count for count, step in zip(x.shape, x.stride(), strict=True) if step)
+    return math.prod(counts) * x.element_size()
