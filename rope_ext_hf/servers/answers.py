@@ -103,7 +103,7 @@ def collect(
     last = longest - 1
     doubled = [first << n for n in range(max(0, last).bit_length()) if first << n < last]
     wanted = sorted(set(lengths or (*doubled, last)))
-    ids = text_ids(cut, data, wanted[-1])
+    ids = _text_ids(cut, data, wanted[-1])
     text = next(iter(load(data))).text[:_SAMPLE]
     tokens = [client.tokens(text, special) for special in (False, True)]
     made = Collected(client.title, [], stated=stated, text=text, tokens=None if None in tokens else tokens)  # type: ignore[arg-type]
@@ -120,7 +120,7 @@ def collect(
 
     def more(count: int) -> list[Prompt]:
         size = wanted[0]
-        longer = text_ids(cut, data, (count + 1) * size)
+        longer = _text_ids(cut, data, (count + 1) * size)
         parts = (longer[at * size : (at + 1) * size] for at in range(1, count + 1))
         return [Prompt(part, client.answers(part)) for part in parts]
 
@@ -128,7 +128,7 @@ def collect(
     return made
 
 
-def text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
+def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
     """The first tokens of a text, document after document.
 
     Raises:
