@@ -4,7 +4,8 @@
     python -m tests.live_servers --llama-cpp ENV/bin/python --vllm ENV/bin/python
 
 Small models are patched and saved. llama.cpp's server runs them from GGUF files in float32, bfloat16, Q8_0 and Q4_0,
-vLLM's from folders in float32 and bfloat16, each as `serving_config` says, and then with mistakes that people make. The
+vLLM's from folders in float32 and bfloat16, each as `serving_config` says, and then with mistakes that people make. One
+right server is recorded, and compared with the record after a restart and after each change that it has to show. The
 result goes to docs/results/servers.json; the exit status is 1 where a verdict is wrong.
 """
 
@@ -42,6 +43,7 @@ from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.servers.baselines import compare_server, record_server
 from rope_ext_hf.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
 from tests.vllm_engine import SIZES, WINDOWS
@@ -52,7 +54,8 @@ RESULT = ROOT / "docs" / "results" / "servers.json"
 CONTEXT, LENGTH = 256, 1024
 LENGTHS = (96, 300, 700)
 DTYPES = {"llama.cpp": ("F32", "BF16", "Q8_0", "Q4_0"), "vllm": ("float32", "bfloat16")}
-TOKENS = [b"<pad>", b"</s>", b"<unk>", *(f"<0x{byte:02X}>".encode() for byte in range(256))]
+LETTERS = bytes_to_unicode()
+TOKENS = [b"<pad>", b"</s>", b"<unk>", *(LETTERS[byte].encode() for byte in range(256))]
 STARTS_WITHIN = 300.0  # seconds
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -74,13 +77,19 @@ LONGROPE = PLAIN | {
 }
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokens of the bundled model, in a file that every family's tokenizer class reads."""
-    letters = bytes_to_unicode()
-    vocabulary = {token.decode(): i for i, token in enumerate(TOKENS[:3])} | {letters[b]: 3 + b for b in range(256)}
+def byte_tokenizer(*, first_token: bool = False) -> PreTrainedTokenizerFast:
+    """The tokens of the bundled model, in a file that every family's tokenizer class reads.
+
+    Args:
+        first_token: whether a text begins with a special token.
+    """
+    vocabulary = {token.decode(): i for i, token in enumerate(TOKENS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if first_token:
+        template = tokenizers.processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
+        tokenizer.post_processor = template
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
 
 
@@ -122,14 +131,20 @@ class Measured:
     method: str = ""
     over: str = "own"
     params: dict[str, Any] = field(default_factory=lambda: {"factor": 4.0})
+    keys: int = 16
+    """Bits of keys and values on the server."""
 
     @property
     def title(self) -> str:
+        return f"{self.patched}, {self.keys}-bit keys" if self.keys < 16 else self.patched
+
+    @property
+    def patched(self) -> str:
         return f"{self.model}, {self.method}" if self.method else self.model
 
     def folder(self, *, patched: bool = True) -> Path:
         """The saved model, made where it is not there."""
-        folder = WORK / (self.title if patched and self.method else self.model)
+        folder = WORK / (self.patched if patched else self.model)
         if not folder.exists():
             model = MODELS[self.model]()
             if patched and self.method:
@@ -151,6 +166,7 @@ RIGHT = (
     Measured("Llama, trained under llama3", "yarn", over="original"),
     Measured("Qwen3", "yarn"),
     Measured("Gemma 3"),
+    Measured("Llama", "yarn", keys=8),
 )
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
@@ -269,6 +285,19 @@ PAIRING_NAMES = {
     "vllm": "with interleaved weights rotated as half",
 }
 
+# --- changes of a recorded server -------------------------------------------------------------------------------------
+
+THETA = Mistake("with theta 20,000", YARN, YARN4 | {"rope_theta": 20_000.0}, YARN4_KEYS | {"rope.freq_base": 20_000.0})
+CHANGES: dict[str, dict[str, Any] | Mistake] = {
+    "a restart": {},
+    "another factor": next(each for each in MISTAKES if "x8" in each.name),
+    "another theta": THETA,
+    "8-bit keys and values": {"keys": 8},
+    "a shorter context": {"length": LENGTHS[1]},
+    "a tokenizer that begins a text with a token": {"first_token": True},
+}
+"""What happens to a recorded server: what `right` of an engine is given, or a mistake."""
+
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
@@ -305,9 +334,12 @@ class LlamaCpp:
         self.python = python
 
     @contextmanager
-    def right(self, measured: Measured, dtype: str) -> Iterator[str]:
+    def right(
+        self, measured: Measured, dtype: str, keys: int = 16, length: int | None = None, first_token: bool = False
+    ) -> Iterator[str]:
         config = rope.serving_config(measured.folder(), "gguf")
-        with self.serve(self.rewritten(measured, dtype, config), config.length) as url:
+        base = self.base(measured, dtype, first_token=first_token)
+        with self.serve(self.rewritten(measured, dtype, config, base), length or config.length, keys) as url:
             yield url
 
     @contextmanager
@@ -319,11 +351,11 @@ class LlamaCpp:
         with self.serve(self.rewritten(mistake.measured, dtype, config, base), LENGTH) as url:
             yield url
 
-    def base(self, measured: Measured, dtype: str, *, permuted: bool = True) -> Path:
-        file = WORK / f"{measured.model}-{dtype}-{permuted}.gguf"
+    def base(self, measured: Measured, dtype: str, *, permuted: bool = True, first_token: bool = False) -> Path:
+        file = WORK / f"{measured.model}-{dtype}-{permuted}-{first_token}.gguf"
         if not file.exists():
             model = AutoModelForCausalLM.from_pretrained(measured.folder(patched=False), dtype=torch.float32)
-            write_gguf(model, file, dtype, TOKENS, permuted=permuted)
+            write_gguf(model, file, dtype, TOKENS, permuted=permuted, first_token=first_token)
         return file
 
     def rewritten(self, measured: Measured, dtype: str, config: ServingConfig, base: Path | None = None) -> Path:
@@ -332,9 +364,9 @@ class LlamaCpp:
         return out
 
     @contextmanager
-    def serve(self, file: Path, length: int) -> Iterator[str]:
+    def serve(self, file: Path, length: int, keys: int = 16) -> Iterator[str]:
         script = ROOT / "tests" / "llama_cpp_server.py"
-        with running([self.python, script, file, length]) as process:
+        with running([self.python, script, file, length, *([keys] if keys < 16 else [])]) as process:
             ready, _, _ = select.select([process.stdout], [], [], STARTS_WITHIN)
             words = process.stdout.readline().split() if ready else []
             if not words:
@@ -360,9 +392,15 @@ class VLLM:
         self.process: Any = ends.enter_context(running([python, script], **self.settings))
 
     @contextmanager
-    def right(self, measured: Measured, dtype: str) -> Iterator[str]:
+    def right(
+        self, measured: Measured, dtype: str, keys: int = 16, length: int | None = None, first_token: bool = False
+    ) -> Iterator[str]:
         config = rope.serving_config(measured.folder(), "vllm")
-        with self.serve(measured.folder(), dtype, config.length, config.overrides or {}) as url:
+        options = ["--kv-cache-dtype", "fp8"] if keys < 16 else []
+        if first_token:
+            byte_tokenizer(first_token=True).save_pretrained(WORK / "tokenizer")
+            options += ["--tokenizer", str(WORK / "tokenizer")]
+        with self.serve(measured.folder(), dtype, length or config.length, config.overrides or {}, *options) as url:
             yield url
 
     @contextmanager
@@ -380,13 +418,13 @@ class VLLM:
             yield url
 
     @contextmanager
-    def serve(self, folder: Path, dtype: str, length: int, overrides: dict[str, Any]) -> Iterator[str]:
+    def serve(self, folder: Path, dtype: str, length: int, overrides: dict[str, Any], *options: str) -> Iterator[str]:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         arguments = [
             "--model", folder, "--dtype", dtype, "--host", "127.0.0.1", "--port", port, "--max-model-len", length,
-            "--enforce-eager", "--max-num-seqs", 4, "--hf-overrides", json.dumps(overrides),
+            "--enforce-eager", "--max-num-seqs", 4, "--hf-overrides", json.dumps(overrides), *options,
         ]  # fmt: skip
         self.command(list(map(str, arguments)))
         url, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTS_WITHIN
@@ -411,23 +449,41 @@ class VLLM:
 def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
     """The verdict on one server."""
     if isinstance(case, Measured):
-        measured, expected, serving = case, "as measured", engine.right(case, dtype)
+        measured, expected, serving = case, "as measured", engine.right(case, dtype, case.keys)
     else:
         measured, expected = case.measured, case.name or PAIRING_NAMES[engine.title]
         serving = engine.wrong(case, dtype)
     made = {"engine": engine.title, "dtype": dtype, "measured": measured.title, "expected": expected}
-    longest = CONTEXT - 1 if measured.title == "Llama" else LENGTH - 1
+    longest = LENGTH - 1 if measured.method or measured.model != "Llama" else CONTEXT - 1
     lengths = [length for length in LENGTHS if length <= longest]
     try:
         with serving as url:
             report = rope.check_server(
-                url, measured.folder(), lengths=lengths, weight_bits=4 if dtype == "Q4_0" else 8, device="cpu"
+                url,
+                measured.folder(),
+                lengths=lengths,
+                device="cpu",
+                weight_bits=4 if dtype == "Q4_0" else 8,
+                kv_bits=measured.keys,
             )
     except (RopeExtError, RuntimeError) as error:
         return made | {"failed": str(error)}
     told = report.to_dict()
     told.pop("url")
     return made | {"right": report.runs == expected and report.agrees == isinstance(case, Measured), **told}
+
+
+def baselines(engine: Any, dtype: str) -> Iterator[dict[str, Any]]:
+    """What a record of a right server says after each change."""
+    (record := WORK / f"{engine.title}-{dtype}.json").unlink(missing_ok=True)
+    with engine.right(YARN, dtype) as url:
+        record_server(url, record, lengths=LENGTHS)
+    for name, change in CHANGES.items():
+        serving = engine.wrong(change, dtype) if isinstance(change, Mistake) else engine.right(YARN, dtype, **change)
+        with serving as url:
+            told = compare_server(url, record).to_dict()
+        told.pop("url")
+        yield {"engine": engine.title, "dtype": dtype, "change": name} | told
 
 
 def main() -> None:
@@ -443,8 +499,10 @@ def main() -> None:
     logging.disable_progress_bar()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    before = json.loads(given.out.read_text()) if given.out.is_file() else {"versions": {}, "rows": []}
+    empty: dict[str, Any] = {"versions": {}, "rows": [], "baselines": []}
+    before = empty | (json.loads(given.out.read_text()) if given.out.is_file() else {})
     rows = {key(row): row for row in before["rows"]}
+    recorded = {(row["engine"], row["dtype"], row["change"]): row for row in before["baselines"]}
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers", "gguf")}
     with ExitStack() as ends:
         started: list[Any] = [(LlamaCpp, given.llama_cpp), (VLLM, given.vllm)]
@@ -459,9 +517,17 @@ def main() -> None:
                 made = row(engine, dtype, case)
                 print(json.dumps({k: v for k, v in made.items() if k not in ("differences", "method")}), flush=True)
                 rows[key(made)] = made
-                write(given.out, versions, list(rows.values()))
+                write(given.out, versions, list(rows.values()), list(recorded.values()))
+        for engine in engines:
+            for dtype in DTYPES[engine.title][:2] if given.only in "baselines" else ():
+                for made in baselines(engine, dtype):
+                    print(json.dumps(made), flush=True)
+                    recorded[made["engine"], made["dtype"], made["change"]] = made
+                    write(given.out, versions, list(rows.values()), list(recorded.values()))
     wrong = [each for each in rows.values() if not each.get("right")]
-    print(f"{len(rows) - len(wrong)} of {len(rows)} verdicts are right", *wrong, sep="\n")
+    wrong += [each for each in recorded.values() if each["agrees"] != (each["change"] == "a restart")]
+    total = len(rows) + len(recorded)
+    print(f"{total - len(wrong)} of {total} verdicts are right", *wrong, sep="\n")
     sys.exit(bool(wrong))
 
 
@@ -483,10 +549,12 @@ def installed(python: Path, package: str) -> str:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def write(path: Path, versions: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    content = {"command": "make test-servers", "versions": versions, "lengths": LENGTHS, "rows": []}
-    lines = ",\n  ".join(map(json.dumps, rows))
-    text = json.dumps(content, indent=1).replace('"rows": []', f'"rows": [\n  {lines}\n ]')
+def write(path: Path, versions: dict[str, str], rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> None:
+    content = {"command": "make test-servers", "versions": versions, "lengths": LENGTHS, "rows": [], "baselines": []}
+    text = json.dumps(content, indent=1)
+    for name, listed in (("rows", rows), ("baselines", recorded)):
+        lines = ",\n  ".join(map(json.dumps, listed))
+        text = text.replace(f'"{name}": []', f'"{name}": [\n  {lines}\n ]')
     path.write_text(text + "\n", encoding="utf-8")
 
 

@@ -161,13 +161,20 @@ def cases() -> Iterator[Case]:
 
 
 def write_gguf(
-    model: Any, path: Path, kind: str = "F32", tokens: Sequence[bytes] = (), *, permuted: bool = True
+    model: Any,
+    path: Path,
+    kind: str = "F32",
+    tokens: Sequence[bytes] = (),
+    *,
+    permuted: bool = True,
+    first_token: bool = False,
 ) -> None:
     """The file that llama.cpp's converter makes.
 
     Args:
         kind: of the matrices; vectors are in float32.
-        tokens: the vocabulary; none: the file has none.
+        tokens: the vocabulary, bytes as byte-level tokenizers write them; none: the file has none.
+        first_token: whether a text begins with a special token.
         permuted: whether the rows of a Llama are in the order that llama.cpp rotates.
     """
     config, own = model.config, converted(model.config.to_dict())
@@ -187,15 +194,18 @@ def write_gguf(
     writer.add_vocab_size(config.vocab_size)
     if config.model_type.startswith("gemma3"):
         writer.add_sliding_window(config.sliding_window)
-    writer.add_tokenizer_model("llama" if tokens else "none")
+    writer.add_tokenizer_model("gpt2" if tokens else "none")
     if tokens:
+        kinds = [gguf.TokenType.NORMAL if len(token.decode()) == 1 else gguf.TokenType.CONTROL for token in tokens]
+        writer.add_tokenizer_pre("gpt-2")
         writer.add_token_list(tokens)
-        writer.add_token_scores([0.0] * len(tokens))
-        writer.add_token_types([gguf.TokenType.BYTE if len(token) == 6 else gguf.TokenType.CONTROL for token in tokens])
+        writer.add_token_types(kinds)
+        writer.add_token_merges(
+            [f"{tokens[-2].decode()} {tokens[-1].decode()}"]
+        )  # into no token: an empty list has no type
         writer.add_bos_token_id(1)
         writer.add_eos_token_id(1)
-        writer.add_add_bos_token(True)
-        writer.add_add_space_prefix(False)
+        writer.add_add_bos_token(first_token)
     architecture = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == own.architecture)
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
     stored = gguf.GGMLQuantizationType[kind]

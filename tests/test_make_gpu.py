@@ -71,13 +71,14 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
     """What a tiny run on the simulated device leaves; every step of it is a process, as on a real one."""
     folder = tmp_path_factory.mktemp("make-gpu")
     (folder / "sitecustomize.py").write_text(EVERY_PROCESS, encoding="utf-8")
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     out = folder / "gpu.json"
     done = make_gpu(environment(folder, folder), "--tiny", "--minutes", "60", "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "Failed: nothing" in done.stdout
     assert "Wrong: nothing" in done.stdout
     made: Row = json.loads(out.read_text(encoding="utf-8"))
-    return made
+    return made | {"head": head.stdout.strip()}
 
 
 # --- the whole run ---------------------------------------------------------------------------------------------------
@@ -99,9 +100,8 @@ def test_every_step_has_its_result(record: Row) -> None:
 @simulated
 @pytest.mark.slow
 def test_the_record_names_the_machine(record: Row) -> None:
-    described = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     machine = record["machine"]
-    assert (machine["commit"] or "").removesuffix("-dirty") == described.stdout.strip()
+    assert (machine["commit"] or "").removesuffix("-dirty") == record["head"]
     assert (machine["driver"], machine["power_limit_watts"], machine["most_mhz"]) == ("580.65.06", 700.0, 1980.0)
     assert machine["most_memory_mhz"] is None  # "[N/A]"
     assert (record["device"], machine["capability"], machine["devices"]) == ("simulated", "9.0", 1)

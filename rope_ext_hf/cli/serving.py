@@ -30,6 +30,8 @@ from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.servers.baselines import BaselineReport
+    from rope_ext_hf.servers.checking import ServerReport
 
 
 _Version = Annotated[
@@ -155,8 +157,11 @@ def serve_config(
 
 def check_server(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, e.g. http://localhost:8000.")],
-    model: Model,
     load: LoadOptions,
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="The folder or Hub id that was measured; not needed with a record."),
+    ] = None,
     lengths: Annotated[
         str | None,
         typer.Option(metavar="LENGTHS", help="Of prompts. Default: half the context length, to the extended length."),
@@ -170,44 +175,53 @@ def check_server(
         int,
         typer.Option(min=2, max=32, metavar="N", help="Of the weights on the server: how much rounding is allowed."),
     ] = 8,
-    from_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Answers collected elsewhere, as JSON; the address is not asked."),
+    kv_bits: Annotated[int, typer.Option(metavar="N", help="Of keys and values on the server: 16, 8 or 4.")] = 16,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Ask until an error of 1% of the softmax scale would show.")
+    ] = False,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what the server answers there; reads no weights.")
     ] = None,
-    to_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the answers there and compare nothing: no weights are needed here."),
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Say what changed since --record wrote this; reads no weights.")
+    ] = None,
+    from_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Compare what --record wrote; the address is not asked.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
 
     Of vLLM, SGLang, llama.cpp, or a program with OpenAI's completions that gives log-probabilities of prompts. The
-    model is loaded here too, except with --to-file. An API key is taken from the variable ROPE_EXT_API_KEY.
+    model is loaded here too. With --record, and later --against, it is compared with itself, and no model is needed.
+    An API key is taken from the variable ROPE_EXT_API_KEY.
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
+    from rope_ext_hf.servers.baselines import compare_server, record_server
     from rope_ext_hf.servers.checking import check_server as check
-    from rope_ext_hf.servers.checking import save_answers
 
-    if to_file is not None and from_file is not None:
-        raise MethodError("--to-file asks the server, and --from-file does not; give one of them")
+    if sum(file is not None for file in (record, against, from_file)) > 1:
+        raise MethodError("--record, --against and --from-file exclude each other; give one of them")
     quiet_transformers()
-    asked: dict[str, Any] = {
-        "lengths": parse_lengths(lengths) if lengths else None,
-        "data": data,
-        "served_name": served_name,
-        "seconds": seconds,
-        **load.version,
-    }
-    if to_file is not None:
-        save_answers(url, model, to_file, **asked)
-        print_text(json_text({"written": str(to_file)}) if as_json else f"written to {to_file}")
+    reached: dict[str, Any] = {"served_name": served_name, "seconds": seconds, **load.version}
+    asked: dict[str, Any] = {"lengths": parse_lengths(lengths) if lengths else None, "data": data}
+    report: ServerReport | BaselineReport
+    if record is not None:
+        record_server(url, record, model, **asked, **reached)
+        print_text(json_text({"written": str(record)}) if as_json else f"written to {record}")
         return
-    dtype = "float32" if load.dtype == "auto" else load.dtype
-    asked |= {"device": load.device, "weight_bits": weight_bits, "from_file": from_file}
-    with progress_bar("comparing") as bar:
-        report = check(url, model, dtype=dtype, progress=bar.set, **asked)
+    if against is not None:
+        report = compare_server(url, against, model, **reached)
+    elif model is None:
+        raise MethodError(
+            "give the model that was measured: rope-ext check-server URL MODEL; or --record, or --against"
+        )
+    else:
+        dtype = "float32" if load.dtype == "auto" else load.dtype
+        asked |= {"device": load.device, "weight_bits": weight_bits, "kv_bits": kv_bits, "strict": strict}
+        with progress_bar("comparing") as bar:
+            report = check(url, model, dtype=dtype, progress=bar.set, from_file=from_file, **asked, **reached)
     print_text(json_text(report.to_dict()) if as_json else str(report))
     if not report.agrees:
         raise typer.Exit(1)

@@ -8,25 +8,28 @@ Where they differ, the likely mistakes are computed here too, and the one that f
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, ServingError
-from rope_ext_hf.files import atomic_file, check_destination, read_json
-from rope_ext_hf.hub import load_empty, load_model, load_tokenizer
-from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.errors import MethodError, ServingError
+from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.servers.clients import Answer, connect
-from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations
+from rope_ext_hf.servers.answers import Collected, Prompt, collect, differing_tokens, read_answers
+from rope_ext_hf.servers.clients import connect
+from rope_ext_hf.servers.mistakes import (
+    AS_MEASURED,
+    configurations,
+    rarer_configurations,
+    slightly_wrong,
+)
 from rope_ext_hf.serving.target import open_model
 from rope_ext_hf.terminal import text_table, wrapped
 
@@ -36,27 +39,11 @@ _MARGIN = 3.0
 """How many times the rounding of a dtype here explains in a server, whose sums run in another order."""
 _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 _BLOCK = 32  # weights with one scale
+_STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
+_MOST_MORE = 64  # prompts of a strict check, beside the usual ones
+_KEYS = "{}-bit keys and values"
 
-
-class _Prompt(NamedTuple):
-    """Token ids, and what a server answered about them."""
-
-    ids: list[int]
-    answers: list[Answer]
-
-
-class _Collected(NamedTuple):
-    """The answers of a server.
-
-    Attributes:
-        server: the program with its version.
-        prompts: the shortest first.
-        refused: the server's words on the first prompt that it did not answer; None: it answered all.
-    """
-
-    server: str
-    prompts: list[_Prompt]
-    refused: str | None
+_Context = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -75,6 +62,12 @@ class ServerReport:
         differences: by configuration, the root mean square difference of log-probabilities in nats, at each length up
             to the one that excludes it.
         explained: by dtype, the largest such difference that its rounding explains.
+        suggested: dtypes that were not stated and whose rounding would explain the difference.
+        tokens: how the server's tokens of a text differ from those of the tokenizer here; None: they do not, or the
+            server gives none.
+        told: by dtype, the smallest errors in percent that these answers show: of the softmax scale, and noise in the
+            attention output of one layer.
+        strict: whether an error of 1% of the softmax scale had to show.
     """
 
     url: str
@@ -88,11 +81,20 @@ class ServerReport:
     lengths: tuple[int, ...]
     differences: dict[str, tuple[float, ...]]
     explained: dict[str, tuple[float, ...]]
+    suggested: tuple[str, ...] = ()
+    tokens: str | None = None
+    told: dict[str, tuple[float, float]] = field(default_factory=dict)
+    strict: bool = False
 
     @property
     def agrees(self) -> bool:
         """Whether the server computes what was measured, at every length asked for."""
-        return self.runs == AS_MEASURED and self.refused is None
+        return self.runs == AS_MEASURED and self.refused is None and self.tokens is None and not self.untold
+
+    @property
+    def untold(self) -> bool:
+        """Whether a strict check could not tell as small an error as it has to."""
+        return self.strict and max((scale for scale, _ in self.told.values()), default=math.inf) > _STRICT
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -112,10 +114,24 @@ class ServerReport:
         sentences = [f"{self.server} at {self.url} {verdict}"]
         if self.precision is not None:
             sentences.append(f"the difference that is left is within the rounding of {self.precision}")
+        elif self.suggested:
+            held = " or of ".join(self.suggested)
+            sentences.append(
+                f"it would be within the rounding of {held}: state --weight-bits or --kv-bits of the server"
+            )
         if self.alike:
             sentences.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
         if self.refused is not None:
             sentences.append(f"it does not answer a longer prompt: {self.refused}")
+        if self.tokens is not None:
+            sentences.append(f"its tokenizer is not the one here: {self.tokens}")
+        for name, (scale, noise) in self.told.items():
+            sentences.append(
+                f"under {name} these answers show an error of the softmax scale from {scale:.2g}% on, and noise in the "
+                f"attention output of one layer from {noise:.2g}%"
+            )
+        if self.untold:
+            sentences.append(f"a strict check has to show {_STRICT:g}%: more prompts than there are would be needed")
         differences = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
         rows = [("difference in nats", *(f"{length:,}" for length in self.lengths))]
         for name, values in differences.items():  # a configuration that is excluded has no values at longer lengths
@@ -135,6 +151,8 @@ def check_server(
     device: str = "auto",
     seconds: float = 300.0,
     weight_bits: int = 8,
+    kv_bits: int = 16,
+    strict: bool = False,
     from_file: str | Path | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -153,6 +171,8 @@ def check_server(
         seconds: that an answer may take.
         weight_bits: of the weights on the server, 2 to 32; what coarser weights would explain is not allowed. Above
             16, the rounding of float16 is.
+        kv_bits: of keys and values on the server: 16, 8 (float8 with four bits of exponent, or coarser than Q8_0) or 4.
+        strict: ask about more prompts, until an error of 1% of the softmax scale would show.
         from_file: answers collected elsewhere, in place of the server's: JSON with {"prompts": [{"ids": [...],
             "answers": [[position, token, logprob], ...]}]}, of a token given the tokens before the position.
         revision: branch, tag or commit on the Hub.
@@ -165,168 +185,183 @@ def check_server(
     """
     if not 2 <= weight_bits <= 32:
         raise MethodError(f"weight_bits must be from 2 to 32, got {weight_bits}")
+    if kv_bits not in (4, 8, 16):
+        raise MethodError(f"kv_bits must be 4, 8 or 16, got {kv_bits}")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if from_file is not None:
-        collected = _read_answers(Path(from_file))
+        collected = read_answers(Path(from_file))
     else:
-        collected = _collect(url, model, lengths, data, served_name, seconds, source)
-    prompts = collected.prompts
-    loaded = load_model(model, dtype=dtype, device=device, **source)
-    size = loaded.get_input_embeddings().weight.shape[0]
+        collected = collect(connect(url, served_name, seconds), model, lengths, data, source)
+    tokenizer, tokens = load_tokenizer(model, **source), None
+    if collected.tokens is not None:
+        ours = [tokenizer(collected.text, add_special_tokens=special)["input_ids"] for special in (False, True)]
+        tokens = differing_tokens(collected.tokens, ours, "there", "here")
+    as_loaded = open_model(model, **source).described.rotary
+
+    def compare(make: Callable[[Any], dict[str, _Context]]) -> ServerReport:
+        loaded = load_model(model, dtype=dtype, device=device, **source)
+        return _compare(url, collected, loaded, make(loaded), weight_bits, kv_bits, progress)
+
+    report = compare(lambda loaded: configurations(loaded, as_loaded))
+    if report.precision is None:
+        rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
+        if rarer.precision is not None:
+            report = replace(rarer, differences=report.differences | rarer.differences)
+    elif report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
+        widest = max(scale for scale, _ in report.told.values())
+        needed = math.ceil(
+            4 * (widest / _STRICT) ** 2
+        )  # prompts, as the shortest: chance falls with the root of their number
+        collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
+        again = compare(lambda loaded: {AS_MEASURED: nullcontext})
+        report = replace(again, alike=report.alike, differences=report.differences | again.differences)
+    return replace(report, tokens=tokens, strict=strict)
+
+
+def _compare(
+    url: str,
+    collected: Collected,
+    model: Any,
+    made: dict[str, _Context],
+    weight_bits: int,
+    kv_bits: int,
+    progress: Callable[[int, int], object],
+) -> ServerReport:
+    """Compare the answers of a server with those of the model here in each configuration; its weights are lost."""
+    size, prompts = model.get_input_embeddings().weight.shape[0], collected.prompts
     asked = [token for ids, answers in prompts for token in (*ids, *(answer.token for answer in answers))]
     if foreign := [token for token in asked if not 0 <= token < size]:
         raise ServingError(f"token {foreign[0]} is outside this model's vocabulary of {size}; another model is served")
-    made = configurations(loaded, open_model(model, **source).described.rotary)
-    theirs = [torch.tensor([a.logprob for a in prompt.answers], dtype=torch.float64) for prompt in prompts]
+    specs = present_specs(model)
+    groups = [list(group) for _, group in groupby(prompts, key=lambda prompt: len(prompt.ids))]
+    theirs = [torch.tensor([a.logprob for p in group for a in p.answers], dtype=torch.float64) for group in groups]
     ours: dict[str, list[Tensor]] = {name: [] for name in made}
     left, done, total = list(made), 0, sum(len(prompt.ids) for prompt in prompts)
     progress(done, total)
-    for prompt in prompts:  # the shortest first: what it excludes is not computed for the longer ones
+    for group in groups:  # the shortest first: what it excludes is not computed for the longer ones
         for name in left:
             with made[name]():
-                ours[name].append(_logprobs(loaded, prompt))
+                ours[name].append(_logprobs(model, group))
         closest = min(left, key=lambda name: math.hypot(*_distances(theirs, ours[name])))
         left = [name for name in left if name == AS_MEASURED or not _excluded(theirs, ours[name], ours[closest])]
-        progress(done := done + len(prompt.ids), total)
+        progress(done := done + sum(len(prompt.ids) for prompt in group), total)
     alike = [name for name in left if name != closest and not _excluded(theirs, ours[name], ours[closest])]
     if AS_MEASURED in alike:
         alike[alike.index(AS_MEASURED)], closest = closest, AS_MEASURED
-    specs, precision, explained = present_specs(loaded), None, {}
-    with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
-        for name, spread in _spreads(loaded, prompts, ours[closest], weight_bits):
-            explained[name] = tuple(_MARGIN * value for value in spread)
-            if all(a <= b for a, b in zip(_distances(theirs, ours[closest]), explained[name], strict=True)):
-                precision = name
-                break
-    return ServerReport(
+    report = ServerReport(
         url=str(url),
         server=collected.server,
         method=specs[-1].method.label() if specs else "the model as published",
-        runs=closest if precision else None,
+        runs=None,
         closest=closest,
-        precision=precision,
+        precision=None,
         alike=tuple(alike),
         refused=collected.refused,
-        lengths=tuple(len(prompt.ids) for prompt in prompts),
+        lengths=tuple(len(group[0].ids) for group in groups),
         differences={name: _distances(theirs, values) for name, values in ours.items()},
-        explained=explained,
+        explained={},
     )
+    with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
+        return _explained(report, model, groups, theirs, ours[closest], weight_bits, kv_bits)
 
 
-def save_answers(
-    url: str,
-    model: str | Path,
-    path: str | Path,
-    *,
-    lengths: Sequence[int] | None = None,
-    data: str = "stdlib",
-    served_name: str | None = None,
-    seconds: float = 300.0,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> None:
-    """Write what a server answers into a file for `check_server(from_file=...)`; no weights are read here.
+def _explained(
+    report: ServerReport,
+    model: Any,
+    groups: Sequence[Sequence[Prompt]],
+    theirs: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    weight_bits: int,
+    kv_bits: int,
+) -> ServerReport:
+    """The report with the dtype whose rounding explains what is left, and with what slight errors would show."""
 
-    Args:
-        model: its config and its tokenizer are read.
-        path: the file; the other arguments are those of `check_server`.
+    def changed(bits: int | None = None) -> list[Tensor]:
+        return [_logprobs(model, group, bits) - values for group, values in zip(groups, exact, strict=True)]
 
-    Raises:
-        ServingError: nothing there, or no log-probabilities; the message has the server's words.
-        FileError: the file exists, or the disk refuses it.
-        CheckpointError, CorpusError: as other functions raise them.
-    """
-    destination = Path(path)
-    check_destination(destination)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    collected = _collect(url, model, lengths, data, served_name, seconds, source)
-    with atomic_file(destination) as part:
-        part.write_text(json.dumps(collected._asdict() | {"prompts": [p._asdict() for p in collected.prompts]}))
+    effects = []  # of 1% on the shortest prompts
+    for error in ({"scale": 0.01}, {"noise": 0.01}):
+        with slightly_wrong(model, **error) as can:
+            effects += [_logprobs(model, groups[0]) - exact[0]] if can else []
+    places = torch.tensor([(at, each.position) for at, prompt in enumerate(groups[0]) for each in prompt.answers])
+    rows = torch.unique(places, dim=0, return_inverse=True)[1]
 
+    def share(residual: Tensor) -> tuple[float, float]:
+        """The share of an effect in a residual, its standard error; answers about one place have errors in common."""
+        effect, part = effects[0], float(residual @ effects[0] / (effects[0] @ effects[0]))
+        sums = torch.zeros(len(rows), dtype=torch.float64).index_add(0, rows, (residual - part * effect) * effect)
+        return part, math.hypot(float(sums.norm()), _RESOLUTION) / float(effect @ effect)
 
-def _collect(
-    url: str,
-    model: str | Path,
-    lengths: Sequence[int] | None,
-    data: str,
-    served_name: str | None,
-    seconds: float,
-    source: Mapping[str, Any],
-) -> _Collected:
-    client = connect(url, served_name, seconds)
-    described = describe(load_empty(model, **source))
-    longest = described.extended_length or described.context_length
-    # A server takes a prompt with the token that it generates.
-    last, first = longest - 1, max(16, described.context_length // 2)
-    doubled = [first << n for n in range(last.bit_length()) if first << n < last]
-    wanted = sorted(set(lengths or (*doubled, last)))
-    ids = _text_ids(load_tokenizer(model, **source), data, wanted[-1])
-    prompts: list[_Prompt] = []
-    refused = None
-    for length in wanted:
-        try:
-            prompts.append(_Prompt(ids[:length], client.answers(ids[:length])))
-        except ServingError as error:
-            if not prompts:
-                raise
-            refused = str(error)
+    explained: dict[str, tuple[float, ...]] = {}
+    told: dict[str, tuple[float, float]] = {}
+    fitting: dict[bool, list[str]] = {True: [], False: []}  # dtypes that explain all, by whether they are usual
+    widest = 0.0  # of the softmax scale, in percent, that rounding and chance explain
+    for batch in _roundings(model, changed, weight_bits, kv_bits):
+        for name, usual, moved in batch:
+            explained[name] = tuple(_MARGIN * _size(each) for each in moved)
+            if all(a <= b for a, b in zip(_distances(theirs, exact), explained[name], strict=True)):
+                fitting[usual].append(name)
+            if effects and usual:
+                bias, spread = share(moved[0])
+                noise = math.sqrt(_MARGIN**2 - 1) * _size(moved[0]) / _size(effects[1])
+                told[name], widest = (_MARGIN * (abs(bias) + 2 * spread), noise), max(widest, abs(bias) + spread)
+        if fitting[True]:
             break
-    return _Collected(client.title, prompts, refused)
-
-
-def _text_ids(tokenizer: Any, data: str, count: int) -> list[int]:
-    """The first tokens of a text, document after document.
-
-    Raises:
-        CorpusError: too short a text.
-    """
-    ids: list[int] = []
-    for document in load(data):
-        ids += tokenizer(document.text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= count:
-            return ids[:count]
-    raise CorpusError(
-        f"the text {data!r} has {len(ids):,} tokens, and prompts of {count:,} are asked for; give a longer one"
-    )
-
-
-def _read_answers(path: Path) -> _Collected:
-    usable = False
-    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-        saved = read_json(path)
-        prompts = [
-            _Prompt(list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
-            for prompt in saved["prompts"]
-        ]
-        usable = bool(prompts) and all(
-            answers and all(0 < each.position <= len(ids) and math.isfinite(each.logprob) for each in answers)
-            for ids, answers in prompts
-        )
-    if not usable:
-        raise ServingError(
-            f"{str(path)!r} does not hold answers of a server: JSON with 'prompts', each with 'ids' and with 'answers' "
-            "[position, token, logprob]"
-        )
-    prompts.sort(key=lambda prompt: len(prompt.ids))
-    refused = saved.get("refused")
-    return _Collected(str(saved.get("server") or path.name), prompts, None if refused is None else str(refused))
+    report = replace(report, explained=explained, suggested=tuple(fitting[False]))
+    if not fitting[True]:
+        return report
+    off, chance = share(theirs[0] - exact[0]) if effects else (0.0, 0.0)
+    wrong = report.closest == AS_MEASURED and abs(off) > _MARGIN * max(widest, chance)
+    runs = f"with a softmax scale {abs(off):.1f}% too {'large' if off > 0 else 'small'}" if wrong else report.closest
+    return replace(report, runs=runs, precision=fitting[True][0], told=told)
 
 
 @torch.no_grad()
-def _logprobs(model: Any, prompt: _Prompt) -> Tensor:
-    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64."""
-    ids, answers = prompt
-    first = min(answer.position for answer in answers)
-    given = torch.tensor([list(ids)], device=model.device)
-    scores = model(given, use_cache=False, logits_to_keep=len(ids) - first + 1).logits[0].float().log_softmax(-1)
-    rows, tokens = (torch.tensor(part) for part in zip(*((a.position - first, a.token) for a in answers), strict=True))
-    ours: Tensor = scores[rows.to(scores.device), tokens.to(scores.device)]
-    return ours.double().cpu()
+def _logprobs(model: Any, group: Sequence[Prompt], kv_bits: int | None = None) -> Tensor:
+    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64.
+
+    Args:
+        kv_bits: of the keys and values that attention reads; None: as they are.
+    """
+    parts = []
+    for ids, answers in group:
+        first = min(answer.position for answer in answers)
+        given = torch.tensor([ids], device=model.device)
+        cache = {"use_cache": False} if kv_bits is None else {"past_key_values": _rounding_cache(model.config, kv_bits)}
+        scores = model(given, **cache, logits_to_keep=len(ids) - first + 1).logits[0].float().log_softmax(-1)
+        rows, tokens = (
+            torch.tensor(part) for part in zip(*((a.position - first, a.token) for a in answers), strict=True)
+        )
+        parts.append(scores[rows.to(scores.device), tokens.to(scores.device)].double().cpu())
+    return torch.cat(parts)
+
+
+def _rounding_cache(config: Any, bits: int) -> Any:
+    """A cache that returns keys and values in few bits: float8 with four bits of exponent, or blocks with a scale."""
+    from transformers import DynamicCache
+
+    def rounded(x: Tensor) -> Tensor:
+        if bits < 8:
+            return _rounded(x.contiguous(), bits, math.gcd(_BLOCK, x.shape[-1])).to(x.dtype)
+        most = torch.finfo(torch.float8_e4m3fn).max
+        return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
+
+    class RoundingCache(DynamicCache):  # type: ignore[misc]
+        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            keys, values = super().update(*args, **kwargs)
+            return rounded(keys), rounded(values)
+
+    return RoundingCache(config=config)
 
 
 def _distances(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[float, ...]:
     """The root mean square difference at each length that was computed, in nats."""
-    return tuple(float((a - b).square().mean().sqrt()) for a, b in zip(theirs, ours, strict=False))
+    return tuple(_size(a - b) for a, b in zip(theirs, ours, strict=False))
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square."""
+    return float(x.square().mean().sqrt())
 
 
 def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[Tensor]) -> bool:
@@ -341,32 +376,49 @@ def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[T
     return bool(worse > _CERTAIN * 2 * scatter * (other - first).norm())
 
 
-def _spreads(
-    model: Any, prompts: Sequence[_Prompt], exact: Sequence[Tensor], weight_bits: int
-) -> Iterator[tuple[str, tuple[float, ...]]]:
-    """By dtype, what rounding to it changes at each length, in nats; the model's weights are lost."""
+def _roundings(
+    model: Any, change: Callable[..., list[Tensor]], weight_bits: int, kv_bits: int
+) -> Iterator[list[tuple[str, bool, list[Tensor]]]]:
+    """By dtype, whether it is stated or usual, and what rounding to it changes; the model's weights are lost.
 
-    def changed() -> tuple[float, ...]:
-        return _distances(exact, [_logprobs(model, prompt) for prompt in prompts])
+    Args:
+        change: the changes of log-probabilities at each length, in nats, with keys and values in so many bits.
+    """
+    stated = change(kv_bits) if kv_bits < 16 else None
 
+    def row(name: str, usual: bool, changed: list[Tensor]) -> tuple[str, bool, list[Tensor]]:
+        return (
+            (name, usual, changed)
+            if stated is None
+            else (f"{name}, {_KEYS.format(kv_bits)}", usual, _sums(changed, stated))
+        )
+
+    rounded: list[Tensor] = []
     if model.dtype == torch.float32:
         model.to(torch.bfloat16)
-        rounded = changed()
+        rounded = change()
         model.to(torch.float32)
-        yield "float32 or float16", tuple(value / 8 for value in rounded)  # float16 has three bits more
-        if weight_bits <= 16:
-            yield "bfloat16", rounded
-    for bits in sorted({8, weight_bits}, reverse=True) if weight_bits <= 8 else ():
+        eighth = [each / 8 for each in rounded]  # float16 has three bits more
+        yield [row("float32 or float16", True, eighth), row("bfloat16", weight_bits <= 16, rounded)]
+    keys = change(8) if stated is None else []
+    usual = sorted({8, weight_bits}, reverse=True) if weight_bits <= 8 else []
+    for bits in (*usual, *(bits for bits in (8, 4) if bits < weight_bits and bits not in usual)):
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1 and parameter.shape[-1] % _BLOCK == 0:
-                    parameter.copy_(_rounded(parameter.contiguous(), bits))
-        yield f"{bits}-bit weights", changed()
+                    parameter.copy_(_rounded(parameter.contiguous(), bits, _BLOCK))
+        yield [row(f"{bits}-bit weights", bits in usual, change())]
+    if keys:
+        yield [(_KEYS.format(8), False, _sums(keys, rounded) if rounded else keys)]
 
 
-def _rounded(weight: Tensor, bits: int) -> Tensor:
-    """Weights in few bits, with a scale in float16 for every 32; 8 bits are Q8_0 of llama.cpp."""
-    blocks = weight.float().view(-1, _BLOCK)
+def _sums(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+    return [a + b for a, b in zip(one, other, strict=True)]
+
+
+def _rounded(weight: Tensor, bits: int, block: int) -> Tensor:
+    """Numbers in few bits, with a scale in float16 for every block; 8 bits in blocks of 32 are Q8_0 of llama.cpp."""
+    blocks = weight.float().reshape(-1, block)
     scale = blocks.abs().amax(-1, keepdim=True) / (2 ** (bits - 1) - 1)
     whole = (blocks / scale.clamp_min(torch.finfo(torch.float32).tiny)).round()
     rounded: Tensor = whole * scale.half().float()

@@ -6,6 +6,7 @@ ROPE_EXT_API_KEY.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import io
 import json
@@ -18,16 +19,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 from rope_ext_hf.engines.llama_cpp import LlamaCpp
 from rope_ext_hf.engines.sglang import SGLang
 from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import ServingError, duration, one_line, short
+from rope_ext_hf.files import json_digest
 
 _COMPARED = 128
 """Tokens at the end of a prompt whose log-probabilities are asked for."""
-_CUTS, _NEXT = 8, 16
+_CUTS, _CUTS_ANEW, _NEXT = 8, 2, 16
 """Prompts, each a token longer, and likely next tokens of each, of a server that gives no others."""
 _WHOLE = [["a", 100]]
 """A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
@@ -35,6 +38,7 @@ _MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
 """Of an answer; more for each byte of the question, as vLLM gives about 110 per token of a prompt; and what a value
 of JSON must have on average: in memory it takes up to 200, in the text as few as two."""
 _PROBE_SECONDS, _PART = 30.0, 1 << 20
+_LONG = 200  # characters of what is kept whole of what a server states
 _UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)
 """The errors of reading an answer of another form than expected."""
 
@@ -48,24 +52,28 @@ class Answer(NamedTuple):
 
 
 @dataclass
-class _Client(ABC):
+class Client(ABC):
     """A server of one kind.
 
     Attributes:
         program: the name of the program.
         served_name: the name of the model there; None: not asked yet.
         version: as the server states it; empty: it does not.
+        anew: whether each prompt is computed anew: from what is cached of another one, sums run in another order.
     """
 
     program: ClassVar[str]
     probes: ClassVar[tuple[str, ...]]
     """Paths of which one answers with a JSON object on a server of this kind, and on no kind after it."""
     path: ClassVar[str] = "/v1/completions"
+    facts: ClassVar[dict[str, dict[str, str]]] = {"/v1/models": {"length": "data.0.max_model_len"}}
+    """What a server states of itself: by path, where in the JSON each name stands."""
 
     url: str
     served_name: str | None
     seconds: float
     version: str
+    anew: bool = False
 
     @property
     def title(self) -> str:
@@ -107,6 +115,32 @@ class _Client(ABC):
             )
         return given
 
+    def tokens(self, text: str, special: bool) -> list[int] | None:
+        """The server's tokens of a text, with those that it puts around each if `special`; None: it gives none."""
+        try:
+            answer = _ask(self.url, "/tokenize", self.tokenizing(text, special), self.seconds)
+            return [int(token) for token in answer["tokens"]]
+        except (ServingError, *_UNREADABLE):
+            return None
+
+    def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
+        """The JSON that asks for the tokens of a text."""
+        return {"prompt": text, "add_special_tokens": special}
+
+    def stated(self) -> dict[str, Any]:
+        """What the server states of itself, its version among it; a long text as its digest."""
+        known: dict[str, Any] = {"version": self.title}
+        for path, places in self.facts.items():
+            with contextlib.suppress(ServingError):
+                answer = _ask(self.url, path, None, self.seconds)
+                for name, place in places.items():
+                    with contextlib.suppress(*_UNREADABLE):
+                        value = reduce(
+                            lambda part, key: part[int(key) if key.isdigit() else key], place.split("."), answer
+                        )
+                        known[name] = value if len(str(value)) < _LONG else json_digest(value)
+        return known
+
     def model(self) -> str:
         """The name of the model on the server."""
         if self.served_name is None:
@@ -118,24 +152,32 @@ class _Client(ABC):
         return self.served_name
 
 
-class VLLMClient(_Client):
+class VLLMClient(Client):
     """vLLM: log-probabilities of every token of the prompt."""
 
     program, probes = VLLM.title, ("/version",)
+    facts: ClassVar = {"/v1/models": {"length": "data.0.max_model_len", "folder": "data.0.root"}}
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
         asked = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         return {"model": self.model(), "prompt": list(ids)} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        listed = answer["choices"][0]["prompt_logprobs"]
+        listed = answer["choices"][0]["prompt_logprobs"][-len(ids) :]  # tokens before the prompt, if any, come first
         start = max(1, len(ids) - _COMPARED)
         return [Answer(at, ids[at], float(listed[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
 
 
-class _SGLangClient(_Client):
+class _SGLangClient(Client):
     program, probes = SGLang.title, ("/model_info", "/get_model_info")  # the second is deprecated
     path = "/generate"
+    facts: ClassVar = {
+        "/get_server_info": {
+            "length": "context_length", "folder": "model_path", "tokenizer": "tokenizer_path", "dtype": "dtype",
+            "dtype of keys and values": "kv_cache_dtype", "quantization": "quantization",
+            "settings": "json_model_override_args", "attention": "attention_backend", "template": "chat_template",
+        }
+    }  # fmt: skip
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
         asked = {"return_logprob": True, "logprob_start_len": max(1, len(ids) - _COMPARED) - 1}
@@ -150,25 +192,36 @@ class _SGLangClient(_Client):
         return [Answer(start + i, ids[start + i], float(entry[0])) for i, entry in enumerate(listed)]
 
 
-class _LlamaCppClient(_Client):
+class _LlamaCppClient(Client):
     """It gives no log-probabilities of a prompt, but those of the likely next tokens after the last few prefixes."""
 
     program, probes = LlamaCpp.name, ("/props",)
     path = "/completion"
+    facts: ClassVar = {
+        "/props": {
+            "length": "default_generation_settings.n_ctx", "folder": "model_path", "template": "chat_template",
+            "first token": "bos_token", "last token": "eos_token",
+        },
+        "/v1/models": {"vocabulary": "data.0.meta.n_vocab", "bytes of weights": "data.0.meta.size"},
+    }  # fmt: skip
+
+    def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
+        return {"content": text, "add_special": special}
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        return [ids[:stop] for stop in range(max(1, len(ids) - _CUTS + 1), len(ids) + 1)]
+        cuts = _CUTS_ANEW if self.anew else _CUTS
+        return [ids[:stop] for stop in range(max(1, len(ids) - cuts + 1), len(ids) + 1)]
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
         asked = {"n_predict": 1, "n_probs": _NEXT, "temperature": 0, "logit_bias": _WHOLE}
-        return {"prompt": list(ids), "cache_prompt": True, "post_sampling_probs": False} | asked
+        return {"prompt": list(ids), "cache_prompt": not self.anew, "post_sampling_probs": False} | asked
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
         first, *others = answer["completion_probabilities"][0]["top_logprobs"]
         return [Answer(len(ids), int(each["id"]), float(each["logprob"])) for each in (first, *others)]
 
 
-class _OpenAIClient(_Client):
+class _OpenAIClient(Client):
     program, probes = "a server with OpenAI's completions", ("/v1/models",)
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
@@ -185,7 +238,7 @@ class _OpenAIClient(_Client):
 _KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
 
 
-def connect(url: str, served_name: str | None, seconds: float) -> _Client:
+def connect(url: str, served_name: str | None, seconds: float, *, anew: bool = False) -> Client:
     """A client of the server at an address, of the kind that it is.
 
     Raises:
@@ -205,7 +258,7 @@ def connect(url: str, served_name: str | None, seconds: float) -> _Client:
             continue
         if isinstance(answer, dict):
             version = answer.get("version") or answer.get("build_info") or ""
-            return kind(url, served_name, seconds, short(str(version), 40))
+            return kind(url, served_name, seconds, short(str(version), 40), anew)
     raise failure or ServingError(f"{url} is no server of a kind that is known here")
 
 

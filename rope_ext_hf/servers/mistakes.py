@@ -1,4 +1,7 @@
-"""The configurations that a server is likely to run: the model as measured, and with each mistake that people make."""
+"""The configurations that a server is likely to run: the model as measured, and with each mistake that people make.
+
+And slight errors, whose effect says how large an error has to be to show.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,8 @@ AS_MEASURED = "as measured"
 _USUAL_THETA = 10_000.0
 """The theta of programs where a config states none that they read."""
 _OTHER_FACTORS = (0.5, 2.0)
+_USUAL_FACTORS = (2.0, 4.0, 8.0)
+_CONTENT = "content"
 
 
 def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -63,6 +68,66 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
         made[f"with {other} weights rotated as {runs}"] = partial(reordered, model, tensors, other)
         made[f"with {runs} weights rotated as {other}"] = partial(reordered, model, tensors, runs)
     return made
+
+
+def rarer_configurations(
+    model: Any, as_loaded: Rotary, tokenizer: Any
+) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+    """More such contexts: under a patch where there is none, and with tokens before each prompt."""
+    made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
+    for factor in () if present_specs(model) else _USUAL_FACTORS:
+        for method in _static_methods(as_loaded, factor):
+            made[f"with {method.label()} put in"] = partial(patched, model, method)
+    first, template = tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)
+    before = {} if first is None else {tokenizer.bos_token: [first], f"{tokenizer.bos_token} twice": [first, first]}
+    with contextlib.suppress(Exception):  # a template may refuse anything
+        message = [{"role": "user", "content": _CONTENT}]
+        text = tokenizer.apply_chat_template(message, tokenize=False) if template is not None else ""
+        before["the chat template"] = tokenizer(text.partition(_CONTENT)[0], add_special_tokens=False)["input_ids"]
+    return made | {f"with {name} before the prompt": partial(_begun, model, ids) for name, ids in before.items() if ids}
+
+
+@contextlib.contextmanager
+def _begun(model: Any, ids: list[int]) -> Iterator[None]:
+    """Let a model read tokens before each input."""
+
+    def begin(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return (torch.cat((given[0].new_tensor([ids]), given[0]), dim=1), *given[1:]), named
+
+    hook = model.register_forward_pre_hook(begin, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def slightly_wrong(model: Any, scale: float = 0.0, noise: float = 0.0) -> Iterator[bool]:
+    """Let a model multiply what enters its softmax by 1 + `scale`, and add noise to the attention output of one layer.
+
+    Args:
+        noise: of the root mean square of the output.
+
+    Yields:
+        Whether its attention modules hold their scale as transformers' usually do; if not, nothing is changed.
+    """
+    before = [(part, part.scaling) for part in model.modules() if isinstance(getattr(part, "scaling", None), float)]
+    draws = torch.Generator().manual_seed(0)
+
+    def add(module: Any, given: Any, result: Any) -> Any:
+        drawn = torch.randn(result[0].shape, generator=draws).to(result[0])
+        return (result[0] + noise * result[0].square().mean().sqrt() * drawn, *result[1:])
+
+    hooks = [part.register_forward_hook(add) for part, _ in before[len(before) // 2 :][:1] if noise]
+    try:
+        for part, scaling in before:
+            part.scaling = (1 + scale) * scaling
+        yield bool(before)
+    finally:
+        for part, scaling in before:
+            part.scaling = scaling
+        for hook in hooks:
+            hook.remove()
 
 
 def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, Frequencies]]:
@@ -104,7 +169,13 @@ def _other_methods(method: RopeMethod, rotary: Rotary, factor: float) -> Iterato
     for ratio in _OTHER_FACTORS if given is not None and factor > 1 else ():
         with contextlib.suppress(RopeExtError):  # a factor below 1
             yield replace(method, factor=given * ratio)  # type: ignore[call-arg]
-    for name, kind in list_methods().items() if factor > 1 else ():
+    if factor > 1:
+        yield from _static_methods(rotary, factor)
+
+
+def _static_methods(rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
+    """Every method with this factor that engines run."""
+    for name, kind in list_methods().items():
         if kind.takes_factor({}) and not issubclass(kind, RemappingMethod):
             with contextlib.suppress(RopeExtError):  # parameters that have no defaults
                 other = resolve_method(name, rotary, factor=factor)

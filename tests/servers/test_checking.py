@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, AutoTokenizer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.servers.checking import save_answers
+from rope_ext_hf.servers.baselines import record_server
 from tests.support.model_servers import KINDS, logprobs, serving
 from tests.support.wrapped_text import unwrapped
 
@@ -142,8 +145,8 @@ def test_weights_of_few_bits() -> None:
 
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.0
-    torch.testing.assert_close(_rounded(weight, 8), through_gguf(weight), rtol=0, atol=0)
-    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4).view(-1, 32)
+    torch.testing.assert_close(_rounded(weight, 8, 32), through_gguf(weight), rtol=0, atol=0)
+    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4, 32).view(-1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     assert bool(((rounded - blocks).abs() <= largest / 14 * 1.001).all())
     assert all(len(block.unique()) <= 15 for block in rounded)
@@ -158,6 +161,142 @@ def test_coarser_weights_are_allowed_where_they_are_stated(folder: Path) -> None
     assert (stated.runs, stated.precision) == ("as measured", "4-bit weights")
     with pytest.raises(MethodError, match="from 2 to 32, got 1"):
         rope.check_server("http://127.0.0.1:9", folder, weight_bits=1)
+
+
+FP8 = "float8 keys and values"
+
+
+def in_float8(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+    """Attention of transformers over keys and values that went through float8."""
+    key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
+
+
+@pytest.fixture
+def coarse_keys() -> Iterator[Any]:
+    AttentionInterface.register(FP8, in_float8)
+    AttentionMaskInterface.register(FP8, sdpa_mask)
+    model = plain(**YARN)
+    model.set_attn_implementation(FP8)
+    yield model
+    for registered in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registered._global_mapping.pop(FP8)
+
+
+@pytest.mark.slow
+def test_coarse_keys_and_values_are_allowed_where_they_are_stated(coarse_keys: Any, folder: Path) -> None:
+    with serving("vLLM 0.33.0", coarse_keys) as url:
+        unstated, stated = (rope.check_server(url, folder, lengths=[100, 400], kv_bits=bits) for bits in (16, 8))
+    assert (unstated.runs, unstated.closest) == (None, "as measured")
+    assert "8-bit keys and values" in unstated.suggested
+    assert "state --weight-bits or --kv-bits" in unwrapped(unstated)
+    assert stated.agrees
+    assert stated.precision == "float32 or float16, 8-bit keys and values"
+    with pytest.raises(MethodError, match="4, 8 or 16, got 5"):
+        rope.check_server("http://127.0.0.1:9", folder, kv_bits=5)
+
+
+def scaled(ratio: float, dtype: torch.dtype = torch.bfloat16) -> Any:
+    model = plain(dtype, **YARN)
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= ratio
+    return model
+
+
+@pytest.mark.slow
+def test_a_strict_check_tells_an_error_of_a_hundredth(folder: Path) -> None:
+    """In bfloat16, whose rounding is larger than what the error changes in one answer."""
+    reports = {}
+    for ratio in (1.0, 1.01, 0.98):
+        with serving("vLLM 0.33.0", scaled(ratio)) as url:
+            reports[ratio] = rope.check_server(url, folder, lengths=[100], strict=True)
+    assert reports[1.0].agrees, str(reports[1.0])
+    assert reports[1.0].told["bfloat16"][0] <= 1.0
+    assert re.fullmatch(r"with a softmax scale [01]\.\d% too large", reports[1.01].runs or "")
+    assert re.fullmatch(r"with a softmax scale [12]\.\d% too small", reports[0.98].runs or "")
+    assert not reports[1.01].agrees
+
+
+@pytest.mark.slow
+def test_what_would_show_is_what_shows(folder: Path) -> None:
+    """An error above the smallest that a report names shows; noise well below it passes."""
+    with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
+        right = rope.check_server(url, folder, lengths=[100], weight_bits=32)
+    ((scale, noise),) = right.told.values()
+    assert right.agrees
+    assert 0 < scale < 1
+    with serving("vLLM 0.33.0", scaled(1 + 1.2 * scale / 100, torch.float32)) as url:
+        assert "softmax scale" in str(rope.check_server(url, folder, lengths=[100], weight_bits=32).runs)
+
+    def noisy(share: float) -> Any:
+        model, draws = plain(**YARN), torch.Generator().manual_seed(1)
+
+        def add(module: Any, given: Any, out: Any) -> Any:
+            return out + share * out.square().mean().sqrt() * torch.randn(out.shape, generator=draws)
+
+        model.model.layers[len(model.model.layers) // 2].self_attn.o_proj.register_forward_hook(add)
+        return model
+
+    for share, passes in ((0.3 * noise, True), (2 * noise, False)):
+        with serving("vLLM 0.33.0", noisy(share / 100)) as url:
+            report = rope.check_server(url, folder, lengths=[100], weight_bits=32)
+        assert (report.runs == "as measured") is passes, str(report)
+
+
+# --- what people do most often ---------------------------------------------------------------------------------------
+
+
+BEFORE: dict[str, Callable[[Any], list[int]]] = {
+    "with </s> before the prompt": lambda tokenizer: [1],
+    "with </s> twice before the prompt": lambda tokenizer: [1, 1],
+    "with the chat template before the prompt": lambda tokenizer: tokenizer("[user] ", add_special_tokens=False)[
+        "input_ids"
+    ],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vLLM 0.33.0", "llama.cpp b1"])
+@pytest.mark.parametrize("name", BEFORE)
+def test_tokens_before_the_prompt_are_named(kind: str, name: str, folder: Path, tmp_path: Path) -> None:
+    """A proxy, or a template, puts them there; vLLM then gives log-probabilities of more tokens than were sent."""
+    shutil.copytree(folder, served := tmp_path / "served")
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, bos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}[user] {{ m.content }} [end]{% endfor %}"
+    tokenizer.save_pretrained(served)
+    usual, ids = KINDS[kind][2], BEFORE[name](tokenizer)
+    with serving(kind, plain(**YARN), lambda m, body: usual(m, body | {"prompt": ids + body["prompt"]})) as url:
+        report = rope.check_server(url, served, lengths=[100, 300])
+    assert report.runs == name, str(report)
+    assert not report.agrees
+
+
+@pytest.mark.slow
+def test_a_patch_that_was_not_measured_is_named() -> None:
+    """The slip of a newcomer: the model is measured as loaded, and the patched folder is served."""
+    with serving("vLLM 0.33.0", plain(**YARN)) as url:
+        report = rope.check_server(url, reference_folder(), lengths=[100, 250])
+    assert report.runs == "with yarn x4 put in", str(report)
+
+
+@pytest.mark.slow
+def test_another_tokenizer_is_named(folder: Path) -> None:
+    ours = AutoTokenizer.from_pretrained(folder)
+
+    def same(text: str, special: bool) -> list[int]:
+        ids: list[int] = ours(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    for tokenize, agrees in (
+        (same, True),
+        (lambda text, special: [1] * special + same(text, special), False),
+        (lambda text, special: same(text.lower(), special), False),
+    ):
+        with serving("vLLM 0.33.0", plain(**YARN), tokenize=tokenize) as url:
+            report = rope.check_server(url, folder, lengths=[64])
+        assert report.runs == "as measured"
+        assert report.agrees is agrees
+        assert ("its tokenizer is not the one here" in unwrapped(report)) is not agrees
 
 
 @pytest.mark.slow
@@ -265,7 +404,7 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
             shutil.copy(file, bare)
     collected = tmp_path / "answers.json"
     with serving("vLLM 0.33.0", plain(**YARN)) as url:
-        arguments = ["check-server", url, str(bare), "--lengths", "64,300", "--to-file", str(collected)]
+        arguments = ["check-server", url, str(bare), "--lengths", "64,300", "--record", str(collected)]
         written = CliRunner().invoke(app, arguments)
         assert written.exit_code == 0, written.output
         assert CliRunner().invoke(app, arguments).exit_code == 2  # the file exists
@@ -275,5 +414,5 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
     assert (report.server, report.lengths) == ("vLLM 0.33.0", (64, 300))
     assert report.differences == direct.differences
     with pytest.raises(ServingError, match="does not answer"):
-        save_answers("http://127.0.0.1:9", bare, tmp_path / "none.json", seconds=2.0)
+        record_server("http://127.0.0.1:9", tmp_path / "none.json", bare, seconds=2.0)
     assert not (tmp_path / "none.json").exists()

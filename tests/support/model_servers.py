@@ -58,8 +58,21 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any, Any], Any]]] = {
 
 
 @contextmanager
-def serving(kind: str, model: Any, answer: Callable[[Any, Any], Any] | None = None) -> Iterator[str]:
-    """The address of a server of this kind."""
+def serving(
+    kind: str,
+    model: Any,
+    answer: Callable[[Any, Any], Any] | None = None,
+    *,
+    states: dict[str, Any] | None = None,
+    tokenize: Callable[[str, bool], list[int]] | None = None,
+) -> Iterator[str]:
+    """The address of a server of this kind.
+
+    Args:
+        answer: what it answers about a prompt, in place of what its kind does.
+        states: further paths with what it states there.
+        tokenize: its tokens of a text, without special ones and with them.
+    """
     gets, at, usual = KINDS[kind]
 
     class Handler(BaseHTTPRequestHandler):
@@ -69,10 +82,14 @@ def serving(kind: str, model: Any, answer: Callable[[Any, Any], Any] | None = No
             self.wfile.write(json.dumps(value or {"error": "no such path"}).encode())
 
         def do_GET(self) -> None:
-            self.reply(gets.get(self.path))
+            self.reply((gets | (states or {})).get(self.path))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/tokenize" and tokenize is not None:
+                text = body.get("prompt", body.get("content"))
+                self.reply({"tokens": tokenize(text, body.get("add_special_tokens", body.get("add_special")))})
+                return
             self.reply((answer or usual)(model, body) if self.path == at else None)
 
         def log_message(self, *_: Any) -> None:

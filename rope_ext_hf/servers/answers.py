@@ -1,0 +1,187 @@
+"""What a server answers about prompts cut from a text: asked for, kept in a file, and read from one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rope_ext_hf.errors import CorpusError, ServingError
+from rope_ext_hf.files import atomic_file, read_json
+from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
+from rope_ext_hf.patches.describing import describe
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.servers.clients import Answer, Client
+
+_SAMPLE = 2000  # characters of a text whose tokens are compared
+_PARTS = 8  # of the length of a server, of which prompts are one, two, four and eight
+
+
+class Prompt(NamedTuple):
+    """Token ids, and what a server answered about them."""
+
+    ids: list[int]
+    answers: list[Answer]
+
+
+@dataclass
+class Collected:
+    """The answers of a server.
+
+    Attributes:
+        server: the program with its version.
+        prompts: the shortest first.
+        refused: the server's words on the first prompt that it did not answer; None: it answered all.
+        stated: what the server states of itself, by name.
+        text, tokens: the beginning of a text, and the server's tokens of it, without special ones and with them; None:
+            the server gives none.
+        noise: how much answers differ when a prompt is asked about again, in nats, by prompt; none: not asked.
+        fingerprint: of the model that was to be served, as `Fingerprint.to_dict` gives it, and its method; None: not
+            known.
+        more: asks about so many further prompts as short as the shortest.
+    """
+
+    server: str
+    prompts: list[Prompt]
+    refused: str | None = None
+    stated: dict[str, Any] = field(default_factory=dict)
+    text: str = ""
+    tokens: list[list[int]] | None = None
+    noise: list[float] = field(default_factory=list)
+    fingerprint: dict[str, Any] | None = None
+    more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False, compare=False)
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read_answers` reads."""
+        values = {name: value for name, value in vars(self).items() if name != "more"}
+        with atomic_file(path) as part:
+            part.write_text(json.dumps(values | {"prompts": [prompt._asdict() for prompt in self.prompts]}))
+
+
+def collect(
+    client: Client,
+    model: str | Path | None,
+    lengths: Sequence[int] | None,
+    data: str,
+    source: Mapping[str, Any],
+) -> Collected:
+    """Ask a server about prompts of every length, cut by the tokenizer here, or by the server's without a model.
+
+    Raises:
+        ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
+        CheckpointError, CorpusError: as other functions raise them.
+    """
+    stated = client.stated()
+    if model is not None:
+        tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
+        described = describe(empty)
+        longest = described.extended_length or described.context_length
+        first = max(16, described.context_length // 2)
+
+        def cut(text: str) -> list[int]:
+            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return ids
+    else:
+        longest = stated.get("length", 0)
+        first = max(16, longest // _PARTS)
+        if not longest and not lengths:
+            raise ServingError(f"{client.title} does not state its length: give --lengths, or the model it serves")
+
+        def cut(text: str) -> list[int]:
+            ids = client.tokens(text, special=False)
+            if ids is None:
+                raise ServingError(
+                    f"{client.title} gives no tokens of a text: give the model it serves, for its tokenizer"
+                )
+            return ids
+
+    # A server takes a prompt with the token that it generates.
+    last = longest - 1
+    doubled = [first << n for n in range(max(0, last).bit_length()) if first << n < last]
+    wanted = sorted(set(lengths or (*doubled, last)))
+    ids = _text_ids(cut, data, wanted[-1])
+    text = next(iter(load(data))).text[:_SAMPLE]
+    tokens = [client.tokens(text, special) for special in (False, True)]
+    made = Collected(client.title, [], stated=stated, text=text, tokens=None if None in tokens else tokens)  # type: ignore[arg-type]
+    if model is not None:
+        made.fingerprint = fingerprint(empty).to_dict()
+    for length in wanted:
+        try:
+            made.prompts.append(Prompt(ids[:length], client.answers(ids[:length])))
+        except ServingError as error:
+            if not made.prompts:
+                raise
+            made.refused = str(error)
+            break
+
+    def more(count: int) -> list[Prompt]:
+        size = wanted[0]
+        longer = _text_ids(cut, data, (count + 1) * size)
+        parts = (longer[at * size : (at + 1) * size] for at in range(1, count + 1))
+        return [Prompt(part, client.answers(part)) for part in parts]
+
+    made.more = more
+    return made
+
+
+def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
+    """The first tokens of a text, document after document.
+
+    Raises:
+        CorpusError: too short a text.
+    """
+    ids: list[int] = []
+    for document in load(data):
+        ids += cut(document.text)
+        if len(ids) >= count:
+            return ids[:count]
+    raise CorpusError(
+        f"the text {data!r} has {len(ids):,} tokens, and prompts of {count:,} are asked for; give a longer one"
+    )
+
+
+def differing_tokens(
+    theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]], there: str, here: str
+) -> str | None:
+    """How the tokens of a text differ in two places, without special ones and with them; None: they do not."""
+    for what, one, other in zip(("a text", "a text with special tokens"), theirs, ours, strict=True):
+        if list(one) != list(other):
+            same = next(
+                (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+            )
+            return (
+                f"{what} has {len(one):,} tokens {there} and {len(other):,} {here}; from {same:,} on they are "
+                f"{list(one[same : same + 3])} and {list(other[same : same + 3])}"
+            )
+    return None
+
+
+def read_answers(path: Path) -> Collected:
+    """The file that `Collected.write` writes, or one with its "prompts" alone.
+
+    Raises:
+        ServingError: it does not hold answers of a server.
+        FileError: there is no such file.
+    """
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+        saved = read_json(path)
+        prompts = [
+            Prompt(list(map(int, prompt["ids"])), [Answer(int(p), int(t), float(x)) for p, t, x in prompt["answers"]])
+            for prompt in saved["prompts"]
+        ]
+        if prompts and all(
+            answers and all(0 < each.position <= len(ids) and math.isfinite(each.logprob) for each in answers)
+            for ids, answers in prompts
+        ):
+            others = {item.name: saved[item.name] for item in fields(Collected) if item.name in saved}
+            read = Collected(**others | {"server": str(saved.get("server") or path.name), "prompts": prompts})
+            read.prompts.sort(key=lambda prompt: len(prompt.ids))
+            return read
+    raise ServingError(
+        f"{str(path)!r} does not hold answers of a server: JSON with 'prompts', each with 'ids' and with 'answers' "
+        "[position, token, logprob]"
+    )
