@@ -239,7 +239,8 @@ class _Attention:
         merged = MergedSoftmax(given[0], out)
         for zone in self._zones(start, first_key, *given):
             for call in zone.calls:
-                merged.add(zone.spans(call)[0], *run_kernel(*zone.rows(call), self.scale, call.mask, call.joint))
+                spans = zone.spans(call)
+                merged.add(spans[0], *run_kernel(*zone.rows(spans), self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
@@ -443,7 +444,7 @@ class _FusedBlock(torch.autograd.Function):
                 for call in zone.calls:
                     spans = zone.spans(call)
                     grads, outs, logs = (batch_rows(x, spans[0]) for x in (grad, out, lse))
-                    parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
+                    parts = run_backward((grads, outs, logs), still.rows(spans), attention.scale, call.mask)
                     for total, tokens, part in zip(sums, spans, parts, strict=True):
                         add_to_spans(total, tokens, part)
                 for x, total in zip(zone[:3], sums, strict=True):

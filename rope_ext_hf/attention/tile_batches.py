@@ -45,7 +45,7 @@ class Spans(NamedTuple):
 
     def after(self, first: int) -> Spans:
         """The same, counted from token `first`."""
-        return self._replace(begin=self.begin - first)
+        return Spans(self.begin - first, *self[1:])
 
 
 class KernelCall(NamedTuple):
@@ -156,9 +156,9 @@ class Zone(NamedTuple):
         keys = call.keys.after(self.keys_from)
         return call.queries.after(self.start), keys, keys
 
-    def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        """What the kernel is given."""
-        query, key, value = map(batch_rows, self[:3], self.spans(call))
+    def rows(self, spans: tuple[Spans, Spans, Spans]) -> tuple[Tensor, Tensor, Tensor]:
+        """These queries, keys and values as rows of a batch."""
+        query, key, value = map(batch_rows, self[:3], spans)
         return query, key, value
 
 

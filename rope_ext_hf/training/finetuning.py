@@ -3,7 +3,7 @@
     report = finetune("reference", "longer", data="books/*.txt", method="yarn", factor=4, minutes=10)
     print(report)
 
-The same call continues where it was interrupted. The folder `longer/model` loads plainly.
+The same call continues where it was interrupted. The folder `longer/model` loads plainly wherever the method does.
 """
 
 from __future__ import annotations

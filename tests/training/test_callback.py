@@ -41,8 +41,9 @@ def test_a_mistake_stops_the_training_before_it_begins(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_right_model_trains_and_is_measured(tmp_path: Path) -> None:
-    model = rope.patch(build("llama"), "yarn", factor=4)
+@pytest.mark.parametrize("method", ["yarn", "self-extend"])
+def test_a_right_model_trains_and_is_measured(method: str, tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), method, factor=4)
     callback = RopeCallback(rope.fingerprint(model), data=TEXT, lengths=[TRAINED, 4 * TRAINED], every=2)
     running = trainer(model, tmp_path, callback)
     running.train()
@@ -53,6 +54,10 @@ def test_a_right_model_trains_and_is_measured(tmp_path: Path) -> None:
     saved = rope.fingerprint(tmp_path / "checkpoint-4" / "rope_fingerprint.json")
     assert saved == callback.expected
     assert saved.differences(rope.fingerprint(tmp_path / "checkpoint-4")) == []
+    restored = rope.from_pretrained(tmp_path / "checkpoint-4")
+    longer = trainer(restored, tmp_path, RopeCallback(saved), steps=6)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert longer.state.global_step == 6
 
 
 @pytest.mark.slow
@@ -93,15 +98,19 @@ def test_an_adapter_of_a_model_that_was_made_in_memory_is_trained_and_gone_on_fr
 
 
 @pytest.mark.slow
-def test_a_module_that_changes_while_training_stops_at_the_save(tmp_path: Path) -> None:
-    model = rope.patch(build("llama"), "linear", factor=4)
+@pytest.mark.parametrize(
+    ("method", "sentence"),
+    [("linear", "The scaling is missing"), ("rerope", "The remapping of positions is none instead of rerope")],
+)
+def test_a_module_that_changes_while_training_stops_at_the_save(method: str, sentence: str, tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), method, factor=4)
 
     class Careless(RopeCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             super().on_step_end(*args, **kwargs)
             rope.unpatch(model)
 
-    with pytest.raises(FingerprintError, match=r"the model that was saved.* The scaling is missing"):
+    with pytest.raises(FingerprintError, match=rf"the model that was saved.* {sentence}"):
         trainer(model, tmp_path, Careless()).train()
 
 

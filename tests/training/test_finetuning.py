@@ -82,6 +82,28 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
         )  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rerope", "self-extend"])
+def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path) -> None:
+    """Its attention goes through the fused kernels and their backward; no plain folder states it."""
+    asked: dict[str, Any] = {
+        "data": "stdlib?max_documents=30", "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
+    }  # fmt: skip
+    report = finetune(small, tmp_path / "run", steps=3, **asked)
+    with pytest.raises((ValueError, KeyError), match="rope_ext_hf"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    ours, ids = rope.from_pretrained(tmp_path / "run" / "model"), tokens(LONG)
+    untrained = rope.patch(AutoModelForCausalLM.from_pretrained(small), method, factor=4)
+    assert rope.describe(ours).method == rope.describe(untrained).method
+    assert rope.fingerprint(untrained).differences(rope.fingerprint(ours)) == []
+    assert float((logits(ours, ids) - logits(untrained, ids)).abs().max()) > 1e-3
+    assert (report.context_length, report.target_length) == (TRAINED, LONG)
+    assert report.training["trained"]["steps"] == 3
+    assert finetune(small, tmp_path / "run", steps=3, **asked) == report
+    with pytest.raises(MethodError, match="rerope states no length to train at; give factor or target_length"):
+        finetune(small, tmp_path / "no length", data="stdlib?max_documents=30", method="rerope", steps=3)
+
+
 ASKED: dict[str, Any] = {
     "data": "texts/*.txt", "eval_data": "held-out/*.txt", "method": "yarn", "factor": 4, "steps": 22, "train_all": True,
     "max_spans": 4, "device": "cpu", "learning_rate": 1e-3, "accumulate": 1,
