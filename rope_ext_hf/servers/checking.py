@@ -281,6 +281,7 @@ def _explained(
     for error in ({"scale": 0.01}, {"noise": 0.01}):
         with slightly_wrong(model, **error) as can:
             effects += [_logprobs(model, groups[0]) - exact[0]] if can else []
+    effects = effects if all(each.any() for each in effects) else []  # of a family that scales elsewhere
     places = torch.tensor([(at, each.position) for at, prompt in enumerate(groups[0]) for each in prompt.answers])
     rows = torch.unique(places, dim=0, return_inverse=True)[1]
 
