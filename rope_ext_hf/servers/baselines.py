@@ -20,9 +20,8 @@ from rope_ext_hf.errors import ServingError
 from rope_ext_hf.files import check_destination
 from rope_ext_hf.hub import fingerprint
 from rope_ext_hf.patches.fingerprint import Fingerprint
-from rope_ext_hf.servers.answers import Collected, collect, differing_tokens, read_answers
+from rope_ext_hf.servers.answers import Collected, as_text, collect, differing_tokens, read_answers
 from rope_ext_hf.servers.clients import Answer, connect
-from rope_ext_hf.terminal import text_table, wrapped
 
 _MARGIN = 3.0
 """How many times the difference between two answers to one question a later answer may differ."""
@@ -73,11 +72,7 @@ class BaselineReport:
         sentences = [f"{self.server} at {self.url} {self._verdict()}", *self.changed, *self.notes]
         if self.refused is not None:
             sentences.append(f"it no longer answers {self.lengths[len(self.differences)]:,} tokens: {self.refused}")
-        rows = [("nats", *(f"{length:,}" for length in self.lengths))]
-        for name, values in (("difference", self.differences), ("allowed", self.allowed)):
-            cells = [f"{value:.4f}" for value in values]
-            rows.append((name, *cells, *[""] * (len(self.lengths) - len(cells))))
-        return "\n".join([*map(wrapped, sentences), "", text_table(rows, "lr")])
+        return as_text(sentences, self.lengths, {"from the record": self.differences, "allowed": self.allowed})
 
     def _verdict(self) -> str:
         if self.begins is None:

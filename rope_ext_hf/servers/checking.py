@@ -22,7 +22,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.servers.answers import Collected, Prompt, collect, differing_tokens, read_answers
+from rope_ext_hf.servers.answers import Collected, Prompt, as_text, collect, differing_tokens, read_answers
 from rope_ext_hf.servers.clients import connect
 from rope_ext_hf.servers.mistakes import (
     AS_MEASURED,
@@ -31,7 +31,6 @@ from rope_ext_hf.servers.mistakes import (
     slightly_wrong,
 )
 from rope_ext_hf.serving.target import open_model
-from rope_ext_hf.terminal import text_table, wrapped
 
 _CERTAIN = 6.0
 """Standard errors by which a configuration fits worse than another before it is excluded."""
@@ -133,11 +132,7 @@ class ServerReport:
         if self.untold:
             sentences.append(f"a strict check has to show {_STRICT:g}%: more prompts than there are would be needed")
         differences = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
-        rows = [("difference in nats", *(f"{length:,}" for length in self.lengths))]
-        for name, values in differences.items():  # a configuration that is excluded has no values at longer lengths
-            cells = [f"{value:.4f}" for value in values]
-            rows.append((name, *cells, *[""] * (len(self.lengths) - len(cells))))
-        return "\n".join([*map(wrapped, sentences), "", text_table(rows, "lr")])
+        return as_text(sentences, self.lengths, differences)
 
 
 def check_server(
