@@ -394,6 +394,32 @@ def servers() -> str:
     return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
 
 
+@figure
+def server_baselines() -> str:
+    """What a record of a live server said after each change."""
+    result = read_result("servers")
+    rows = result.get("baselines", [])
+    if not rows:
+        return "\nNothing yet.\n"
+    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in rows))
+
+    def cell(row: Row) -> str:
+        said = "as recorded" if row["agrees"] else "; ".join(each.partition(":")[0] for each in row["changed"])
+        differs = (
+            [] if row["begins"] is None else [f"{max(row['differences']):.2g} nats from {row['begins']} tokens on"]
+        )
+        return "; ".join([*([said] if said else []), *differs, *(["refuses long prompts"] if row["refused"] else [])])
+
+    cells = {(row["change"], row["engine"], row["dtype"]): cell(row) for row in rows}
+    table = (
+        (change, *(cells.get((change, *column), "–") for column in columns))
+        for change in dict.fromkeys(row["change"] for row in rows)
+    )
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = f"*What the record of a right server says later. Measured by `{result['command']}` with {versions}.*"
+    return markdown_table(["what happened", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+
+
 def _report(expected: str) -> str:
     """What check-server says of one of the servers of llama.cpp in Q8_0."""
     from rope_ext_hf.servers.checking import ServerReport

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,18 +31,16 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Collected:
-    """The answers of a server.
+    """The answers of a server, and what a record of them keeps beside.
 
     Attributes:
         server: the program with its version.
         prompts: the shortest first.
         refused: the server's words on the first prompt that it did not answer; None: it answered all.
         stated: what the server states of itself, by name.
-        text, tokens: the beginning of a text, and the server's tokens of it, without special ones and with them; None:
-            the server gives none.
-        noise: how much answers differ when a prompt is asked about again, in nats, by prompt; none: not asked.
-        fingerprint: of the model that was to be served, as `Fingerprint.to_dict` gives it, and its method; None: not
-            known.
+        text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none.
+        noise: in nats, how much answers differ when each prompt is asked about again.
+        fingerprint: of the model that is to be served; None: not known.
         more: asks about so many further prompts as short as the shortest.
     """
 
@@ -53,7 +52,7 @@ class Collected:
     tokens: list[list[int]] | None = None
     noise: list[float] = field(default_factory=list)
     fingerprint: dict[str, Any] | None = None
-    more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False, compare=False)
+    more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False)
 
     def write(self, path: Path) -> None:
         """Write the file that `read_answers` reads."""
@@ -63,52 +62,33 @@ class Collected:
 
 
 def collect(
-    client: Client,
-    model: str | Path | None,
-    lengths: Sequence[int] | None,
-    data: str,
-    source: Mapping[str, Any],
+    client: Client, model: str | Path | None, lengths: Sequence[int] | None, data: str, source: Mapping[str, Any]
 ) -> Collected:
-    """Ask a server about prompts of every length, cut by the tokenizer here, or by the server's without a model.
+    """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
     Raises:
         ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
         CheckpointError, CorpusError: as other functions raise them.
     """
-    stated = client.stated()
-    if model is not None:
-        tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
-        described = describe(empty)
-        longest = described.extended_length or described.context_length
-        first = max(16, described.context_length // 2)
-
-        def cut(text: str) -> list[int]:
-            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
-    else:
-        longest = stated.get("length", 0)
+    text = next(iter(load(data))).text[:_SAMPLE]
+    made = Collected(client.title, [], stated=client.stated(), text=text)
+    cut: Callable[[str], list[int]] = partial(client.tokens, special=False)
+    with contextlib.suppress(ServingError):
+        made.tokens = [client.tokens(text, special) for special in (False, True)]
+    if model is None:
+        longest = made.stated.get("length", 0)
         first = max(16, longest // _PARTS)
         if not longest and not lengths:
             raise ServingError(f"{client.title} does not state its length: give --lengths, or the model it serves")
-
-        def cut(text: str) -> list[int]:
-            ids = client.tokens(text, special=False)
-            if ids is None:
-                raise ServingError(
-                    f"{client.title} gives no tokens of a text: give the model it serves, for its tokenizer"
-                )
-            return ids
-
-    # A server takes a prompt with the token that it generates.
-    last = longest - 1
+    else:
+        tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
+        cut = partial(_tokens, tokenizer)
+        made.fingerprint, described = fingerprint(empty).to_dict(), describe(empty)
+        longest, first = described.extended_length or described.context_length, max(16, described.context_length // 2)
+    last = longest - 1  # a server takes a prompt with the token that it generates
     doubled = [first << n for n in range(max(0, last).bit_length()) if first << n < last]
     wanted = sorted(set(lengths or (*doubled, last)))
     ids = _text_ids(cut, data, wanted[-1])
-    text = next(iter(load(data))).text[:_SAMPLE]
-    tokens = [client.tokens(text, special) for special in (False, True)]
-    made = Collected(client.title, [], stated=stated, text=text, tokens=None if None in tokens else tokens)  # type: ignore[arg-type]
-    if model is not None:
-        made.fingerprint = fingerprint(empty).to_dict()
     for length in wanted:
         try:
             made.prompts.append(Prompt(ids[:length], client.answers(ids[:length])))
@@ -119,13 +99,17 @@ def collect(
             break
 
     def more(count: int) -> list[Prompt]:
-        size = wanted[0]
-        longer = _text_ids(cut, data, (count + 1) * size)
-        parts = (longer[at * size : (at + 1) * size] for at in range(1, count + 1))
+        longer = _text_ids(cut, data, (count + 1) * wanted[0])
+        parts = (longer[at : at + wanted[0]] for at in range(wanted[0], len(longer), wanted[0]))
         return [Prompt(part, client.answers(part)) for part in parts]
 
     made.more = more
     return made
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
@@ -149,14 +133,16 @@ def differing_tokens(
 ) -> str | None:
     """How the tokens of a text differ in two places, without special ones and with them; None: they do not."""
     for what, one, other in zip(("a text", "a text with special tokens"), theirs, ours, strict=True):
-        if list(one) != list(other):
-            same = next(
-                (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+        if one != other:
+            at = next(
+                (i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1),
+                min(len(one), len(other)),
             )
-            return (
-                f"{what} has {len(one):,} tokens {there} and {len(other):,} {here}; from {same:,} on they are "
-                f"{list(one[same : same + 3])} and {list(other[same : same + 3])}"
+            parts = (
+                f"{len(ids):,} {where}, from {at:,} on {ids[at : at + 3]}"
+                for ids, where in ((one, there), (other, here))
             )
+            return f"{what} has {'; '.join(parts)}"
     return None
 
 

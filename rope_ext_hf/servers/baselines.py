@@ -9,6 +9,7 @@ what it states of itself. Later the same ids are asked about: what changed is na
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -36,18 +37,16 @@ class BaselineReport:
 
     Attributes:
         url, server: the address, and the program with its version.
-        recorded: the program and its version when it was recorded.
         lengths: of the prompts, in tokens.
         differences: the root mean square difference of log-probabilities in nats, at each length that is answered.
         allowed: three times what asking again changed, then or now, at each length.
         refused: the server's words on the first prompt that it does not answer now and did then.
         changed: how what the server states of itself, its tokens and the model differ from the record; a sentence each.
-        notes: such changes that change no answer by themselves.
+        notes: such differences of its version and its folder, which change no answer by themselves.
     """
 
     url: str
     server: str
-    recorded: str
     lengths: tuple[int, ...]
     differences: tuple[float, ...]
     allowed: tuple[float, ...]
@@ -83,16 +82,13 @@ class BaselineReport:
     def _verdict(self) -> str:
         if self.begins is None:
             return "answers as recorded" + ("" if self.agrees else ", but not all is as it was")
-        at = self.lengths.index(self.begins)
-        if at:
+        cause = "by as much as another method, factor or theta, an adapter or other weights make"
+        if at := self.lengths.index(self.begins):
             cause = (
-                f"and up to {self.lengths[at - 1]:,} it does, as with another method or option for long inputs, a "
-                "window, or keys that are dropped"
+                f"and up to {self.lengths[at - 1]:,} it does: a method or an option for long inputs, or dropped keys"
             )
         elif max(self.differences) < _SMALL:
             cause = "by as little as another dtype of weights or of keys and values, or another kernel, makes"
-        else:
-            cause = "by as much as another method, factor or theta, an adapter or other weights make"
         return f"does not answer as recorded from {self.begins:,} tokens on, {cause}"
 
 
@@ -111,11 +107,9 @@ def record_server(
     """Write what a server answers, for `compare_server` and `check_server(from_file=...)`; no weights are read here.
 
     Args:
-        url: the server's address, as `check_server` takes it.
         path: the file, which must not exist yet.
-        model: the folder or Hub id that it serves, for its tokenizer, its fingerprint and the lengths; None: the server
-            cuts the text, and lengths are an eighth, a quarter and a half of its own, and all of it.
-        lengths, data, served_name, seconds, revision, trust_remote_code: as `check_server` takes them.
+        model: what it serves, for its tokenizer, its fingerprint and the lengths; None: the server cuts the text, and
+            lengths are an eighth, a quarter and a half of its own, and all of it. Others: as `check_server` takes them.
 
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
@@ -160,8 +154,10 @@ def compare_server(
         if before != now:
             (notes if name in _HARMLESS else changed).append(f"{name}: {before} then, {now} now")
     if then.tokens is not None:
-        given = [client.tokens(then.text, special) for special in (False, True)]
-        differing = differing_tokens(then.tokens, [ids or [] for ids in given], "then", "now")
+        given: list[list[int]] = [[], []]
+        with contextlib.suppress(ServingError):
+            given = [client.tokens(then.text, special) for special in (False, True)]
+        differing = differing_tokens(then.tokens, given, "then", "now")
         changed += [] if differing is None else [f"tokens: {differing}"]
     if model is not None and then.fingerprint is not None:
         now_serving = fingerprint(model, revision=revision, trust_remote_code=trust_remote_code)
@@ -179,7 +175,6 @@ def compare_server(
     return BaselineReport(
         url=str(url),
         server=client.title,
-        recorded=then.server,
         lengths=tuple(len(prompt.ids) for prompt in then.prompts),
         differences=tuple(_difference(prompt.answers, given) for prompt, _, given in asked),
         allowed=tuple(max(_SMALLEST, _MARGIN * noise) for noise in noises),

@@ -115,13 +115,18 @@ class Client(ABC):
             )
         return given
 
-    def tokens(self, text: str, special: bool) -> list[int] | None:
-        """The server's tokens of a text, with those that it puts around each if `special`; None: it gives none."""
+    def tokens(self, text: str, special: bool) -> list[int]:
+        """The server's tokens of a text, with those that it puts around each if `special`.
+
+        Raises:
+            ServingError: it gives none.
+        """
         try:
             answer = _ask(self.url, "/tokenize", self.tokenizing(text, special), self.seconds)
             return [int(token) for token in answer["tokens"]]
-        except (ServingError, *_UNREADABLE):
-            return None
+        except (ServingError, *_UNREADABLE) as error:
+            message = f"{self.title} gives no tokens of a text: give the model it serves, for its tokenizer"
+            raise ServingError(message) from error
 
     def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
         """The JSON that asks for the tokens of a text."""

@@ -45,7 +45,7 @@ def test_a_server_of_each_kind_answers_as_it_did(kind: str, tmp_path: Path) -> N
         record_server(url, record := tmp_path / "record.json", lengths=LENGTHS)
         report = compare_server(url, record)
     assert report.agrees, str(report)
-    assert (report.begins, report.lengths, report.recorded) == (None, (64, 200), kind)
+    assert (report.begins, report.lengths, report.server) == (None, (64, 200), kind)
     assert report.differences == (0.0, 0.0)
     assert "answers as recorded" in str(report)
 
@@ -75,7 +75,7 @@ def test_the_length_at_which_a_change_begins(tmp_path: Path) -> None:
     with serving("vLLM 0.33.0", plain(rope_type="dynamic", factor=4.0), tokenize=tokenize) as url:
         report = compare_server(url, record)
     assert (report.agrees, report.begins) == (False, 400)
-    assert "from 400 tokens on, and up to 200 it does" in unwrapped(report)
+    assert "from 400 tokens on, and up to 200 it does: a method" in unwrapped(report)
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_what_a_server_states_of_itself(tmp_path: Path) -> None:
     assert (longer.agrees, longer.begins, longer.changed) == (False, None, ("length: 256 then, 512 now",))
     begun = ask(tokenize=lambda text, special: [1] * special + tokenize(text, special))
     assert not begun.agrees
-    assert begun.changed[0].startswith("tokens: a text with special tokens has 2,001 tokens then and 2,002 now")
+    assert begun.changed[0].startswith("tokens: a text with special tokens has 2,001 then, from 0 on")
     usual = KINDS["vLLM 0.33.0"][2]
     short = ask(answer=lambda model, body: None if len(body["prompt"]) > 128 else usual(model, body))
     assert (short.agrees, short.begins, len(short.differences)) == (False, None, 3)
