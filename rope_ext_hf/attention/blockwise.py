@@ -172,11 +172,11 @@ class _Attention:
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
     @property
-    def _joins(self) -> bool:
-        """Whether tiles of the same queries share calls: in several rows they would be copied, and beside a whole input
-        the results of such calls would take too much memory."""
-        rows, tokens = self.positions.left_padding or (), self.positions.query_positions.shape[-1]
-        return len(rows) == 1 and 2 * tokens <= self._total
+    def _max_joined(self) -> int:
+        """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
+        whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
+        tokens, rows = self.positions.query_positions.shape[-1], self.positions.left_padding or ()
+        return self._total // (2 if 2 * tokens <= self._total else 4) if len(rows) == 1 else 0
 
     @property
     def _total(self) -> int:
@@ -199,11 +199,13 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
-        count = (last - first) * query.shape[1] // key.shape[1] if self._joins else 0
+        count = (last - first) * query.shape[1] // key.shape[1] if self._max_joined else 0
         rule, grid, step = self.rule.for_queries(first, count)
-        layer = self if rule is self.rule else replace(self, rule=rule)
-        at, place = (lambda: torch.arange(first_key, last, device=key.device)[None]), (first_key, last)
-        far_key = layer._far_keys(key, at, place)
+        layer, far_key = self if rule is self.rule else replace(self, rule=rule), key
+        if rule.by_length:
+            end = max(first_key + 1, last - rule.zone_distances(last)[1][0])  # of the keys that a far zone sees
+            at, place = (lambda: torch.arange(first_key, end, device=key.device)[None]), (first_key, end)
+            far_key = layer._far_keys(key[:, :, : end - first_key], at, place)
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         starts = range(first - (first - grid) % step, last, -(-block_size // step) * step)
@@ -261,8 +263,7 @@ class _Attention:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
-        joined = int(key.shape[-2]) // 2 if self._joins else 0  # half as many results at a time as there are keys
-        for zones, calls in _calls_by_zones(rule, start, stop, first_key, joined):
+        for zones, calls in _calls_by_zones(rule, start, stop, first_key, self._max_joined):
             if zones == (0,):
                 rotation, begin = local and local.last(query.shape[-2]), first_local
                 among = slice(first_local - first_key, stop - first_key)

@@ -365,6 +365,9 @@ def test_what_stairs_take_of_a_gpu_at_131k(monkeypatch: pytest.MonkeyPatch) -> N
     chunks = [counted(4096, count) for count in range(4096, length + 1, 4096)]
     assert max(chunk.launches for chunk in chunks) <= 105
     assert sum(chunk.traffic for chunk in chunks) <= 145e9  # rotations without Triton read twice
+    whole = counted(length, length)
+    assert whole.launches <= 2300
+    assert whole.traffic <= 115e9
 
 
 def test_nothing_to_attend() -> None:
