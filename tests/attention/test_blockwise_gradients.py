@@ -48,6 +48,7 @@ each_situation = pytest.mark.parametrize("situation", SITUATIONS)
 
 
 UNMODIFIED = ScoreModifiers()
+MODIFIERS = {"softcap": ScoreModifiers(softcap=2.0), "dropout": ScoreModifiers(dropout=0.3)}
 
 
 class Case:
@@ -139,11 +140,11 @@ def test_gradients_are_those_of_finite_differences(method: RemappingMethod, situ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modifiers", [ScoreModifiers(softcap=2.0), ScoreModifiers(dropout=0.3)], ids=str)
+@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
 @each_method
 def test_gradients_of_whole_scores(method: RemappingMethod, modifiers: ScoreModifiers, monkeypatch: Any) -> None:
     """No kernel takes soft caps or dropout: blocks of scores are computed anew in the backward."""
-    monkeypatch.setattr(attending, "SCORE_BYTES", {"cpu": 4 * 4 * 70 * 20})  # blocks of 20 queries
+    monkeypatch.setitem(attending.SCORE_BYTES, "cpu", 4 * 4 * 70 * 20)  # blocks of 20 queries
     case = Case(method, modifiers=modifiers)
     plain = Case(method).attended(*case.inputs)
     assert (case.attended(*case.inputs) - plain).norm() > 0.1 * plain.norm()
