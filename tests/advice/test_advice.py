@@ -161,7 +161,7 @@ def rises() -> dict[str, dict[tuple[str, float | None, float], float]]:
                     scale = row["length"] / line["context_length"]
                     if scale > known.get(name, 0):
                         found.setdefault(name, {})[row["method"], row["factor"], scale] = row["increase"]
-    return found
+    return {name: found[name] for name in names.values() if name in found}
 
 
 def in_order(values: dict[str, float], models: Any) -> str:
