@@ -247,12 +247,12 @@ class RopeMethod(ABC):
             what, fits = _PARAMETER_TYPES.get(str(item.type), ("", None))
             if fits is not None and not fits(value) and (value is not None or item.default is not None):
                 raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
+            if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
         for name, least in self.least.items():
             given: Any = getattr(self, name, None)
-            if is_number(given) and given < least:
+            if isinstance(given, (int, float)) and given < least:
                 raise MethodError(f"{self.name}: {name} must be at least {least}, got {given:g}")
         factor = getattr(self, "factor", None)
         if factor is not None and factor > MOST_TOKENS:
@@ -261,7 +261,7 @@ class RopeMethod(ABC):
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
         """Whether the method has a factor when its other parameters are these."""
-        return any(item.name == "factor" for item in fields(cls))
+        return "factor" in cls.__dataclass_fields__
 
     @property
     def length_dependent(self) -> bool:

@@ -165,9 +165,8 @@ def live(python: str) -> list[Json]:
             with server.serve(port.file(made), models.LENGTH) as url:
                 command = [sys.executable, str(KIT / "run.py"), "--server", url, "--model", name, "--dtype", "float16"]
                 done = subprocess.run(command, capture_output=True, text=True, check=False)
-            rows.append(
-                {"model": name, "without": list(change), "said": (done.stdout or done.stderr).split(": ", 1)[1]}
-            )
+            said = (done.stdout or done.stderr).strip().split(": ", 1)[1]
+            rows.append({"model": name, "without": list(change), "said": said})
     return rows
 
 
