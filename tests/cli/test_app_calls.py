@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 def test_a_command_takes_few_calls(command: str, tmp_path: Path) -> None:
     most, options = COMMANDS[command]
     out = () if command == "advise" else ("--out", tmp_path / "out")
-    codes = []
+    codes = [run(command, "--help")[0]]  # what the command line imports is not counted
     count = calls_of_this_package(lambda: codes.append(run(command, "reference", *options, *out)[0]))
-    assert codes == [0]
+    assert codes == [0, 0]
     assert most / 3 < count < most
