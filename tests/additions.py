@@ -390,7 +390,7 @@ NOTE = """    note: str | None = asked(None, "A remark for whoever reads the res
 def question_field() -> None:
     from rope_ext_hf.eval import Perplexity
 
-    assert Perplexity(lengths=["1k"], note="twice").note == "twice"  # type: ignore[call-arg]
+    assert Perplexity(lengths=["1k"], note="twice").note == "twice"  # type: ignore[attr-defined, call-arg]
     assert "A remark for whoever reads the results." in printed("ppl", "--help")
     assert "A remark for whoever reads the results." in page("cli")
 
@@ -520,7 +520,7 @@ def bound() -> None:
 def public_name() -> None:
     import rope_ext_hf as rope
 
-    assert rope.parse_length("4k") == 4096  # type: ignore[attr-defined]
+    assert rope.parse_length("4k") == 4096
     assert "parse_length" in rope.__all__
 
 
