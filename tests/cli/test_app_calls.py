@@ -23,7 +23,9 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command", [pytest.param(name, marks=[pytest.mark.thorough] * (name in ("tasks", "extend"))) for name in COMMANDS]
+)
 def test_a_command_takes_few_calls(command: str, tmp_path: Path) -> None:
     most, options = COMMANDS[command]
     out = () if command == "advise" else ("--out", tmp_path / "out")
