@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
@@ -24,6 +26,19 @@ from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
+
+
+@functools.cache
+def engine_table(file: str) -> dict[str, Any]:
+    """The table of an engine in `file`.toml: which families it runs, and how each of them was checked.
+
+    `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
+    run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
+    of all others were read in its source.
+    """
+    path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {"families": {}, "refused": {}, "run": [], "classes": []} | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +172,8 @@ class Engine(ABC):
     """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
+    newest: ClassVar[tuple[str, str] | None] = None
+    """The first version with other rules, in words that go on after it."""
     reference: ClassVar[bool] = False
     """Whether the others are compared with it."""
     usual_server: ClassVar[bool] = False
@@ -171,6 +188,8 @@ class Engine(ABC):
     """Whether the engine runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that the engine reads."""
+    table: ClassVar[Mapping[str, Any]]
+    """What is known of families in it, see `engine_table`."""
 
     @property
     def label(self) -> str:
@@ -208,7 +227,31 @@ class Engine(ABC):
 
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
         """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
+        how["notes"] = (*how.get("notes", ()), *self.caveat(target.model_type))
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
+
+    def checked(self, model_type: str) -> str:
+        """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
+        return next((how for how in ("run", "classes") if model_type in self.table[how]), "read")
+
+    def caveat(self, model_type: str) -> tuple[str, ...]:
+        """A sentence where the rules for a family were read in the engine's source, and nothing was run."""
+        if self.checked(model_type) != "read":
+            return ()
+        return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
+
+    def check_family(self, target: Target) -> None:
+        """Refuse a family that the engine does not run as transformers does.
+
+        Raises:
+            ServingError: it does not; the message gives the reason.
+        """
+        for reason, model_types in self.table["refused"].items():
+            if target.model_type in model_types:
+                raise ServingError(
+                    f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model "
+                    f"({reason})"
+                )
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
         """Notes on serving with this version of the engine; None: the one that the rules were taken from.
@@ -222,6 +265,8 @@ class Engine(ABC):
             raise ServingError(f"{version!r} is no version; give one such as {self.version}")
         if self.oldest is not None and _numbers(version) < _numbers(self.oldest[0]):
             raise ServingError(f"{self.name} before {self.oldest[0]}: {self.oldest[1]}")
+        if self.newest is not None and _numbers(version) >= _numbers(self.newest[0]):
+            raise ServingError(f"{self.name} from {self.newest[0]} on: {self.newest[1]}")
         return (f"These rules were read in {self.name} {self.version}; whether {version} has them was not checked.",)
 
 
@@ -361,7 +406,7 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
     def register(cls: type[Engine]) -> type[Engine]:
         if name in _ENGINES:
             raise ValueError(f"an engine is registered as {name!r} already")
-        cls.name = name
+        cls.name, cls.table = name, engine_table(cls.__module__.rpartition(".")[2])
         others = {} if not cls.reference else {other: _ENGINES.pop(other) for other in list(_ENGINES)}
         _ENGINES.update({name: cls, **others})
         return cls

@@ -25,21 +25,12 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, register_engine
+from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, engine_table, register_engine
 from rope_ext_hf.errors import ServingError, short
 
+_FAMILIES = engine_table("llama_cpp")["families"]
 ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "llama": ("llama", ("rope_freqs.weight",)),
-    "mistral": ("llama", ("rope_freqs.weight",)),
-    "mixtral": ("llama", ("rope_freqs.weight",)),
-    "phi3": ("phi3", ("rope_factors_long.weight", "rope_factors_short.weight")),
-    "qwen2": ("qwen2", ()),
-    "qwen3": ("qwen3", ()),
-    "gemma3_text": ("gemma3", ()),
-    "gpt_oss": ("gpt-oss", ()),
-    "qwen3_vl_text": ("qwen3vl", ()),
-    "deepseek_v2": ("deepseek2", ()),
-    "deepseek_v3": ("deepseek2", ()),
+    model_type: (each["architecture"], tuple(each.get("tensors", ()))) for model_type, each in _FAMILIES.items()
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
 _TENSORS = dict(ARCHITECTURES.values())
@@ -81,13 +72,15 @@ def converted(config: Config) -> FileRope:
     _check_layers(text)
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
+    if kind == "default" and _FAMILIES[model_type].get("scaling") == "none":
+        keys["rope.scaling.type"] = "none"
     divisors: dict[str, tuple[float, ...]] = {}
     if kind in ("linear", "yarn"):
         keys |= _scaling_keys(settings)
         if kind == "yarn" and settings.get("mscale_all_dim") and architecture == "deepseek2":
             keys["rope.scaling.yarn_log_multiplier"] = 0.1 * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
-        if not tensors:
+        if "rope_freqs.weight" not in tensors:
             raise ServingError(f"the graph of {architecture!r} reads no rope_freqs.weight, so llama3 is lost")
         theta, factor = settings["rope_theta"], needed(settings, "factor")
         low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
@@ -95,7 +88,7 @@ def converted(config: Config) -> FileRope:
         scaled = llama3(theta, dim, factor, original, low, high)
         divisors[tensors[0]] = tuple(a / b for a, b in zip(plain(theta, dim), scaled, strict=True))
     elif kind in ("longrope", "su"):
-        if architecture != "phi3":
+        if architecture not in ("phi3", "phimoe"):
             raise ServingError(f"the converter writes no lists of a longrope for {architecture!r}")
         original = int(needed(settings, "original_max_position_embeddings"))
         scale = length_setting(text) / original
@@ -242,6 +235,7 @@ class _GGUFEngine(Engine):
         return file_computes(converted(config), length)
 
     def config_for(self, target: Target) -> ServingConfig:
+        self.check_family(target)
         _check_layers(target.config)
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
@@ -256,8 +250,8 @@ class _GGUFEngine(Engine):
                 reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)
                 if reason is None and target.softmax_scale != 1:
                     reason = "the softmax scale of this family is not in these rules"
-                if reason is None and target.layer_type and "rope.scaling.attn_factor" in candidate.file.keys:
-                    reason = "the magnitude would reach the sliding-window layers too"
+                if reason is None and target.layer_type is not None:
+                    reason = _reaches_sliding_layers(target, candidate.file)
                 if reason is None:
                     return self.served(target, candidate, computed)
                 reasons.append(f"{candidate.name}: {reason}")
@@ -322,13 +316,24 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
         files.append(("native", FileRope(architecture, dim, keys), tensors))
     if tensors:
         keys = plain_keys | {"rope.freq_base": target.theta}
-        if architecture == "phi3":
+        if tensors == _FACTOR_LISTS:
             keys |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": target.original}
         if target.attention_factor != 1.0:
             keys["rope.scaling.attn_factor"] = target.attention_factor
         divisors = dict.fromkeys(tensors, tuple(target.divisors))
         files.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
-    return tuple([_Candidate(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
+    by_file = _FAMILIES[target.model_type].get("sliding") == "file" and target.layer_type is None
+    return tuple([_Candidate(*each, _flags(own, each[1], each[2], by_file=by_file)) for each in files])
+
+
+def _reaches_sliding_layers(target: Target, file: FileRope) -> str | None:
+    """How a file changes the sliding-window layers, which the method leaves as they are; None: it does not."""
+    if "rope.scaling.attn_factor" in file.keys:
+        return "the magnitude would reach the sliding-window layers too"
+    theta = target.config["rope_parameters"][target.layer_type]["rope_theta"]
+    if _FAMILIES[target.model_type].get("sliding") == "theta" and file.keys["rope.freq_base"] != theta:
+        return "its graph takes one theta for all layers"
+    return None
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
@@ -364,8 +369,12 @@ class LlamaCpp(_GGUFEngine):
         return self.serving(target, candidate.name, computed, command=command, notes=notes)
 
 
-def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Flags that turn the model's own file into another one; None where tensors must change."""
+def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by_file: bool) -> tuple[str, ...] | None:
+    """Flags that turn the model's own file into another one; None where tensors must change.
+
+    Args:
+        by_file: whether flags would leave sliding-window layers as the file has them, and the method is for these too.
+    """
     if own is None or file.tensors != own.tensors or any(name in own.tensors for name in removed):
         return None
     keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
@@ -378,11 +387,14 @@ def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...]) -> tu
         "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
     }
     kind = keys.get("rope.scaling.type", "linear")
-    if kind != own.keys.get("rope.scaling.type", "linear") and not (kind == "none" and len(own.keys) == 2):
+    stated = "rope.scaling.type" in own.keys or len(own.keys) > 2
+    if kind != own.keys.get("rope.scaling.type", "linear") and (kind != "none" or stated):
         flags += ["--rope-scaling", kind]
     for key, flag in names.items():
         if key in keys and keys[key] != before.get(key):
             flags += [flag, repr(keys[key])]
+    if flags and by_file:
+        return None
     if keys.get("rope.scaling.attn_factor") != own.keys.get("rope.scaling.attn_factor"):
         value = keys.get("rope.scaling.attn_factor", 1.0)
         flags += ["--override-kv", f"{arch}.rope.scaling.attn_factor=float:{value!r}"]

@@ -47,6 +47,7 @@ class _EngineReport:
         computed: None where the engine refuses the file, or its rules for this family are unknown.
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
         unknown: why nothing can be stated; None: something can.
+        caveat: that the rules were read in the engine's source, and not run.
     """
 
     engine: str
@@ -54,6 +55,7 @@ class _EngineReport:
     computed: Computed | None
     differs: str | None = None
     unknown: str | None = None
+    caveat: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -99,7 +101,7 @@ class Audit:
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
                 notes = computed.notes
             rows.append((f"  {report.engine}", report.version, figures + report.verdict))
-            rows += [("", "", note) for note in notes]
+            rows += [("", "", note) for note in (*notes, *report.caveat)]
         lines = [self.path, text_table(rows), *(wrapped(note, "  note         ") for note in self.notes)]
         return "\n".join([*lines, *(wrapped(problem, "  problem      ") for problem in self.problems)])
 
@@ -186,7 +188,8 @@ def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None 
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
-        return _EngineReport(engine.name, engine.version, computed, differs)
+        caveat = engine.caveat(str(text_settings(config).get("model_type")))
+        return _EngineReport(engine.name, engine.version, computed, differs, caveat=caveat)
     except NotCheckedError as error:
         return _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
     except ServingError as error:
