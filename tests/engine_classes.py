@@ -252,7 +252,8 @@ def compare_exllamav3(folder: Path) -> dict[str, Any]:
     """The classes of ExLlamaV3 beside what each configuration is meant to compute."""
     real = ("exllamav3.util.rope", "exllamav3.util.file", "exllamav3.model.config")
     sys.meta_path.insert(0, Finder("exllamav3", real, folder))
-    home, engine, rows = importlib.import_module(real[-1]), find_engine("exllamav3"), []
+    home, engine = importlib.import_module(real[-1]), find_engine("exllamav3")
+    rows: list[dict[str, Any]] = []
     families: list[dict[str, Any]] = []
     for row, target, config in chain(served_by(engine, ()), families_served(engine, folder, ())):
         module = exllamav3_rope(home, target, config.config_keys)

@@ -9,6 +9,7 @@ a .txt beside it.
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 
 source, jobs = map(Path, sys.argv[1:])
 sys.path[:0] = [str(source), str(source / "gguf-py")]
-import gguf  # noqa: E402
-from conversion import base, get_model_class  # noqa: E402
+gguf: Any = importlib.import_module("gguf")  # theirs, not the installed one
+conversion: Any = importlib.import_module("conversion")
+base = importlib.import_module("conversion.base")
 
 
 def without_vocabulary(self: Any) -> None:
@@ -29,10 +31,10 @@ def without_vocabulary(self: Any) -> None:
 def convert(folder: Path, out: Path) -> None:
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hparams = stated | base.ModelBase.load_hparams(folder, False)
-    converter = get_model_class(base.get_model_architecture(hparams, base.ModelType.TEXT))
+    converter = conversion.get_model_class(base.get_model_architecture(hparams, base.ModelType.TEXT))
     for cls in converter.__mro__:
         if "set_vocab" in vars(cls):
-            cls.set_vocab = without_vocabulary  # type: ignore[attr-defined]
+            cls.set_vocab = without_vocabulary
         if hasattr(cls, "no_mtp"):
             cls.no_mtp = True
     converter(folder, gguf.LlamaFileType.ALL_F32, out, hparams=hparams).write()

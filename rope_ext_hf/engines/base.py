@@ -38,7 +38,7 @@ def engine_table(file: str) -> dict[str, Any]:
     """
     path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return {"families": {}, "refused": {}, "run": [], "classes": []} | tomllib.loads(text)
+    return {"families": {}, "refused": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +253,13 @@ class Engine(ABC):
                     f"({reason})"
                 )
 
+    def moved_theta(self, target: Target, theta: float) -> str | None:
+        """How a theta reaches the sliding-window layers, which a method for the others leaves alone; None: it does not."""
+        if self.table["families"].get(target.model_type, {}).get("sliding") != "theta" or target.layer_type is None:
+            return None
+        own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
+        return None if theta == own else "it takes one theta for all layers, and the method is for some of them"
+
     def check_version(self, version: str | None) -> tuple[str, ...]:
         """Notes on serving with this version of the engine; None: the one that the rules were taken from.
 
@@ -375,6 +382,8 @@ class ConfigEngine(Engine):
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
                 reason = f"its table of angles ends at position {computed.table:,}"
+            if reason is None:
+                reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
             if reason is None:
                 served = self.served(target, encoding, computed)
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"

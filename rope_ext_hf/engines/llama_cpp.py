@@ -35,6 +35,9 @@ ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
 _TENSORS = dict(ARCHITECTURES.values())
 """The tensors by architecture."""
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
+"""What the converter writes of mscale_all_dim, by architecture; the graph divides the magnitude by that of this mscale."""
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
@@ -77,8 +80,8 @@ def converted(config: Config) -> FileRope:
     divisors: dict[str, tuple[float, ...]] = {}
     if kind in ("linear", "yarn"):
         keys |= _scaling_keys(settings)
-        if kind == "yarn" and settings.get("mscale_all_dim") and architecture == "deepseek2":
-            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * needed(settings, "mscale_all_dim")
+        if kind == "yarn" and settings.get("mscale_all_dim") and architecture in _LOG_MULTIPLIERS:
+            keys[_LOG_MULTIPLIER] = _LOG_MULTIPLIERS[architecture] * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
         if "rope_freqs.weight" not in tensors:
             raise ServingError(f"the graph of {architecture!r} reads no rope_freqs.weight, so llama3 is lost")
@@ -154,7 +157,7 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     if kind == "yarn":
         fast, slow = [needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items()]
         inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
-        magnitude *= yarn_magnitude(factor)
+        magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
     else:
         inv_freq = linear(theta, file.dim, factor)
     if not by_flags:
@@ -250,8 +253,10 @@ class _GGUFEngine(Engine):
                 reason = computed.difference(target.inv_freq, target.attention_factor, 1.0)
                 if reason is None and target.softmax_scale != 1:
                     reason = "the softmax scale of this family is not in these rules"
-                if reason is None and target.layer_type is not None:
-                    reason = _reaches_sliding_layers(target, candidate.file)
+                if reason is None and target.layer_type and "rope.scaling.attn_factor" in candidate.file.keys:
+                    reason = "the magnitude would reach the sliding-window layers too"
+                if reason is None:
+                    reason = self.moved_theta(target, candidate.file.keys["rope.freq_base"])
                 if reason is None:
                     return self.served(target, candidate, computed)
                 reasons.append(f"{candidate.name}: {reason}")
@@ -326,16 +331,6 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
     return tuple([_Candidate(*each, _flags(own, each[1], each[2], by_file=by_file)) for each in files])
 
 
-def _reaches_sliding_layers(target: Target, file: FileRope) -> str | None:
-    """How a file changes the sliding-window layers, which the method leaves as they are; None: it does not."""
-    if "rope.scaling.attn_factor" in file.keys:
-        return "the magnitude would reach the sliding-window layers too"
-    theta = target.config["rope_parameters"][target.layer_type]["rope_theta"]
-    if _FAMILIES[target.model_type].get("sliding") == "theta" and file.keys["rope.freq_base"] != theta:
-        return "its graph takes one theta for all layers"
-    return None
-
-
 def _ratio(own: FileRope, target: Target) -> float | None:
     """The factor of a linear scaling by which the measured frequencies lie below those of the model's own file."""
     try:
@@ -393,7 +388,7 @@ def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by
     for key, flag in names.items():
         if key in keys and keys[key] != before.get(key):
             flags += [flag, repr(keys[key])]
-    if flags and by_file:
+    if (flags and by_file) or keys.get(_LOG_MULTIPLIER) != own.keys.get(_LOG_MULTIPLIER):
         return None
     if keys.get("rope.scaling.attn_factor") != own.keys.get("rope.scaling.attn_factor"):
         value = keys.get("rope.scaling.attn_factor", 1.0)

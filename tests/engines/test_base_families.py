@@ -64,7 +64,7 @@ def test_a_family_counts_as_run_in_vllm_where_it_was() -> None:
 def test_every_engine_states_what_was_checked() -> None:
     for name, engine in list_engines().items():
         if not engine.reference:
-            assert engine.table["when"], name
+            assert engine.table["when"] or not engine.table["families"], name
             refused = [family for families in engine.table["refused"].values() for family in families]
             assert not set(refused) & set(engine.table["families"])
             assert {*engine.table["run"], *engine.table["classes"]} <= {
