@@ -289,7 +289,7 @@ def compare(
             expected = torch.tensor(target.inv_freq, dtype=torch.float64)
             if len(inv_freq) != len(expected):
                 raise SystemExit(f"{engine.name}: {row['family']} rotates {len(inv_freq)} pairs, not {len(expected)}")
-            row["frequencies"] = float(((inv_freq - expected).abs() / expected).max())
+            row["frequencies"] = float(((inv_freq - expected).abs() / expected.where(expected > 0, 1.0)).max())
             row["magnitude"] = abs(magnitude / target.attention_factor - 1)
             if "mrope_section" in settings and row["family"] in SERVED and target.model_type == "qwen3_vl_text":
                 row["positions"] = differs_on_images(built, target)

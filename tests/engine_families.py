@@ -63,6 +63,8 @@ WHOLE = {
     "mistral4": "mistral4",
 }
 """Text models that come inside another one: the model type of that."""
+INSIDE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""Text models that mlx-lm runs inside another one alone: the model type of that."""
 _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -93,10 +95,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
 }
 """Settings with which a family is as published models have it."""
+_UNTIED = {"text_config": {"tie_word_embeddings": False}}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gpt_neox": {"rotary_pct": 0.25},
     "cohere2": {"rotary_pct": 1.0},
     "falcon_h1": {"head_dim": 16},
+    "qwen3_moe": {"num_experts": 4, "head_dim": 16},
+    "qwen3_next": {"full_attention_interval": 2},
+    "qwen3_5_text": {"full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
+    "qwen2_vl_text": _UNTIED,
+    "qwen2_5_vl_text": _UNTIED,
+    "qwen3_vl_text": _UNTIED,
+    "qwen3_vl_moe_text": {"text_config": {"tie_word_embeddings": False, "num_experts": 4, "head_dim": 16}},
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "exaone4": {"head_dim": 16},
     "glm4_moe": {"head_dim": 16},
@@ -119,13 +130,17 @@ def build(family: str) -> Any:
     return build_known(family, **without_window(family) | SETTINGS.get(family, {}))
 
 
-def save(model: Any, folder: Path, family: str, keys: Mapping[str, Any] | None = None) -> None:
+def merged(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with other keys, those of its text config too."""
+    inside = {"text_config": {**config["text_config"], **keys["text_config"]}} if "text_config" in keys else {}
+    return {**config, **keys, **inside}
+
+
+def save(model: Any, folder: Path, family: str) -> None:
     """Save a model as published ones are saved."""
     model.save_pretrained(folder)
     file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) | PUBLISHED.get(family, {})
-    for key, value in (keys or {}).items():
-        config[key] = config.get(key, {}) | value if key == "text_config" else value
+    config = merged(json.loads(file.read_text(encoding="utf-8")), PUBLISHED.get(family, {}))
     file.write_text(json.dumps(config), encoding="utf-8")
     vocabulary = {str(index): index for index in range(model.config.get_text_config().vocab_size)}
     tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": []}
@@ -246,8 +261,9 @@ def mlx_job(case: Case, times: int) -> Any:
     shutil.copytree(case.folder / "hf", served)
     file = served / "config.json"
     read = json.loads(file.read_text(encoding="utf-8"))
-    for key, value in case.config.config_keys.items() if case.config is not None else ():
-        read[key] = read[key] | value if key == "text_config" else value
+    read = merged(read, {} if case.config is None else case.config.config_keys)
+    if inside := INSIDE.get(str(case.row["family"])):
+        read = {"model_type": inside, "text_config": read}
     file.write_text(json.dumps(read), encoding="utf-8")
     return [str(served), str(case.folder / f"ids, {times}.npy"), str(out)]
 

@@ -28,11 +28,15 @@ def without_vocabulary(self: Any) -> None:
     self.gguf_writer.add_vocab_size(text["vocab_size"])
 
 
+def every_subclass(cls: Any) -> list[Any]:
+    return [each for sub in cls.__subclasses__() for each in (sub, *every_subclass(sub))]
+
+
 def convert(folder: Path, out: Path) -> None:
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     hparams = stated | base.ModelBase.load_hparams(folder, False)
     converter = conversion.get_model_class(base.get_model_architecture(hparams, base.ModelType.TEXT))
-    for cls in converter.__mro__:
+    for cls in (*converter.__mro__, *every_subclass(base.TextModel)):
         if "set_vocab" in vars(cls):
             cls.set_vocab = without_vocabulary
         if hasattr(cls, "no_mtp"):

@@ -234,6 +234,10 @@ class Engine(ABC):
         """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
         return next((how for how in ("run", "classes") if model_type in self.table[how]), "read")
 
+    def tried(self) -> bool:
+        """Whether any family was run in it, or computed by its own classes."""
+        return self.reference or bool(self.table["run"] or self.table["classes"])
+
     def caveat(self, model_type: str) -> tuple[str, ...]:
         """A sentence where the rules for a family were read in the engine's source, and nothing was run."""
         if self.checked(model_type) != "read":

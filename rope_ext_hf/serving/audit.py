@@ -48,6 +48,7 @@ class _EngineReport:
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
         unknown: why nothing can be stated; None: something can.
         caveat: that the rules were read in the engine's source, and not run.
+        tried: whether anything was run in the engine; what its source alone says does not count for `agrees`.
     """
 
     engine: str
@@ -56,6 +57,7 @@ class _EngineReport:
     differs: str | None = None
     unknown: str | None = None
     caveat: tuple[str, ...] = ()
+    tried: bool = True
 
     @property
     def verdict(self) -> str:
@@ -84,7 +86,7 @@ class Audit:
     @property
     def agrees(self) -> bool:
         """Whether all engines whose rules are known compute the same, and nothing is wrong with the file."""
-        return not self.problems and not any(report.differs for report in self.engines)
+        return not self.problems and not any(report.differs for report in self.engines if report.tried)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -148,6 +150,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
     reports = [_too_long(_report(engine, config, against), most) for engine in engines]
+    reports = [replace(each, tried=engine.tried()) for engine, each in zip(engines, reports, strict=True)]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]

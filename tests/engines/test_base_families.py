@@ -34,8 +34,9 @@ def test_every_recorded_configuration_computes_the_same() -> None:
     result = measured("engine-families")
     for row in result["rows"]:
         assert "error" not in row, row
-        assert max(row.get("difference", {"": 0.0}).values()) <= result["agree"], row
-        assert "refused" in row or row["method"] == "as published" or row["without"] > 10 * result["agree"], row
+        worst = max(row.get("difference", {"": 0.0}).values())
+        assert worst <= result["agree"], row
+        assert row["method"] == "as published" or worst <= row.get("without", 0.0) / 100, row
     for engine in measured("engine-classes")["engines"]:
         assert all(row["frequencies"] < 2e-5 and row["magnitude"] < 1e-6 for row in engine["families"])
 
