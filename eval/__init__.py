@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rope_ext_hf.eval.gain_runs import ContextGain as ContextGain
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey

@@ -43,7 +43,7 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DOCSTRINGS = "docstrings"
+_DOCSTRINGS = "docstrings"
 """The name of the rows that need no file."""
 _COLUMNS = ("context", "evidence", "question", "answer")
 _LEAST_LINE = 20
@@ -176,7 +176,7 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 
 
 @dataclass(frozen=True)
-class GainRow:
+class _Row:
     """A row as token ids, and what fills its prompts.
 
     Attributes:
@@ -217,7 +217,7 @@ def _filled(texts: Iterable[Tensor], count: int) -> Tensor:
     return torch.cat(pieces)
 
 
-class GainMeasurement(Measurement):
+class _GainMeasurement(Measurement):
     """The losses of the rows' answers at every length and distance.
 
     Args:
@@ -226,7 +226,7 @@ class GainMeasurement(Measurement):
 
     kind = "gain"
 
-    def __init__(self, setting: GainSetting, rows: Mapping[str, GainRow], cells: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, setting: GainSetting, rows: Mapping[str, _Row], cells: Sequence[tuple[int, int]]) -> None:
         self.setting, self.items, self._rows, self._cells = setting, list(rows), list(rows.values()), cells
         self.passes = [
             size
@@ -270,10 +270,10 @@ class GainMeasurement(Measurement):
 
 def plan_gain(
     question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-) -> RunPlan[GainMeasurement]:
+) -> RunPlan[_GainMeasurement]:
     """Read the rows, choose those that fit, and check them; see `Gain.plan`."""
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
-    bundled = isinstance(question.data, str) and question.data == DOCSTRINGS
+    bundled = isinstance(question.data, str) and question.data == _DOCSTRINGS
     columns = [load(docstring_rows() if bundled else question.data, column=name) for name in _COLUMNS]
     texts = {row[0].name: _texts(*row) for row in zip(*columns, strict=False)}
     lengths = sorted(set(question.lengths))
@@ -313,13 +313,13 @@ def plan_gain(
     rows = {}
     for name in (fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)):
         parts = texts[name][:3]
-        rows[name] = GainRow(head, *map(tokens, parts), *asked[name], tuple(others("".join(parts), parts[1])))
+        rows[name] = _Row(head, *map(tokens, parts), *asked[name], tuple(others("".join(parts), parts[1])))
         if not rows[name].others:
             raise CorpusError(f"{name}: no other row has a context without its evidence; give text with --haystack")
     every = [ids for row in rows.values() for ids in (row.prompts(*cells[0])[0], row.answer, *row.others)]
     check_prompts(model, every, lengths[-1])
     setting = GainSetting(len(rows), len(texts) - len(fitting))
-    return RunPlan(GainMeasurement(setting, rows, cells), DOCSTRINGS if bundled else columns[0].source, **settings)
+    return RunPlan(_GainMeasurement(setting, rows, cells), _DOCSTRINGS if bundled else columns[0].source, **settings)
 
 
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:

@@ -36,7 +36,7 @@ from rope_ext_hf.pictures.html_page import (
 )
 from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.kinds import Run, findings_of_runs, measure_chart
+from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.measures import Measure, kendall_tau
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
@@ -234,7 +234,7 @@ class Comparison:
             self._title,
             str(self.conclusion),
             html_table(self.table(detailed=True)),
-            side_by_side(measure_chart(self.findings, measure).svg() for measure in self.measures),
+            side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
             "" if agreement is None else html_table(agreement),
             heading("The runs"),
             *map(_run_section, self.runs),
@@ -258,8 +258,8 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        charts = [measure_chart(self.findings, measure) for measure in self.findings.informative or self.measures]
-        return draw_side_by_side(charts, path, title or self._title, str(self.conclusion))
+        charts = map(self.findings.chart, self.findings.informative or self.measures)
+        return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
 
 
 def _between(given: Estimate, text: Callable[[float], str]) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -285,7 +284,7 @@ class RunKind(ABC):
     def chart(self, run: Run[Any]) -> Chart | None:
         """A run with at least one result as a chart: of its first measure; None: this kind of run has none."""
         measures = self.measures(run)
-        return measure_chart(run.findings, measures[0]) if measures else None
+        return run.findings.chart(measures[0]) if measures else None
 
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
         """What this run says of each method at each length; conclusions follow from it."""
@@ -412,21 +411,6 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
         times=[times for run in runs if (times := run.kind.times(run)) is not None],
         extended={key: length for key, length in extended.items() if length},
     )
-
-
-def measure_chart(known: Findings, measure: Measure) -> Chart:
-    """Finite values by length, shares in percent; labels are short where that tells the measure's methods apart."""
-    from rope_ext_hf.pictures.charts import LineChart
-
-    scale, unit = (100, "percent") if measure.shares else (1, measure.unit)
-    keys = [key for key in known.names if key in measure.items]
-    rows = ([(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys)
-    finite = ([point for point in row if math.isfinite(point[1])] for row in rows)
-    points = dict(zip(short_labels(known.names[key] for key in keys), finite, strict=True))
-    better = "higher" if measure.higher_is_better else "lower"
-    axis = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
-    threshold = None if measure.threshold is None else scale * measure.threshold
-    return LineChart(points, known.context_length, axis, threshold)
 
 
 def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
