@@ -55,7 +55,7 @@ class GainSetting:
     """How many rows were read, and how many were too long for the shortest length and the distances in it."""
 
     rows: int
-    left_out: int
+    too_long: int
 
 
 class AnswerLoss(NamedTuple):
@@ -147,7 +147,7 @@ class GainRuns(RunKind):
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
         caption = f"the loss without the evidence less that with it, {setting['rows']} rows"
-        caption += f", {setting['left_out']} too long and left out" if setting["left_out"] else ""
+        caption += f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
         view = length_table(run, title, f"{caption}; ? not told from 0", "method", "distance")
         add_rows(view, run, attrgetter("distance"), "{:,}".format, partial(_gain_cell, run, detailed=detailed))
         return view

@@ -133,7 +133,7 @@ def made_up(gains: dict[str | None, dict[tuple[int, int], list[float]]]) -> Run[
         for cell, values in row.items()
     ]
     settings = {"kind": "gain", "loaded": None, "context_length": 256, "over": "own", "basis": {}, "model": "m"}
-    return Run(None, settings | {"data": "d", "setting": {"rows": 8, "left_out": 0}}, results)
+    return Run(None, settings | {"data": "d", "setting": {"rows": 8, "too_long": 0}}, results)
 
 
 def around(value: float, spread: float = 0.1) -> list[float]:
@@ -252,7 +252,7 @@ def test_a_file_of_rows_and_text_around_them(noise: Any, tmp_path: Path) -> None
     long = fruit_rows(1)[0] | {"answer": " a very long answer" * 20}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*fruit_rows(), long]), encoding="utf-8")
     by_file = asked(noise, data=str(file), lengths=[128])
-    assert by_file.settings["setting"] == {"rows": 6, "left_out": 1}
+    assert by_file.settings["setting"] == {"rows": 6, "too_long": 1}
     assert by_file.settings["items"][0] == "rows.jsonl:1"
     assert "6 rows, 1 too long and left out" in re.sub(r"\s+", " ", str(by_file))
     assert by_file.results[0].answers == asked(noise, lengths=[128], data=[*fruit_rows(), long]).results[0].answers
