@@ -260,12 +260,12 @@ class _GainMeasurement(Measurement):
         for cell in cells:
             length, distance = map(int, cell)
             *prompts, shared = row.prompts(length, distance)
-            nats = []
+            nats: list[float] = []
             for again, prompt in enumerate(prompts):
                 losses, _ = scorer.candidates(prompt, row.answer[None], length=length, shared=shared, again=bool(again))
                 nats.append(losses.double().sum().item())
                 progress(length - shared if again else length)
-            yield cell, AnswerLoss(*nats, len(row.answer)), scorer.take_cost()
+            yield cell, AnswerLoss(nats[0], nats[1], len(row.answer)), scorer.take_cost()
 
 
 def plan_gain(
@@ -313,7 +313,9 @@ def plan_gain(
     rows = {}
     for name in (fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)):
         parts = texts[name][:3]
-        rows[name] = _Row(head, *map(tokens, parts), *asked[name], tuple(others("".join(parts), parts[1])))
+        before, evidence, after = map(tokens, parts)
+        asks, answer = asked[name]
+        rows[name] = _Row(head, before, evidence, after, asks, answer, tuple(others("".join(parts), parts[1])))
         if not rows[name].others:
             raise CorpusError(f"{name}: no other row has a context without its evidence; give text with --haystack")
     every = [ids for row in rows.values() for ids in (row.prompts(*cells[0])[0], row.answer, *row.others)]
