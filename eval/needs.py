@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_SCALES = (1, 1.5, 2, 4)
+_LENGTHS = (1, 1.5, 2, 4)
 """Lengths that are measured, in context lengths."""
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -153,7 +153,7 @@ def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) ->
     Raises:
         CorpusError: only the context length could be measured.
     """
-    wanted = {round(scale * short) for scale in _SCALES}
+    wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
     sizes = sorted((tokens - 1 for tokens in documents), reverse=True)  # less one for a BOS token

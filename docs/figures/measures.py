@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import Row, figure, last_line, markdown_table, stamp
+from docs.figures.registry import Row, figure, last_line, lines_of, markdown_table, stamp
 
 MODELS = {
     "reference": "bundled",
@@ -10,6 +10,12 @@ MODELS = {
     "wide-heads-model": "wide heads",
     "reader": "trained to read further",
 }
+
+
+def _compared(benchmark: str) -> list[Row]:
+    """What was compared of each model, as it was measured last."""
+    rows = {row["model"]: row for line in lines_of(benchmark) for row in line["rows"]}
+    return [rows[model] for model in MODELS if model in rows]
 
 
 def _model(row: Row) -> str:
@@ -34,16 +40,11 @@ def measures_agreement() -> str:
     return _agreement("measures")
 
 
-@figure
-def gain_agreement() -> str:
-    return _agreement("gain")
-
-
 def _agreement(benchmark: str) -> str:
     """Kendall's tau of each pair of measures, by model and length."""
     line = last_line(benchmark)
     cells: dict[tuple[str, str], list[str]] = {}
-    for row in line["rows"]:
+    for row in _compared(benchmark):
         for found in row["agreements"]:
             tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found).replace(" [nan, nan]", "")
             cell = f"{found['length'] // row['context_length']}x: {tau}"
@@ -57,16 +58,11 @@ def measures_ranking() -> str:
     return _ranking("measures")
 
 
-@figure
-def gain_ranking() -> str:
-    return _ranking("gain")
-
-
 def _ranking(benchmark: str) -> str:
     """Every method's value of every measure at the longest length, a column for each model and measure."""
     heads: list[str] = []
     cells: dict[str, dict[str, str]] = {}
-    for row in last_line(benchmark)["rows"]:
+    for row in _compared(benchmark):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:

@@ -133,7 +133,14 @@ def made_up(gains: dict[str | None, dict[tuple[int, int], list[float]]]) -> Run[
         for name, row in gains.items()
         for cell, values in row.items()
     ]
-    settings: dict[str, Any] = {"kind": "gain", "loaded": None, "context_length": 256, "over": "own", "basis": {}, "model": "m"}
+    settings: dict[str, Any] = {
+        "kind": "gain",
+        "loaded": None,
+        "context_length": 256,
+        "over": "own",
+        "basis": {},
+        "model": "m",
+    }
     return Run(None, settings | {"data": "d", "setting": {"rows": 8, "too_long": 0}}, results)
 
 
