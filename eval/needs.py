@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_SCALES = (1, 1.5, 2, 4)
+_LENGTHS = (1, 1.5, 2, 4)
 """Lengths that are measured, in context lengths."""
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -86,7 +86,7 @@ def need(
     given = load(corpus)
     texts = list(given)
     documents = tokenize(texts, tokenizer)
-    lengths, notes = _lengths(short, target_length, documents)
+    lengths, notes = lengths_to_read(short, target_length, [len(document.ids) for document in documents])
     few, many = _PROMPTS
     count = max(few, min(many, _READ_TOKENS // sum(lengths)))
     say("reading the same tokens at every length")
@@ -142,16 +142,21 @@ def need(
     )
 
 
-def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tuple[list[int], list[str]]:
+def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) -> tuple[list[int], list[str]]:
     """The lengths to measure, and a note on those that too few documents have.
+
+    Args:
+        short: tokens that the model is for.
+        target: tokens that are wanted.
+        documents: tokens of each.
 
     Raises:
         CorpusError: only the context length could be measured.
     """
-    wanted = {round(scale * short) for scale in _SCALES}
+    wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
-    sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token
+    sizes = sorted((tokens - 1 for tokens in documents), reverse=True)  # less one for a BOS token
     longest = sizes[:FEWEST][-1] if sizes else 0
     lengths = sorted(length for length in wanted if length <= longest)
     if len(lengths) < 2:

@@ -1,7 +1,7 @@
 """The questions that are asked of a model at several context lengths, as values; `measure` answers them.
 
-from rope_ext_hf.eval import Passkey, measure
-run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
+    from rope_ext_hf.eval import Passkey, measure
+    run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
 
 A question is at once the arguments in Python, the options of its command, and the part of a run's settings that is not
 the model. Nothing here imports torch, so that --help answers at once.
@@ -236,6 +236,36 @@ class Tasks(LengthsQuestion):
         0, "Tokens to generate beyond each task's budget, for models that reason first.", least=0, most=2**20
     )
     seed: int | None = asked(None, "Of the prompts. Default: the suite's own, 42 for ruler.", least=0, most=2**32 - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gain(LengthsQuestion):
+    """Whether a model uses its context: by how much evidence in it lowers the loss of an answer.
+
+    Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
+    """
+
+    planner = "rope_ext_hf.eval.gain_runs.plan_gain"
+
+    data: Any = asked(
+        "docstrings",
+        "'docstrings' (of modules of Python's library that the bundled model was not trained on), or rows with the "
+        "columns context, evidence (a part of context), question and answer: JSON lines, parquet, hf:OWNER/NAME.",
+        parse=anything,
+        metavar="ROWS",
+    )
+    distances: tuple[int, ...] | Any | None = asked(
+        None,
+        "Tokens between evidence and answer, e.g. 1k,4k. Default: half of each length.",
+        parse=lambda given: None if given is None else tuple(parse_lengths(given)),
+        metavar="LENGTHS",
+    )
+    samples: int = asked(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
+    haystack: Any = asked(
+        None,
+        "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
+        parse=anything,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
