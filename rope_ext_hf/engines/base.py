@@ -188,8 +188,8 @@ class Engine(ABC):
     """Whether the engine runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that the engine reads."""
-    table: ClassVar[Mapping[str, Any]]
-    """What is known of families in it, see `engine_table`."""
+    table: ClassVar[Mapping[str, Any]] = engine_table("")
+    """What is known of families in it, see `engine_table`; by default nothing."""
 
     @property
     def label(self) -> str:
@@ -258,7 +258,7 @@ class Engine(ABC):
                 )
 
     def moved_theta(self, target: Target, theta: float) -> str | None:
-        """How a theta reaches the sliding-window layers, which a method for the others leaves alone; None: it does not."""
+        """How a theta changes the sliding-window layers, which the method leaves alone; None: it does not."""
         if self.table["families"].get(target.model_type, {}).get("sliding") != "theta" or target.layer_type is None:
             return None
         own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
@@ -419,7 +419,7 @@ def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
     def register(cls: type[Engine]) -> type[Engine]:
         if name in _ENGINES:
             raise ValueError(f"an engine is registered as {name!r} already")
-        cls.name, cls.table = name, engine_table(cls.__module__.rpartition(".")[2])
+        cls.name = name
         others = {} if not cls.reference else {other: _ENGINES.pop(other) for other in list(_ENGINES)}
         _ENGINES.update({name: cls, **others})
         return cls

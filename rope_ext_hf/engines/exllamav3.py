@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, needed, rotated_dims
-from rope_ext_hf.engines.base import Encoding, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.errors import ServingError
 
@@ -36,6 +36,7 @@ class ExLlamaV3(FormerSpellingEngine):
 
     title = "ExLlamaV3"
     version = "1.6.5"
+    table = engine_table("exllamav3")
     aliases: ClassVar = {"su": "longrope", "mrope": "default"}
     where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
 

@@ -37,7 +37,7 @@ _TENSORS = dict(ARCHITECTURES.values())
 """The tensors by architecture."""
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
-"""What the converter writes of mscale_all_dim, by architecture; the graph divides the magnitude by that of this mscale."""
+"""The converter's multiple of mscale_all_dim, by architecture; the magnitude is divided by that of this mscale."""
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
@@ -232,6 +232,7 @@ class _GGUFEngine(Engine):
     """Base of the programs that run a GGUF file."""
 
     version = "b11549"
+    table = engine_table("llama_cpp")
     file_suffix = ".gguf"
 
     def computes(self, config: Config, length: int | None = None) -> Computed:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, check_sliding_layers, needed, rope_settings, rotated_dims
-from rope_ext_hf.engines.base import Encoding, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
 from rope_ext_hf.errors import ServingError
 
@@ -30,6 +30,7 @@ class MLX(FormerSpellingEngine):
 
     title = "mlx-lm"
     version = "0.32.2"
+    table = engine_table("mlx")
     aliases: ClassVar = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import plain, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, needed, rope_settings, rotated_dims
-from rope_ext_hf.engines.base import NotCheckedError, Target, register_engine
+from rope_ext_hf.engines.base import NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
@@ -37,6 +37,7 @@ class TensorRTLLM(FormerSpellingEngine):
 
     title = "TensorRT-LLM"
     version = "1.2.0rc2"
+    table = engine_table("tensorrt_llm")
     newest = (
         "1.2.1",
         "it reads other keys and builds other tables than 1.2.0rc2, by whose source the rules here were written",

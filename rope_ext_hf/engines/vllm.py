@@ -24,7 +24,15 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, ServingConfig, Target, register_engine
+from rope_ext_hf.engines.base import (
+    Encoding,
+    Engine,
+    NotCheckedError,
+    ServingConfig,
+    Target,
+    engine_table,
+    register_engine,
+)
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
@@ -73,6 +81,7 @@ class VLLM(OverridingEngine):
     )
     usual_server = True
     version = "0.33.0"
+    table = engine_table("vllm")
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 
     def with_plugin(self) -> Engine:
