@@ -32,6 +32,7 @@ _COMMANDS = {
         evaluation.sweep,
         evaluation.passkey,
         evaluation.tasks,
+        evaluation.gain,
         evaluation.report,
         lm_eval.lm_eval,
         lm_eval.lm_eval_tasks,
@@ -50,7 +51,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "need", "passkey", "ppl", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }
