@@ -55,6 +55,7 @@ def extend(
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
     from rope_ext_hf.advice.extending import carries, judge, plan_extension
+    from rope_ext_hf.runs.run_file import run_file
     from rope_ext_hf.serving.configs import as_text, serving_config
 
     quiet_transformers()
@@ -65,7 +66,7 @@ def extend(
         print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
         if plan.perplexity is not None:
             given = RunOptions(model, plan.patch, load)
-            prepared = prepare(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"])
+            prepared = prepare(given, plan.perplexity, ReaderOptions())
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
@@ -81,6 +82,7 @@ def extend(
         if not written:
             print_text(f"\n$ {plan.commands['patch']}")
             print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
+        run_file(question, model, load, out=plan.out).write(Path(plan.out))
         serving = serving_config(plan.out, plan.engine)
         print_text(f"\n$ {plan.commands['serve-config']}\n{as_text(serving)}")
     if as_json:

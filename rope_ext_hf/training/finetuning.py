@@ -30,6 +30,7 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
@@ -190,7 +191,9 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base)
+    file = run_file(asked, asked.model, out=folder)
+    file.write(folder)
+    return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base, file)
 
 
 @dataclass
@@ -205,6 +208,7 @@ class _Run:
         training, held_out: the texts that are trained on, and measured.
         short, long: the context length and the extended one, in tokens.
         base: the model as loaded, until it is measured.
+        file: what was asked.
         measured: results by model.
         answered: by model, the share of each prompt that is answered exactly, over its depths.
         trained: steps, seconds and losses, by model.
@@ -219,6 +223,7 @@ class _Run:
     short: int
     long: int
     base: Any
+    file: RunFile
     measured: dict[str, list[Result]] = field(default_factory=dict)
     answered: dict[str, list[float]] = field(default_factory=dict)
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -233,7 +238,8 @@ class _Run:
     def _measure(self, name: str, model: Any) -> None:
         self.say(f"measuring: {name}")
         asked = self.asked
-        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "progress": self.progress}
+        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "file": self.file}
+        kept["progress"] = self.progress
         self.measured[name] = perplexity(
             model,
             self.held_out,
