@@ -306,6 +306,17 @@ def find_dtype(name: str) -> torch.dtype | str:
     return _DTYPES[name]
 
 
+def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
+    """The torch dtype that the weights of a model would have, loaded in that of this name.
+
+    Raises:
+        MethodError: an unknown name.
+    """
+    dtype = find_dtype(name)
+    own: torch.dtype = getattr(empty.config, "dtype", None) or empty.dtype
+    return own if isinstance(dtype, str) else dtype
+
+
 def find_device(name: str) -> torch.device:
     """The torch device of that name; "auto" is the GPU if there is one, else the CPU.
 

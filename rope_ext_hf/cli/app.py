@@ -111,7 +111,7 @@ class _Repeated(_Command):
     """A command whose first argument says which command takes the others."""
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
-        return args[:1], args[1:]
+        return (["--help"], []) if "--help" in args else (args[:1], args[1:])
 
 
 _PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"

@@ -21,7 +21,7 @@ from rope_ext_hf.cli.console import (
     progress_bar,
     quiet_transformers,
 )
-from rope_ext_hf.cli.options import EvalOptions, Json, Model, Out
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
 from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
@@ -33,6 +33,7 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
@@ -51,6 +52,7 @@ class RunOptions:
     methods: MethodChoice
     load: EvalOptions
     out: Out = _RESULTS
+    dry_run: DryRun = False
     as_json: Json = False
 
 
@@ -264,6 +266,7 @@ class _Prepared:
         plan: what is measured.
         workers: the processes that share it.
         file: what was asked, which the run's folder keeps.
+        forecast: what it takes.
     """
 
     given: RunOptions
@@ -271,10 +274,15 @@ class _Prepared:
     plan: RunPlan[Any]
     workers: Workers
     file: RunFile
+    forecast: Forecast
 
     def measure(self) -> Run[Any]:
-        """Measure, and print from the first process."""
+        """Measure, and print from the first process; of a dry run print what it would take, and end."""
         from rope_ext_hf.hub import foreign_errors
+
+        if self.given.dry_run:
+            print_forecast(self.forecast, self.given.as_json)
+            raise typer.Exit
 
         name = self.given.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
@@ -297,14 +305,20 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOption
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
         file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
         if isinstance(question, Perplexity):
-            plan = _with_keys(plan, question, load, given.out, workers, file)
+            plan = _with_keys(plan, question, given, load, workers, file)
         plan, workers = shared.reading(plan, given.model, empty, load, workers)
-        _preflight(empty, load, plan, workers, getattr(question, "max_spans", None))
-    return _Prepared(given, load, plan, workers, file)
+        most_spans = getattr(question, "max_spans", None)
+        forecast = _preflight(empty, load, plan, workers, most_spans, given)
+    return _Prepared(given, load, plan, workers, file, forecast)
 
 
 def _with_keys(
-    plan: RunPlan[Any], question: Perplexity, load: EvalOptions, out: Path, workers: Workers, file: RunFile
+    plan: RunPlan[Any],
+    question: Perplexity,
+    given: RunOptions,
+    load: EvalOptions,
+    workers: Workers,
+    file: RunFile,
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
     from rope_ext_hf.eval.key_token_runs import KEYS_FILE
@@ -315,15 +329,21 @@ def _with_keys(
     def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
         empty = evaluator.empty_model(source)
         of_keys = planned(empty, evaluator.tokenizer(source))
-        _preflight(empty, evaluator, of_keys, workers)
-        run = _measure(file, evaluator.model(source), of_keys, out, workers)
+        forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
+        if given.dry_run:
+            print_forecast(forecast, given.as_json)
+            raise _DryRunError
+        run = _measure(file, evaluator.model(source), of_keys, given.out, workers)
         if workers.rank == 0:
             (found,) = run.results
             text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
             print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
         return run, of_keys
 
-    return with_keys(plan, question, find, write=workers.rank == 0)
+    try:
+        return with_keys(plan, question, find, write=workers.rank == 0)
+    except _DryRunError:
+        return plan  # which reads as much
 
 
 def _preflight(
@@ -331,8 +351,9 @@ def _preflight(
     load: EvalOptions,
     plan: RunPlan[Any],
     workers: Workers,
-    most_spans: int | None = None,
-) -> None:
+    most_spans: int | None,
+    given: RunOptions,
+) -> Forecast:
     """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
 
     Args:
@@ -341,25 +362,36 @@ def _preflight(
         plan: what is measured.
         workers: the processes that share it; the first one prints.
         most_spans: how many spans per length were asked for, None for all.
+        given: whether it is a dry run, and where results would be.
     """
-    from rope_ext_hf.hub import find_device, find_dtype
-    from rope_ext_hf.reading.preflight import check_memory, measure_flops
+    import torch
 
-    device, given = find_device(load.device), find_dtype(load.dtype)
-    dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.reading.preflight import Forecast, check_memory, estimate_memory, measure_flops
+    from rope_ext_hf.runs.labels import label
+
+    device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
-    needed = check_memory(
-        empty,
-        max(passes),
-        dtype,
-        device,
-        spread=load.device_map is not None,
-        offload_cache=load.offload_cache,
-        together=workers.count if workers.together else 1,
-    )
+    how: dict[str, Any] = {"offload_cache": load.offload_cache, "together": workers.count if workers.together else 1}
+    if given.dry_run:
+        needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
+    else:
+        needed = check_memory(empty, max(passes), dtype, device, spread=load.device_map is not None, **how)
     work = repeats * _work(empty, plan.measurement, passes) / workers.count
     seconds = work / measure_flops(device, dtype)
-    if workers.rank == 0:
+    named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
+    lengths = ", ".join(f"{length:,}" for length in sorted({int(cell[0]) for cell in plan.measurement.layout.counts}))
+    forecast = Forecast(
+        does=(f"measure {plan.measurement.kind} of {plan.data} with {', '.join(named)}, at {lengths} tokens",),
+        tokens=repeats * sum(passes),
+        seconds=seconds,
+        device=device,
+        memory=needed,
+        gpu=estimate_memory(empty, max(passes), dtype, device=torch.device("cuda"), **how),
+        disk=0,
+        folder=str(given.out),
+    )
+    if workers.rank == 0 and not given.dry_run:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
         too_short = getattr(plan.measurement.setting, "left_out", 0)
@@ -369,6 +401,16 @@ def _preflight(
         print_note(
             "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
         )
+    return forecast
+
+
+class _DryRunError(Exception):
+    """Ends what a dry run leaves out."""
+
+
+def print_forecast(forecast: Forecast, as_json: bool) -> None:
+    """Print what a run would take."""
+    print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:

@@ -40,6 +40,10 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights."),
+]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
 FROM_FILE = "rope_ext_hf.from_file"

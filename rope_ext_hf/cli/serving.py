@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +13,11 @@ import typer
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
-from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare
+from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
+    DryRun,
     EvalOptions,
     Json,
     LoadOptions,
@@ -23,13 +25,17 @@ from rope_ext_hf.cli.options import (
     SourceOptions,
 )
 from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.servers.baselines import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
 
@@ -44,6 +50,7 @@ def extend(
     load: EvalOptions,
     question: Extending,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
@@ -65,8 +72,10 @@ def extend(
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
         if plan.perplexity is not None:
-            given = RunOptions(model, plan.patch, load)
-            prepared = prepare(given, plan.perplexity, ReaderOptions())
+            prepared = prepare(RunOptions(model, plan.patch, load, dry_run=dry_run), plan.perplexity, ReaderOptions())
+        if dry_run:
+            _print_extension(plan, prepared.forecast if plan.perplexity else None, load.empty_model(model), as_json)
+            return
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
@@ -88,6 +97,22 @@ def extend(
     if as_json:
         measured = verdict.to_dict() if verdict else None
         print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
+
+
+def _print_extension(plan: Extension, reading: Forecast | None, empty: PreTrainedModel, as_json: bool) -> None:
+    """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
+    size = empty.num_parameters() * empty.dtype.itemsize
+    if as_json:
+        taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
+        print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
+        return
+    print_text("\n".join(plan.commands.values()))
+    if reading is None:
+        print_text(
+            wrapped(f"about {size_text(size)} would be written to {plan.out}; no weights were read", "disk     ")
+        )
+    else:
+        print_forecast(replace(reading, disk=size, folder=plan.out), as_json=False)
 
 
 def advise(

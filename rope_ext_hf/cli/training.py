@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.evaluation import shown_progress
-from rope_ext_hf.cli.options import Json, LoadOptions, Model
+from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
@@ -24,6 +24,7 @@ def finetune(
     question: Finetuning,
     source: LoadOptions,
     out: _RunFolder,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
@@ -33,7 +34,7 @@ def finetune(
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out(question, source, out, as_json)
+    _carry_out(question, source, out, dry_run, as_json)
 
 
 def search(
@@ -41,6 +42,7 @@ def search(
     question: Searching,
     source: LoadOptions,
     out: _RunFolder,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Search the method and the divisors with which a model reads your text best at a longer length.
@@ -51,16 +53,22 @@ def search(
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
-    _carry_out(question, source, out, as_json)
+    _carry_out(question, source, out, dry_run, as_json)
 
 
-def _carry_out(question: OfModel, source: LoadOptions, out: Path, as_json: bool) -> None:
-    """Do what is asked, in the folder of a run, and print the report."""
+def _carry_out(question: OfModel, source: LoadOptions, out: Path, dry_run: bool, as_json: bool) -> None:
+    """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
     name = question.command
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
     quiet_transformers()
     from rope_ext_hf import training
+
+    if dry_run:
+        from rope_ext_hf.training.forecasts import forecast
+
+        print_forecast(forecast(question, out), as_json)
+        return
     from rope_ext_hf.runs.workers import Workers
 
     report: Any

@@ -195,6 +195,6 @@ def test_no_file_is_one_line(tmp_path: Path) -> None:
     assert run("run")[0] == 2
 
 
-def test_the_help_of_a_file_is_that_of_its_command(inputs: Path) -> None:
-    assert "Perplexity and bits per byte" in run("run", "by-hand.yaml", "--help")[1]
-    assert "Repeat a run" in run("run", "--help")[1]
+@pytest.mark.parametrize("typed", [("--help",), ("by-hand.yaml", "--lengths", "4k", "--help")])
+def test_help_is_that_of_run(typed: tuple[str, ...]) -> None:
+    assert "Repeat a run" in run("run", *typed)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -46,7 +47,7 @@ def test_runs_of_other_methods_stand_beside_each_other_once(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path: Path) -> None:
-    asked = {"lengths": 64, "max_spans": 1}
+    asked: dict[str, Any] = {"lengths": 64, "max_spans": 1}
     model = load_model("reference", dtype="float32", device="cpu")
     perplexity(model, "stdlib", out=tmp_path / "plain", **asked)
     rope.patch(model, "yarn", factor=2).save_pretrained(tmp_path / "saved")
