@@ -165,12 +165,18 @@ def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
-    if os.path.isdir(name) or given.get("local_files_only") or hub_answers(constants.ENDPOINT):  # noqa: PTH112
+    name = str(name)
+    no_id = not name or name[0] in "./~" or name.count("/") > 1 or os.path.isdir(name)  # noqa: PTH112
+    if no_id or given.get("local_files_only") or hub_answers(constants.ENDPOINT):
         return {}
     where = {key: given[key] for key in ("revision", "cache_dir") if given.get(key)}
     files = (f"{given['subfolder']}/{file}" if given.get("subfolder") else file for file in _CONFIGS)
-    if not any(isinstance(try_to_load_from_cache(str(name), file, **where), str) for file in files):
-        raise _unreached(str(name))
+    try:
+        cached = any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files)
+    except ValueError:  # no valid name, which transformers refuses at once
+        return {}
+    if not cached:
+        raise _unreached(name)
     return {"local_files_only": True}
 
 

@@ -382,7 +382,7 @@ def _preflight(
     named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
     lengths = ", ".join(f"{length:,}" for length in sorted({int(cell[0]) for cell in plan.measurement.layout.counts}))
     forecast = Forecast(
-        does=(f"measure {plan.measurement.kind} of {plan.data} with {', '.join(named)}, at {lengths} tokens",),
+        does=(f"measure {plan.measurement.kind} of {plan.data} at {lengths} tokens: {', '.join(named)}",),
         tokens=repeats * sum(passes),
         seconds=seconds,
         device=device,
