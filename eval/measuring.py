@@ -1,5 +1,6 @@
 """Ask a model a question at several context lengths, as it is or with many methods.
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.eval import Perplexity, measure, perplexity
 run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], out="runs")
 for result in perplexity(model, "stdlib", lengths=[256, 1024]):
@@ -39,7 +40,7 @@ def measure(
     methods: _Methods | MethodChoice | None = None,
     factors: float | Sequence[float] | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     chunk: int | None = None,
     offload_cache: bool = False,

@@ -15,7 +15,7 @@ nothing here. Several runs in one file stand one after the other, each after a l
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,8 @@ class RunFile:
 
         of_model = {"model": self.model} | {key: self.options[key] for key in ("revision",) if key in self.options}
         values = {"run": self.command, **of_model, **self.options, "versions": self.versions, "format": _FORMAT}
-        return str(yaml.safe_dump(values, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100))
+        plain = _plain(values)
+        return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100))
 
     def write(self, folder: Path, *, beside_others: bool = False) -> None:
         """Write the file into the folder of a run.
@@ -89,14 +90,15 @@ class RunFile:
         kept: list[RunFile] = []
         if beside_others and (folder / RUN_FILE).exists():
             try:
-                kept = [each for each in read_run_files(folder) if not each.asks_as(self)]
+                kept = [each for each in read_run_files(folder) if each.asked != self.asked]
             except FileError:
                 kept = []
         write_text(folder / RUN_FILE, _HEAD + "---\n".join(each.text() for each in [*kept, self]))
 
-    def asks_as(self, other: RunFile) -> bool:
-        """Whether both are the same run, whatever versions answer it."""
-        return (self.command, self.model, self.options) == (other.command, other.model, other.options)
+    @property
+    def asked(self) -> str:
+        """The text without the versions."""
+        return replace(self, versions={}).text()
 
     def mistake(self, key: str, text: str) -> FileError:
         """An error about what stands at a key."""
@@ -183,7 +185,7 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def how_to_repeat(folder: Path) -> tuple[str, str]:
-    """The command that repeats what a folder holds, and the text of its run file; empty where it has no right one."""
+    """The command that repeats what a folder holds, and the text of its run file; empty where it has no such file."""
     path = folder / RUN_FILE
     try:
         return shell_line(["run", str(path)]), "---\n".join(each.text() for each in read_run_files(path))
