@@ -1,6 +1,5 @@
 """Ask a model a question at several context lengths, as it is or with many methods.
 
-from rope_ext_hf.bounds import Length
 from rope_ext_hf.eval import Perplexity, measure, perplexity
 run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], out="runs")
 for result in perplexity(model, "stdlib", lengths=[256, 1024]):
@@ -13,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.eval.perplexity_plans import with_keys
 from rope_ext_hf.eval.perplexity_results import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
