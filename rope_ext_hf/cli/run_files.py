@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -62,7 +62,7 @@ def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None
     if not isinstance(model, str):
         was = f"was {model[IN_MEMORY]}" if isinstance(model, dict) and IN_MEMORY in model else "has no name"
         raise file.mistake("model", f"the model {short(was)}; save it, and give its folder: --model FOLDER")
-    given = _checked(file, runs[file.command])
+    given = _checked(file, runs[file.command], {word.partition("=")[0] for word in options})
     changed = [f"{name} {then}" for name, then in file.versions.items() if versions_now().get(name, then) != then]
     if changed:
         print_note("versions", f"{', '.join(changed)} answered before, others are here: numbers may differ")
@@ -90,8 +90,11 @@ def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
     return model, rest
 
 
-def _checked(file: RunFile, function: Callable[..., Any]) -> dict[str, Any]:
+def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]) -> dict[str, Any]:
     """The options of a file, each checked as the command asks for it, the parameters of methods apart.
+
+    Args:
+        typed: options that stand in place of those of the file.
 
     Raises:
         FileError: an unknown key, or a value that the command refuses; the message has the line.
@@ -107,6 +110,8 @@ def _checked(file: RunFile, function: Callable[..., Any]) -> dict[str, Any]:
     for key, value in file.options.items():
         name = names.get(key, key)
         try:
+            if f"--{name.replace('_', '-')}" in typed:
+                continue
             if name in makers:
                 given |= {} if value is None else {name: makers[name](value)}
             elif key in of_methods:

@@ -131,6 +131,8 @@ def test_options_override_a_file(inputs: Path) -> None:
     results = json.loads(out)["results"]
     assert [each["length"] for each in results] == [16, 16]
     assert results[1]["method"] == {"method": "linear", "factor": 4.0}
+    (inputs / "unnamed.yaml").write_text(BY_HAND.replace("texts/*.txt", "{in_memory: documents}"))
+    assert run("run", "unnamed.yaml", "--model", "model", "--data", "texts/*.txt")[0] == 0
     code, out, err = run("run", "by-hand.yaml", "--model", "model", "--json", "--beta-fast", "8")
     assert json.loads(out)["results"][1]["method"]["beta_fast"] == 8
 
