@@ -68,14 +68,17 @@ def extend(
     quiet_transformers()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
+    chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
+    given = RunOptions(model, plan.patch, load, dry_run=dry_run)
+    if dry_run:
+        forecast = prepare(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
+        _print_extension(plan, chosen, forecast, load.empty_model(model), as_json)
+        return
     written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
-        print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
+        print_text(chosen)
         if plan.perplexity is not None:
-            prepared = prepare(RunOptions(model, plan.patch, load, dry_run=dry_run), plan.perplexity, ReaderOptions())
-        if dry_run:
-            _print_extension(plan, prepared.forecast if plan.perplexity else None, load.empty_model(model), as_json)
-            return
+            prepared = prepare(given, plan.perplexity, ReaderOptions())
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
@@ -99,14 +102,16 @@ def extend(
         print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
 
 
-def _print_extension(plan: Extension, reading: Forecast | None, empty: PreTrainedModel, as_json: bool) -> None:
+def _print_extension(
+    plan: Extension, chosen: str, reading: Forecast | None, empty: PreTrainedModel, as_json: bool
+) -> None:
     """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
     size = empty.num_parameters() * empty.dtype.itemsize
     if as_json:
         taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
         print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
         return
-    print_text("\n".join(plan.commands.values()))
+    print_text("\n".join([chosen, *plan.commands.values()]))
     if reading is None:
         print_text(
             wrapped(f"about {size_text(size)} would be written to {plan.out}; no weights were read", "disk     ")

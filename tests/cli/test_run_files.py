@@ -33,7 +33,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "finetune": (*MORE, *TRAINED, "--method", "linear", "--factor", "2", "--steps", "2", "--out", "trained"),
 }
 """A small run of each kind, of the model in the folder "model"."""
-PASSING = {"seconds", "cpu_seconds", "cost", "checksum"}
+PASSING = {"seconds", "cpu_seconds", "tokens_per_second", "cost", "crc", "checksum"}
 """Keys of what differs from run to run: clocks, and the digest of a file that has them."""
 
 
