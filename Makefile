@@ -62,7 +62,7 @@ build/kernels/ready: constraints.txt
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
-# What CONTRIBUTING.md says is one file, added to a copy of the tree, whose tests then pass.
+# The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 

@@ -194,18 +194,18 @@ def lengths_and_texts(
     return short, long, tokenizer, (training, held_out)
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Run:
+def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
     """Find the lengths, cut the text and open the folder, before anything is measured."""
     short, long, tokenizer, (training, held_out) = lengths_and_texts(asked)
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
     file = run_file(asked, asked.model, out=folder)
     file.write(folder)
-    return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base, file)
+    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base, file)
 
 
 @dataclass
-class _Run:
+class _FinetuningRun:
     """A fine-tuning in its folder.
 
     Attributes:
