@@ -266,7 +266,7 @@ class _Prepared:
         plan: what is measured.
         workers: the processes that share it.
         file: what was asked, which the run's folder keeps.
-        forecast: what it takes.
+        forecast: what a dry run takes.
     """
 
     given: RunOptions
@@ -274,13 +274,13 @@ class _Prepared:
     plan: RunPlan[Any]
     workers: Workers
     file: RunFile
-    forecast: Forecast
+    forecast: Forecast | None
 
     def measure(self) -> Run[Any]:
         """Measure, and print from the first process; of a dry run print what it would take, and end."""
         from rope_ext_hf.hub import foreign_errors
 
-        if self.given.dry_run:
+        if self.forecast is not None:
             print_forecast(self.forecast, self.given.as_json)
             raise typer.Exit
 
@@ -330,7 +330,7 @@ def _with_keys(
         empty = evaluator.empty_model(source)
         of_keys = planned(empty, evaluator.tokenizer(source))
         forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
-        if given.dry_run:
+        if forecast is not None:
             print_forecast(forecast, given.as_json)
             raise _DryRunError
         run = _measure(file, evaluator.model(source), of_keys, given.out, workers)
@@ -353,8 +353,10 @@ def _preflight(
     workers: Workers,
     most_spans: int | None,
     given: RunOptions,
-) -> Forecast:
+) -> Forecast | None:
     """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
+
+    Of a dry run they are returned instead, also where it cannot fit.
 
     Args:
         empty: the model on the meta device.
@@ -379,19 +381,21 @@ def _preflight(
         needed = check_memory(empty, max(passes), dtype, device, spread=load.device_map is not None, **how)
     work = repeats * _work(empty, plan.measurement, passes) / workers.count
     seconds = work / measure_flops(device, dtype)
-    named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
-    lengths = ", ".join(f"{length:,}" for length in sorted({int(cell[0]) for cell in plan.measurement.layout.counts}))
-    forecast = Forecast(
-        does=(f"measure {plan.measurement.kind} of {plan.data} at {lengths} tokens: {', '.join(named)}",),
-        tokens=repeats * sum(passes),
-        seconds=seconds,
-        device=device,
-        memory=needed,
-        gpu=estimate_memory(empty, max(passes), dtype, device=torch.device("cuda"), **how),
-        disk=0,
-        folder=str(given.out),
-    )
-    if workers.rank == 0 and not given.dry_run:
+    if given.dry_run:
+        named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
+        lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
+        at = ", ".join(f"{length:,}" for length in lengths)
+        return Forecast(
+            does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(named)}",),
+            tokens=repeats * sum(passes),
+            seconds=seconds,
+            device=device,
+            memory=needed,
+            gpu=estimate_memory(empty, max(passes), dtype, device=torch.device("cuda"), **how),
+            disk=0,
+            folder=str(given.out),
+        )
+    if workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
         too_short = getattr(plan.measurement.setting, "left_out", 0)
@@ -401,7 +405,7 @@ def _preflight(
         print_note(
             "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
         )
-    return forecast
+    return None
 
 
 class _DryRunError(Exception):
