@@ -20,6 +20,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from rope_ext_hf.errors import FileError, MethodError, RopeExtError, did_you_mean, one_line, short
 from rope_ext_hf.files import write_text
 from rope_ext_hf.hub import model_commit
@@ -71,8 +73,6 @@ class RunFile:
 
     def text(self) -> str:
         """As YAML."""
-        import yaml
-
         of_model = {"model": self.model} | {key: self.options[key] for key in ("revision",) if key in self.options}
         values = {"run": self.command, **of_model, **self.options, "versions": self.versions, "format": _FORMAT}
         plain = _plain(values)
@@ -201,8 +201,6 @@ def read_run_files(path: str | Path) -> list[RunFile]:
     Raises:
         FileError: no such file, one of a later format, or one that holds something else; the message has the line.
     """
-    import yaml
-
     path = Path(path)
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)
@@ -219,8 +217,6 @@ def read_run_files(path: str | Path) -> list[RunFile]:
 
 
 def _read(node: Any, path: Path) -> RunFile:
-    import yaml
-
     if not isinstance(node, yaml.MappingNode):
         line = node.start_mark.line + 1 if node is not None else 1
         raise _mistake(path, line, "a run file holds keys and values, e.g. 'run: ppl'")
