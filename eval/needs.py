@@ -93,7 +93,7 @@ def need(
     given = load(corpus)
     texts = list(given)
     documents = tokenize(texts, tokenizer)
-    lengths, notes = _lengths(short, target_length, documents)
+    lengths, notes = lengths_to_read(short, target_length, [len(document.ids) for document in documents])
     few, many = _PROMPTS
     count = max(few, min(many, _READ_TOKENS // sum(lengths)))
     say("reading the same tokens at every length")
@@ -149,8 +149,13 @@ def need(
     )
 
 
-def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tuple[list[int], list[str]]:
+def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) -> tuple[list[int], list[str]]:
     """The lengths to measure, and a note on those that too few documents have.
+
+    Args:
+        short: tokens that the model is for.
+        target: tokens that are wanted.
+        documents: tokens of each.
 
     Raises:
         CorpusError: only the context length could be measured.
@@ -158,7 +163,7 @@ def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tup
     wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
-    sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token
+    sizes = sorted((tokens - 1 for tokens in documents), reverse=True)  # less one for a BOS token
     longest = sizes[:FEWEST][-1] if sizes else 0
     lengths = sorted(length for length in wanted if length <= longest)
     if len(lengths) < 2:

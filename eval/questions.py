@@ -244,6 +244,37 @@ class Tasks(LengthsQuestion):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gain(LengthsQuestion):
+    """Whether a model uses its context: by how much evidence in it lowers the loss of an answer.
+
+    Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
+    """
+
+    planner = "rope_ext_hf.eval.gain_runs.plan_gain"
+    command = "gain"
+
+    data: Any = asked(
+        "docstrings",
+        "'docstrings' (of modules of Python's library that the bundled model was not trained on), or rows with the "
+        "columns context, evidence (a part of context), question and answer: JSON lines, parquet, hf:OWNER/NAME.",
+        parse=anything,
+        metavar="ROWS",
+    )
+    distances: tuple[int, ...] | Any | None = asked(
+        None,
+        "Tokens between evidence and answer, e.g. 1k,4k. Default: half of each length.",
+        parse=lambda given: None if given is None else tuple(parse_lengths(given)),
+        metavar="LENGTHS",
+    )
+    samples: int = asked(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
+    haystack: Any = asked(
+        None,
+        "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
+        parse=anything,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Need(Question):
     """Whether a model needs a longer context at all, and how far it reads as it is."""
 

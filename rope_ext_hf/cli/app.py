@@ -32,6 +32,7 @@ _COMMANDS = {
         evaluation.sweep,
         evaluation.passkey,
         evaluation.tasks,
+        evaluation.gain,
         run_files.run,
         evaluation.report,
         lm_eval.lm_eval,
@@ -51,7 +52,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }

@@ -1,4 +1,4 @@
-"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `report`."""
+"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `report`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rope_ext_hf.cli.console import (
 )
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
 from rope_ext_hf.errors import MethodError, duration, short
-from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
@@ -212,6 +212,17 @@ def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
     """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
+    """
+    prepare(given, question, shared).measure()
+
+
+def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
+    """Whether the model uses its context: how much evidence in it lowers the loss of an answer, by length and distance.
+
+    Each prompt is read twice, with the evidence and with other text in its place. No text is generated: base models
+    will do.
+
+    Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
     prepare(given, question, shared).measure()
 

@@ -11,7 +11,7 @@ from tests.cli.test_run_files import KINDS
 from tests.support.commands import run
 from tests.support.inputs import write_inputs
 
-DRY = ("ppl", "sweep", "passkey", "tasks", "extend", "search", "finetune")
+DRY = ("ppl", "sweep", "passkey", "tasks", "gain", "extend", "search", "finetune")
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "sweep": (*TEXT, "--lengths", "64,128", "--method", "linear,ntk", "--max-spans", "4", "--dtype", "bfloat16"),
     "passkey": ("--lengths", "128,256", "--task", "key-value", "--depths", "0,1", "--trials", "2", "--device", "cpu"),
     "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
+    "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
     "need": (*TEXT, "--target-length", "128"),
     "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
     "search": (*MORE, *SEARCHED, "--target-length", "128", "--trials", "4", "--out", "found"),
@@ -75,7 +76,7 @@ def json_lines(file: Path) -> list[str]:
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=[pytest.mark.thorough] * (each in ("tasks", "sweep"))) for each in KINDS]
+    "kind", [pytest.param(each, marks=[pytest.mark.thorough] * (each in ("tasks", "sweep", "gain"))) for each in KINDS]
 )
 def test_the_file_of_a_run_repeats_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (once := tmp_path / "once").mkdir()
