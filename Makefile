@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
-# test-engines | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -99,6 +99,19 @@ build/llama-cpp/ready: Makefile
 	$(PYTHON) -m venv build/llama-cpp
 	build/llama-cpp/bin/pip install -q numpy cffi
 	build/llama-cpp/bin/pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 # b11549
+	touch $@
+
+# llama.cpp and mlx-lm on a small random model of every family of their tables, converted by llama.cpp's own converter; ten
+# minutes. The result goes to docs/results/engine-families.json.
+test-engine-families: .venv/ready build/llama-cpp/ready build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.engine_families --llama-cpp build/llama-cpp/bin/python \
+		--source build/llama-cpp-source/llama.cpp --mlx-lm build/other-engines/mlx-lm/bin/python
+
+# The sources of llama.cpp, out of a source archive that holds them.
+build/llama-cpp-source/ready: Makefile
+	$(RUN)/pip download -q --no-deps --no-binary llama-cpp-python -d build/llama-cpp-source llama-cpp-python==0.3.36
+	tar -xzf build/llama-cpp-source/llama_cpp_python-0.3.36.tar.gz -C build/llama-cpp-source
+	ln -sfn llama_cpp_python-0.3.36/vendor/llama.cpp build/llama-cpp-source/llama.cpp
 	touch $@
 
 # A vLLM that runs on CPUs, with the plug-in of this package, on small models; half an hour and 4 GB below build/. The
