@@ -22,7 +22,7 @@ CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
 
 
-NOT_CONTINUED = (
+_NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
     "than the one before"
 )
@@ -222,7 +222,7 @@ def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
     return (count > largest).any()
 
 
-def is_true(flag: Tensor, expected: bool, message: str) -> bool:
+def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
     """Whether a bool scalar is True. Where it is expected to be, a CUDA device asserts it, and the host does not wait.
 
     Args:
@@ -268,7 +268,7 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
 
     continues = key_mask is None and context.cache_state is not None and context.cache_state.in_order
     if key_mask is None:
-        keys, agreed = in_order, is_true(agree(in_order, None), continues, NOT_CONTINUED)
+        keys, agreed = in_order, _is_true(agree(in_order, None), continues, _NOT_CONTINUED)
         counted: tuple[int, ...] = (total,)
         ordered: tuple[int, ...] | None = (0,) * rows
     else:
@@ -294,7 +294,7 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
         return TokenPositions(positions, positions, None, key_mask)
     keys = keys + positions[:, -1:] - keys[:, -1:]
     if continues or not bool(agree(keys, key_mask)):
-        raise LengthError(NOT_CONTINUED)
+        raise LengthError(_NOT_CONTINUED)
     if key_mask is None and not bool((keys[:, 0] > 0).any()):  # left padding, known from the positions alone
         before = (-keys[:, 0]).expand(rows)
         padded = keys >= 0 if bool(before.any()) else None
