@@ -108,8 +108,9 @@ class PerplexityRuns(RunKind):
         unit = "nats per token"
         every = _items(run, lambda r: ((d.nats, float(d.tokens)) for d in r.documents))
         keys = _items(run, lambda r: ((d.key_nats, float(d.key_tokens)) for d in r.documents if d.key_tokens))
-        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE)
-        return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
+        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE, exponential="perplexity")
+        of_keys = Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, exponential="LongPPL")
+        return [of_keys, loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
         # Without seconds, nothing was timed.

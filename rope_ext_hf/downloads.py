@@ -1,6 +1,7 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
     folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
+    upload(Path("longer"), "me/longer")
 
 Every failure is a CheckpointError of one line.
 """
@@ -154,6 +155,62 @@ def hub_answers(endpoint: str) -> bool:
     except Exception:  # as in _model_info, or offline mode
         return False
     return True
+
+
+def check_upload(name: str, *, private: bool = True) -> None:
+    """Refuse what would stop an upload, before there is anything to upload.
+
+    Raises:
+        CheckpointError: no name of a repository, a Hub that cannot be reached, nobody signed in, or a repository that
+            is public where a private one is asked for.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # a name that it loads when asked
+
+    with _upload_errors(name):
+        validate_repo_id(name)
+        if not hub_answers(constants.ENDPOINT):
+            raise CheckpointError(f"{name!r} cannot be uploaded: {constants.ENDPOINT} cannot be reached from here")
+        HfApi().whoami()
+        try:
+            info = HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER)
+        except RepositoryNotFoundError:
+            return
+    if private and not info.private:
+        raise CheckpointError(f"{name!r} is on the Hub already, and public; give --public, or another name")
+
+
+def upload(folder: Path, name: str, *, private: bool = True) -> str:
+    """Upload a folder to a repository of the Hub, which is made where there is none; its address.
+
+    Raises:
+        CheckpointError: the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    with _upload_errors(name):
+        url = HfApi().create_repo(name, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
+    return str(url)
+
+
+@contextmanager
+def _upload_errors(name: str) -> Iterator[None]:
+    from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
+
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except HFValidationError as error:
+        raise CheckpointError(f"{short(name)!r} is no name of a repository, OWNER/NAME: {one_line(error)}") from error
+    except LocalTokenNotFoundError as error:
+        raise CheckpointError(
+            f"{name!r} cannot be uploaded: nobody is signed in here. Use `hf auth login`, or set HF_TOKEN"
+        ) from error
+    except Exception as error:  # of the HTTP library, and of the disk
+        raise CheckpointError(f"{name!r} could not be uploaded to the Hub: {one_line(error)}") from error
 
 
 @contextmanager

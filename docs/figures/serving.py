@@ -148,9 +148,9 @@ def _traps(engine: str) -> str:
 def _example(engine: str) -> str:
     """What `rope-ext serve-config` prints for the bundled model under yarn x4."""
     from rope_ext_hf.reference import path
-    from rope_ext_hf.serving.configs import as_text, serving_config
+    from rope_ext_hf.serving.configs import serving_config
 
-    printed = as_text(serving_config("reference", engine, "yarn", factor=4)).replace(str(path()), "MODEL")
+    printed = str(serving_config("reference", engine, "yarn", factor=4)).replace(str(path()), "MODEL")
     return f"\n\n```\n{printed}\n```\n\n"
 
 

@@ -11,6 +11,7 @@ import typer
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.evaluation import shown_progress
 from rope_ext_hf.cli.options import ARGUMENTS, Json, LoadOptions, Model
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
@@ -25,6 +26,7 @@ def finetune(
     model: Model,
     question: Finetuning,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
     as_json: Json = False,
 ) -> None:
@@ -35,7 +37,7 @@ def finetune(
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out("finetune", context.meta[ARGUMENTS], question, source, out, as_json)
+    _carry_out("finetune", context.meta[ARGUMENTS], question, source, publish, out, as_json)
 
 
 def search(
@@ -43,6 +45,7 @@ def search(
     model: Model,
     question: Searching,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
     as_json: Json = False,
 ) -> None:
@@ -54,15 +57,22 @@ def search(
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
-    _carry_out("search", context.meta[ARGUMENTS], question, source, out, as_json)
+    _carry_out("search", context.meta[ARGUMENTS], question, source, publish, out, as_json)
 
 
 def _carry_out(
-    name: str, words: Sequence[str], question: OfModel, source: LoadOptions, out: Path, as_json: bool
+    name: str,
+    words: Sequence[str],
+    question: OfModel,
+    source: LoadOptions,
+    publish: PublishOptions,
+    out: Path,
+    as_json: bool,
 ) -> None:
     """Do what is asked by the words of a command, in the folder of a run, and print the report."""
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
+    publish.check()
     quiet_transformers()
     from rope_ext_hf import training
     from rope_ext_hf.runs.workers import Workers
@@ -76,3 +86,4 @@ def _carry_out(
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
+    publish.upload(out / "model")

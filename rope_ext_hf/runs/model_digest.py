@@ -126,7 +126,8 @@ def _add_configs(digest: _Digest, model: nn.Module) -> None:
         configs.setdefault(id(config), config)
 
     def settings(config: Any) -> dict[str, Any]:
-        values = vars(config) | changed.get(id(config), {})
+        # which way of loading it leaves model_type in the instance, beside the one of its class, differs
+        values = {"model_type": config.model_type} | vars(config) | changed.get(id(config), {})
         return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
 
     def inner(value: Any) -> Any:

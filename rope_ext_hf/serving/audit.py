@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import refuse_adapter
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class _EngineReport:
         return self.differs or "the same"
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(ShownAsTables):
     """The numbers that serving engines compute from one config.json or GGUF file.
 
     Attributes:
@@ -88,7 +88,9 @@ class Audit:
         """JSON-ready."""
         return asdict(self) | {"agrees": self.agrees}
 
-    def __str__(self) -> str:
+    @property
+    def _rows(self) -> Rows:
+        """Of each engine name, version and verdict, and its notes in rows of their own."""
         rows = []
         for report in self.engines:
             figures, notes = "", tuple[str, ...]()
@@ -98,8 +100,16 @@ class Audit:
                 length = f"{computed.length:,}" if computed.length else "as asked"
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
                 notes = computed.notes
-            rows.append((f"  {report.engine}", report.version, figures + report.verdict))
+            rows.append((report.engine, report.version, figures + report.verdict))
             rows += [("", "", note) for note in notes]
+        return rows
+
+    def tables(self) -> Sequence[Rows]:
+        remarks = [*(("note", each) for each in self.notes), *(("problem", each) for each in self.problems)]
+        return [[("file", self.path), *remarks], [("engine", "version", "computes"), *self._rows]]
+
+    def __str__(self) -> str:
+        rows = [(f"  {name}" if name else "", *others) for name, *others in self._rows]
         lines = [self.path, text_table(rows), *(wrapped(note, "  note         ") for note in self.notes)]
         return "\n".join([*lines, *(wrapped(problem, "  problem      ") for problem in self.problems)])
 
