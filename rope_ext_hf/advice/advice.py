@@ -131,7 +131,7 @@ class Advice(ShownAsTables):
         return [head, *rows] if rows else []
 
     def tables(self) -> Sequence[Rows]:
-        others = [("reported", str(each)) for each in self.reported]
+        others = [("by others", str(each)) for each in self.reported]
         commands = [(goal, "".join(f"{_broken(each)}\n" for each in own)) for goal, own in self.commands.items()]
         nothing = [] if self.methods else [("methods", _NOTHING_NEEDED)]
         named = [("model", f"{self.model} ({self.model_type})"), *self._named, *nothing]

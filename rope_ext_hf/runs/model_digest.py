@@ -42,8 +42,8 @@ _NOT_IN_CONFIGS = frozenset(
 _NOT_IN_MODULES = frozenset(
     # where it came from, and where it is
     {"name_or_path", "hf_device_map", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit", "model_tags"}
-    # which warnings were given
-    | {"warnings_issued"}
+    # which warnings were given, and that a trainer had it
+    | {"warnings_issued", "_is_accelerate_prepared"}
 )
 _LEFT_BEHIND = re.compile(r"(?!.*original).*inv_freq|.*max_seq_len_cached")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children and hooks

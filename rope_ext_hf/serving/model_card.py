@@ -26,7 +26,7 @@ from rope_ext_hf import __version__
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import disk_errors, list_files, resolve_inside, write_text
-from rope_ext_hf.hub import find_dtype, load_empty, load_model, model_folder, model_source
+from rope_ext_hf.hub import load_empty, load_model, model_folder, model_source
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.fingerprint import fingerprint_of
@@ -105,7 +105,7 @@ def write_card(
     card = _read_card(folder if source is None else Path(source), own=source is None)
     model, adapter = load_empty(folder), find_adapter(folder) is not None
     given = list(_checked(folder, model, runs))
-    measured = "".join(_measured_text(run, model) for run in given) or card.measured
+    measured = "".join(_measured_text(*each) for each in given) or card.measured
     specs = present_specs(model)
     values = dict(card.values)
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
@@ -122,7 +122,7 @@ def write_card(
         if source is not None:
             _copy_licences(Path(source), folder)
         if given:
-            _write_results(folder / RESULTS, given, model)
+            _write_results(folder / RESULTS, given)
     return write_text(file, str(ModelCard(f"---\n{head.strip()}\n---\n\n{own}\n{text}")))
 
 
@@ -152,7 +152,8 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
         elif content.startswith("---\n"):
             raise ValueError("the line --- that ends them is missing")
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
-        sentence = f"the metadata at the beginning of {str(file)!r} cannot be read: {one_line(error)}"
+        problem = getattr(error, "problem", None) or one_line(error)
+        sentence = f"the metadata at the beginning of {str(file)!r} cannot be read: {problem}"
         if own:
             raise FileError(f"{sentence}; correct them, or remove the file") from error
         warnings.warn(f"{sentence}; the new card is without them, also without a licence", stacklevel=3)
@@ -160,7 +161,7 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
         values.pop("model-index", None)
     before, begins, rest = text.partition(_BEGIN)
     if begins and not before.strip():
-        made, _, text = rest.partition(_END)
+        made, _, text = rest.partition(f"{_END}\n")
         measured = made.partition(_MEASURED)[2] if own else ""
     return _Card(values, measured, text)
 
@@ -251,8 +252,8 @@ def _serving(folder: Path, name: str) -> Iterator[str]:
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
-def _checked(folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path]) -> Iterator[Run[Any]]:
-    """Each run, with the results of the model and of its source as loaded alone.
+def _checked(folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path]) -> Iterator[tuple[Run[Any], str]]:
+    """Each run with the results of the model and of its source as loaded alone, and the key of the model's method.
 
     Raises:
         FileError: a folder of a run of other weights, or a run without the method.
@@ -262,68 +263,52 @@ def _checked(folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path]) ->
         run = given if isinstance(given, Run) else read_run(given)
         what = f"the run in {str(run.path)!r}"
         if not isinstance(given, Run):
-            dtype = run.settings["dtype"]
+            dtype = run.settings["dtype"] if run.settings["dtype"] in ("float32", "bfloat16", "float16") else "auto"
             if dtype not in digests:
-                known = dtype in ("float32", "bfloat16", "float16")
-                digests[dtype] = model_digest(load_model(folder, dtype=find_dtype(dtype if known else "auto")))
+                digests[dtype] = model_digest(load_model(folder, dtype=dtype))
             if digests[dtype] != run.settings.get("weights"):
                 raise FileError(f"{what} is of other weights than those in {str(folder)!r}")
         loaded = run.settings["loaded"]
         method = specs[-1].method.to_dict() if specs else loaded
-        basis = json.loads(json.dumps(Basis.from_specs(specs).to_dict())) if specs else run.settings["basis"]
-        chosen = run.select([loaded, method])
-        if basis != json.loads(json.dumps(run.settings["basis"])) or not _own_results(chosen, method):
+        basis = json.loads(json.dumps(Basis.from_specs(specs).to_dict() if specs else run.settings["basis"]))
+        chosen, key = run.select([loaded, method]), method_key(method)
+        found = any(method_key(result.method) == key for result in chosen.results)
+        if not found or basis != json.loads(json.dumps(run.settings["basis"])):
             measured = ", ".join(dict.fromkeys(label(result.method) for result in run.results)) or "nothing yet"
             raise FileError(
                 f"{what} has no result of {label(method)} as {str(folder)!r} carries it; it measured {measured}"
             )
-        yield chosen
+        yield chosen, key
 
 
-def _own_results(run: Run[Any], method: dict[str, Any] | None) -> list[Any]:
-    return [result for result in run.results if method_key(result.method) == method_key(method)]
-
-
-def _own_key(run: Run[Any], model: Any) -> str:
-    """The key of the method that the model carries, in a run."""
-    specs = present_specs(model)
-    return method_key(specs[-1].method.to_dict() if specs else run.settings["loaded"])
-
-
-def _shown(measure: Measure, estimate: Estimate) -> Estimate:
-    """A value as it is published: of a loss its exponential, such as the perplexity, where that has a name."""
+def _shown(measure: Measure, key: str, length: int) -> tuple[Estimate, str]:
+    """A value as it is published, of a loss its exponential where that has a name, such as perplexity; as text, too."""
+    value = measure.estimate(key, length)
     if not measure.exponential:
-        return estimate
-    ends = [None if each is None else math.exp(min(each, 700.0)) for each in estimate[:3]]
-    return Estimate(ends[0] or 0.0, ends[1], ends[2], estimate.items)
+        return value, value.text(measure.text)
+    first, low, high = (None if each is None else math.exp(min(each, 700.0)) for each in value[:3])
+    value = Estimate(first or 0.0, low, high, value.items)
+    return value, value.text("{:.3f}".format)
 
 
-def _text(measure: Measure, estimate: Estimate) -> str:
-    return _shown(measure, estimate).text("{:.3f}".format if measure.exponential else measure.text)
-
-
-def _measured_text(run: Run[Any], model: Any) -> str:
+def _measured_text(run: Run[Any], key: str) -> str:
     """A section of the card: a table for each measure, and what they come to."""
-    own, known = _own_key(run, model), run.findings
+    known, settings = run.findings, run.settings
     parts = [f"\n\n## Measured: {run.kind.name} on {_plain(_data_name(run))}", _plain(str(run.conclusion))]
     for measure in known.ordered:
-        compared = own != known.loaded and bool(measure.lengths(known.loaded))
-        name = measure.exponential or measure.name
-        rows = [
-            ("tokens", f"{name} [95% interval]", *(("as loaded", f"the {measure.name}, compared") if compared else ()))
-        ]
-        for length in measure.lengths(own):
-            row = [f"{length:,}", _text(measure, measure.estimate(own, length))]
-            if compared:
-                there = known.loaded in measure.measured(length)
-                row.append(_text(measure, measure.estimate(known.loaded, length)) if there else "")
-                row.append(str(known.change(measure, (own, length), (known.loaded, length))) if there else "")
-            rows.append(tuple(row))
+        compared = key != known.loaded and bool(measure.lengths(known.loaded))
+        head = ("tokens", f"{measure.exponential or measure.name} [95% interval]")
+        rows = [(*head, "as loaded", f"the {measure.name}, compared") if compared else head]
+        for length in measure.lengths(key):
+            row = [f"{length:,}", _shown(measure, key, length)[1]]
+            if compared and known.loaded in measure.measured(length):
+                change = known.change(measure, (key, length), (known.loaded, length))
+                row += [_shown(measure, known.loaded, length)[1], str(change)]
+            rows.append((*row, *[""] * (len(rows[0]) - len(row))))
         parts.append(_table(rows))
-    settings = run.settings
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
-    count = f"{len(settings['items'])} {run.kind.items}, in {settings['dtype']} on {settings['device']}"
-    return "\n\n".join([*parts, f"{_plain(f'{count}; {versions}')}.\n\n"])
+    how = f"{run.kind.items}: {len(settings['items'])}, in {settings['dtype']} on {settings['device']}; {versions}."
+    return "\n\n".join([*parts, f"{_plain(how)}\n\n"])
 
 
 def _data_name(run: Run[Any]) -> str:
@@ -332,34 +317,23 @@ def _data_name(run: Run[Any]) -> str:
     return data if data.startswith("hf:") else data.rpartition("/")[2] or data
 
 
-def _write_results(folder: Path, runs: Sequence[Run[Any]], model: Any) -> None:
+def _write_results(folder: Path, runs: Iterable[tuple[Run[Any], str]]) -> None:
     """One YAML file a run, in place of those of an earlier call."""
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     folder.mkdir(exist_ok=True)
     for old in folder.glob("rope-ext-*.yaml"):
         old.unlink()
-    for number, run in enumerate(runs, 1):
-        key, data = _own_key(run, model), _data_name(run)
-        entries = []
-        for measure in run.findings.ordered:
-            name = (measure.exponential or measure.name).replace(" ", "_")
-            for length in measure.lengths(key):
-                value = _shown(measure, measure.estimate(key, length))
-                if math.isfinite(value.value):
-                    ends = "no interval" if value.low is None else f"95% interval {value.low:.6g} to {value.high:.6g}"
-                    about = f"{run.findings.names[key]}, {length:,} tokens, {ends} over {value.items} items"
-                    entries.append(
-                        EvalResultEntry(
-                            # a text that is no dataset of the Hub gets a name that none there can have
-                            dataset_id=data.removeprefix("hf:").partition("?")[0]
-                            if data[:3] == "hf:"
-                            else f"text:{data}",
-                            task_id=f"{name}_{length}",
-                            value=round(value.value, 6),
-                            notes=f"{about}; rope-ext-hf {__version__}",
-                        )
-                    )
+    for number, (run, key) in enumerate(runs, 1):
+        data, entries = _data_name(run), []
+        # a text that is no dataset of the Hub gets a name that none there can have
+        dataset = data.removeprefix("hf:").partition("?")[0] if data.startswith("hf:") else f"text:{data}"
+        for measure, length in ((each, length) for each in run.findings.ordered for length in each.lengths(key)):
+            value, text = _shown(measure, key, length)
+            if math.isfinite(value.value):
+                name = (measure.exponential or measure.name).replace(" ", "_")
+                notes = f"{run.findings.names[key]}, {text} over {value.items} items; rope-ext-hf {__version__}"
+                entries.append(EvalResultEntry(dataset, f"{name}_{length}", round(value.value, 6), notes=notes))
         text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
         write_text(folder / f"rope-ext-{run.kind.name.replace(' ', '-')}-{number}.yaml", text)
 

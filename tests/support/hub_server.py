@@ -36,7 +36,6 @@ MISSING_REVISION = (404, "RevisionNotFound", "Invalid rev id")
 MISSING_FILE = (404, "EntryNotFound", "Entry not found")
 NOT_SIGNED_IN = (401, "GatedRepo", "Access to this model is restricted. Please log in.")
 NO_TOKEN = (401, "", "Invalid username or password.")
-TAKEN = (409, "", "You already created this model repo")
 NOT_ADMITTED = (403, "GatedRepo", "Access to this model is restricted and you are not in the authorized list.")
 
 
@@ -249,8 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
             case ["api", "repos", "create"]:
                 asked = json.loads(self._body)
                 name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-                made = hub.make(name, private=asked["private"])
-                self._json({"url": f"{hub.endpoint}/{name}"}) if made else self._fail(*TAKEN)
+                made = hub.make(name, private=asked.get("visibility") == "private")
+                self._json({"url": f"{hub.endpoint}/{name}"}, status=200 if made else 409)
             case ["api", "models", owner, name, "preupload" | "commit" as action, "main"]:
                 self._upload(f"{owner}/{name}", action) if self._signed_in() else self._fail(*NO_TOKEN)
             case [_, _, "info", "lfs", "objects", "batch"]:
@@ -386,8 +385,8 @@ class _Handler(BaseHTTPRequestHandler):
         cut = None if fault is None else fault.cut
         self._answer(content[begin:end], {"Accept-Ranges": "bytes", **headers}, status=status, cut=cut)
 
-    def _json(self, value: Any) -> None:
-        self._answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: Any, *, status: int = 200) -> None:
+        self._answer(json.dumps(value).encode(), {"Content-Type": "application/json"}, status=status)
 
     def _fail(self, status: int, code: str, message: str, commit: str | None = None) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
