@@ -165,6 +165,9 @@ tables: .venv/ready
 gpu: .venv/ready
 	$(RUN)/python benchmarks/gpu.py --out docs/results/gpu.json; status=$$?; $(RUN)/python -m docs.make_figures && exit $$status
 
+# What is also measured at 32 times the context length.
+FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
+
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
@@ -172,8 +175,10 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS) $(FURTHER)
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS) $(FURTHER)
 	test -e build/bench/wide-heads-model/model.safetensors || $(RUN)/python benchmarks/train_reference.py --recipe wide-heads --device $(DEVICE) --out build/bench/wide-heads-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --longest 8 --spans 8 --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)
