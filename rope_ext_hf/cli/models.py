@@ -276,7 +276,7 @@ def patch(
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
-    publish.upload(out)
+    publish.upload(out, trust_remote_code=source.trust_remote_code)
 
 
 def write_patched(
@@ -298,7 +298,7 @@ def write_patched(
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
-        origin = made_from(model, revision=source.revision)
+        origin = made_from(model, **source.version)
         finish = partial(write_card, name=out.name, **origin)
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)

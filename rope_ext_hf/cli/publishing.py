@@ -43,7 +43,7 @@ class PublishOptions(Question):
             raise MethodError("nobody can be asked here whether to upload; give --yes")
         check_upload(self.push_to_hub, private=not self.public)
 
-    def upload(self, folder: Path) -> None:
+    def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
         """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about.
 
         Raises:
@@ -54,7 +54,7 @@ class PublishOptions(Question):
         from rope_ext_hf.downloads import upload
         from rope_ext_hf.serving.model_card import write_card
 
-        write_card(folder, name=self.push_to_hub)
+        write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
         kind = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
@@ -77,6 +77,9 @@ def card(
     base_model: Annotated[
         str | None, typer.Option(metavar="OWNER/NAME", help="The model on the Hub that it was made from.")
     ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
@@ -90,9 +93,9 @@ def card(
 
     publish.check()
     quiet_transformers()
-    written = write_card(folder, runs or (), base_model=base_model)
+    written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
     files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
     print_text(
         json_text([str(file) for file in files]) if as_json else "\n".join(f"written to {file}" for file in files)
     )
-    publish.upload(folder)
+    publish.upload(folder, trust_remote_code=trust_remote_code)

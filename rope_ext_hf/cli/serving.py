@@ -88,13 +88,13 @@ def extend(
             print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
         if runs:
             print_text(f"\n$ {command_line('card', plan.out, *(run.folder for run in runs))}")
-            print_text(f"  written to        {write_card(plan.out, runs)}")
+            print_text(f"  written to        {write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)}")
         serving = serving_config(plan.out, plan.engine)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:
         measured = verdict.to_dict() if verdict else None
         print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
-    publish.upload(Path(plan.out))
+    publish.upload(Path(plan.out), trust_remote_code=load.trust_remote_code)
 
 
 def advise(

@@ -86,4 +86,4 @@ def _carry_out(
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
-    publish.upload(out / "model")
+    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

@@ -61,14 +61,15 @@ class _Card:
     text: str
 
 
-def made_from(model: str | Path, *, revision: str | None = None) -> dict[str, Any]:
+def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
     """What `write_card` is told of a source by its name; of one on the Hub, its card and licence are downloaded.
 
     Raises:
         CheckpointError: no such model.
     """
     folder = model_folder(model, revision=revision)
-    return {"source": folder, "base_model": None if folder == Path(model_source(model)) else str(model)}
+    base_model = None if folder == Path(model_source(model)) else str(model)
+    return {"source": folder, "base_model": base_model, "trust_remote_code": trust_remote_code}
 
 
 def write_card(
@@ -79,6 +80,7 @@ def write_card(
     source: str | Path | None = None,
     base_model: str | None = None,
     about: str = "",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write the card of a model's folder, README.md, and its results by length into .eval_results.
 
@@ -92,6 +94,7 @@ def write_card(
             `folder` is continued.
         base_model: the Hub id of that model; default: the one that the card states.
         about: how it was made, in lines; they stay, as the text of the source does.
+        trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
         FileError: a card whose metadata cannot be read, a run of another model or without this method, or what the disk
@@ -103,8 +106,9 @@ def write_card(
     file, folder = Path(folder) / CARD, Path(folder).resolve()
     name = name or folder.name
     card = _read_card(folder if source is None else Path(source), own=source is None)
-    model, adapter = load_empty(folder), find_adapter(folder) is not None
-    given = list(_checked(folder, model, runs))
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    model, adapter = load_empty(folder, **trust), find_adapter(folder) is not None
+    given = list(_checked(folder, model, runs, **trust))
     measured = "".join(_measured_text(*each) for each in given) or card.measured
     specs = present_specs(model)
     values = dict(card.values)
@@ -114,7 +118,7 @@ def write_card(
     values.setdefault("library_name", "peft" if adapter else "transformers")
     if base_model is not None:
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
-    made = _made_text(folder, model, name, base_model or (None if source is None else Path(source).name))
+    made = _made_text(folder, model, name, base_model or (None if source is None else Path(source).name), **trust)
     text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + card.text
     own = f"{_BEGIN}\n{made}\n{_MEASURED}{measured}{_END}"
     head = ModelCardData(**values).to_yaml(original_order=list(values))
@@ -190,42 +194,38 @@ def _copy_licences(source: Path, folder: Path) -> None:
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------
 
 
-def _made_text(folder: Path, model: nn.Module, name: str, source: str | None) -> str:
+def _made_text(folder: Path, model: nn.Module, name: str, source: str | None, **trust: Any) -> str:
     described = describe(model)
     rows = [(key, text) for key, text in described.rows if key in _ROWS]
     rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
     origin = f"The weights come from {_plain(source)}. " if source else ""
     about = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
     loading = f"## How to load it\n\n{_loading(folder, model, name)}"
-    return "\n\n".join([about, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name)])
+    return "\n\n".join([about, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])
 
 
 def _loading(folder: Path, model: Any, name: str) -> str:
     """Code that loads the model: by plain transformers, where that loads it right."""
     import transformers
 
-    slots = patched_slots(model)
-    with_code = (folder / "modeling_rope_ext_hf.py").is_file()
-    plain = not slots or slots[0].state.encoding.loads_plainly
-    if find_adapter(folder) is None and (plain or with_code):
+    slots, with_code = patched_slots(model), (folder / "modeling_rope_ext_hf.py").is_file()
+    needed = "It needs the package `rope_ext_hf`.\n\n"
+    if find_adapter(folder) is None and (with_code or not slots or slots[0].state.encoding.loads_plainly):
         kinds = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
         found = (each for each in kinds if type(model.config) in getattr(transformers, each)._model_mapping)
-        loader = next(found, type(model).__name__)
-        code = ", trust_remote_code=True" if with_code else ""
-        return _code(
-            f"from transformers import {loader}\n\nmodel = {loader}.from_pretrained({json.dumps(name)}{code})", "python"
-        )
-    code = _code(f"import rope_ext_hf as rope\n\nmodel = rope.from_pretrained({json.dumps(name)})", "python")
-    return f"It needs the package `rope_ext_hf`; plain transformers would run another model.\n\n{code}"
+        loader, more = next(found, type(model).__name__), ", trust_remote_code=True" if with_code else ""
+        lines = (f"from transformers import {loader}", f"model = {loader}.from_pretrained({json.dumps(name)}{more})")
+        return (needed if with_code else "") + _code("\n\n".join(lines), "python")
+    return needed + _code(f"import rope_ext_hf as rope\n\nmodel = rope.from_pretrained({json.dumps(name)})", "python")
 
 
-def _serving(folder: Path, name: str) -> Iterator[str]:
+def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
     """What `serve-config` prints for each engine: that of the usual server, then the others, which a click opens."""
     shown, refused = dict[str, str](), dict[str, list[str]]()
     servers = [find_engine(each) for each in list_engines() if not find_engine(each).reference]
     for engine in sorted(servers, key=lambda engine: not engine.usual_server):
         try:
-            config = serving_config(folder, engine.name)
+            config = serving_config(folder, engine.name, **trust)
         except (CheckpointError, RopeExtError) as error:
             reason = one_line(error).replace(str(folder), name)
             refused.setdefault(reason, []).append(engine.label)
@@ -240,11 +240,10 @@ def _serving(folder: Path, name: str) -> Iterator[str]:
         ]
         with as_wide_as(CARD_COLUMNS):
             shown[engine.label] = _code(str(replace(named[-1], shorter=tuple(named[:-1]))), "sh")
-    first, *others = [*shown, ""]
-    if first:
-        yield f"## How to serve it\n\n{first}:\n\n{shown[first]}"
-    for each in filter(None, others):
-        yield f"<details><summary>{each}</summary>\n\n{shown[each]}\n\n</details>"
+    yield "## How to serve it"
+    for number, (engine_label, block) in enumerate(shown.items()):
+        folded = f"<details><summary>{engine_label}</summary>\n\n{block}\n\n</details>"
+        yield folded if number else f"{engine_label}:\n\n{block}"
     for reason, labels in refused.items():
         yield f"Not by {', '.join(labels)}: {_plain(reason)}"
 
@@ -252,7 +251,9 @@ def _serving(folder: Path, name: str) -> Iterator[str]:
 # --- what was measured ------------------------------------------------------------------------------------------------
 
 
-def _checked(folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path]) -> Iterator[tuple[Run[Any], str]]:
+def _checked(
+    folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path], **trust: Any
+) -> Iterator[tuple[Run[Any], str]]:
     """Each run with the results of the model and of its source as loaded alone, and the key of the model's method.
 
     Raises:
@@ -265,7 +266,7 @@ def _checked(folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path]) ->
         if not isinstance(given, Run):
             dtype = run.settings["dtype"] if run.settings["dtype"] in ("float32", "bfloat16", "float16") else "auto"
             if dtype not in digests:
-                digests[dtype] = model_digest(load_model(folder, dtype=dtype))
+                digests[dtype] = model_digest(load_model(folder, dtype=dtype, **trust))
             if digests[dtype] != run.settings.get("weights"):
                 raise FileError(f"{what} is of other weights than those in {str(folder)!r}")
         loaded = run.settings["loaded"]

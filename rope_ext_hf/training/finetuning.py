@@ -206,7 +206,7 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    origin = made_from(asked.model, revision=asked.revision)
+    origin = made_from(asked.model, **asked.source)
     return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base, origin)
 
 

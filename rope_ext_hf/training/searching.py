@@ -127,7 +127,7 @@ def _answer(
     progress: Progress,
 ) -> SearchReport:
     target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
-    origin = made_from(asked.model, revision=asked.revision)
+    origin = made_from(asked.model, **asked.source)
     targets = scored_tokens(context)
     settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods(rotary)), "targets": targets}
     searched, held_out = split_texts(asked, tokenizer, 2)
