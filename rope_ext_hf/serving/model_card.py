@@ -299,13 +299,13 @@ def _measured_text(run: Run[Any], key: str) -> str:
     for measure in known.ordered:
         compared = key != known.loaded and bool(measure.lengths(known.loaded))
         head = ("tokens", f"{measure.exponential or measure.name} [95% interval]")
-        rows = [(*head, "as loaded", f"the {measure.name}, compared") if compared else head]
+        rows = [[*head, *(["as loaded", f"the {measure.name}, compared"] if compared else [])]]
         for length in measure.lengths(key):
             row = [f"{length:,}", _shown(measure, key, length)[1]]
             if compared and known.loaded in measure.measured(length):
                 change = known.change(measure, (key, length), (known.loaded, length))
                 row += [_shown(measure, known.loaded, length)[1], str(change)]
-            rows.append((*row, *[""] * (len(rows[0]) - len(row))))
+            rows.append(row + [""] * (len(rows[0]) - len(row)))
         parts.append(_table(rows))
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
     how = f"{run.kind.items}: {len(settings['items'])}, in {settings['dtype']} on {settings['device']}; {versions}."

@@ -344,8 +344,8 @@ def test_patching_a_folder(bundled: Path, tmp_path: Path) -> None:
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    card = ModelCard.load(new / "README.md")
-    assert card.data.library_name == "peft"
+    card: Any = ModelCard.load(new / "README.md")
+    assert card.data.to_dict()["library_name"] == "peft"
     assert 'rope.from_pretrained("new")' in card.text
     assert "is an adapter of PEFT, without a config of its own" in card.text  # no engine serves it
     rest = {key: value for key, value in settings_of(bundled).items() if key != ADAPTER_KEY}

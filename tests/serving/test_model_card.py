@@ -74,7 +74,7 @@ def measured(source: Path) -> Path:
     return kept.folder
 
 
-def card_of(folder: Path) -> ModelCard:
+def card_of(folder: Path) -> Any:
     return ModelCard.load(folder / CARD)
 
 
@@ -105,8 +105,8 @@ def test_the_part_written_here_is_replaced_and_nothing_else(longer: Path, tmp_pa
     assert card_of(folder).text == before.replace("# longer", "# named").replace("longer", "named").replace(
         "The weights come from source. ", "The weights come from some/model. "
     )
-    assert card_of(folder).data.base_model == "some/model"
-    assert card_of(folder).data.base_model_relation == "finetune"
+    values = card_of(folder).data.to_dict()
+    assert (values["base_model"], values["base_model_relation"]) == ("some/model", "finetune")
 
 
 BROKEN = {
@@ -129,7 +129,7 @@ def test_broken_metadata_cost_one_sentence(head: str, source: Path, tmp_path: Pa
     assert code == 0
     assert len(err.splitlines()) == 1
     assert "the metadata at the beginning of" in err
-    assert card_of(out).data.license is None
+    assert "license" not in card_of(out).data.to_dict()
     assert card_of(out).text.endswith("# Text\n")
     with pytest.raises(FileError, match="correct them, or remove the file"):
         write_card(broken)

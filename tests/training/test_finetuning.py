@@ -35,6 +35,7 @@ from rope_ext_hf.training import finetune
 from rope_ext_hf.training.finetuning import FinetuneReport, _Run
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
+from tests.support.commands import run as command
 from tests.support.forks import kill_when
 from tests.support.inputs import write_inputs, write_model
 from tests.support.models import TRAINED, logits, tokens
@@ -92,8 +93,8 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
 def check_card(folder: Path, report: FinetuneReport) -> None:
     """The card has the report and the results of the trained model, and its run is known to be of these weights."""
-    card = ModelCard.load(folder / "README.md")
-    assert card.data.tags == ["rope", "long-context", "yarn"]
+    card: Any = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict()["tags"] == ["rope", "long-context", "yarn"]
     assert card.text.startswith("\n<!-- rope-ext: card -->\n# run\n")
     assert "vllm serve run" in card.text
     with as_wide_as(CARD_COLUMNS):
@@ -103,7 +104,7 @@ def check_card(folder: Path, report: FinetuneReport) -> None:
     losses = {entry.task_id.removeprefix("perplexity_"): math.log(entry.value) for entry in entries}
     assert losses == {length: pytest.approx(loss, abs=1e-5) for length, loss in report.losses["trained"].items()}
     runs = [each.parent for each in (folder.parent / "measured").glob("*/run.json")]
-    taken = [run_of for run_of in runs if run("card", folder, run_of)[0] == 0]
+    taken = [run_of for run_of in runs if command("card", folder, run_of)[0] == 0]
     assert len(taken) == 1  # the other models that were measured have other weights, or no patch
     assert {f"{n}": each.loss for each in read_run(taken[0]).results if (n := each.length)} == report.losses["trained"]
 
@@ -138,7 +139,7 @@ def test_a_training_is_logged_with_losses_by_length(
 
 def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) -> None:
     assert find_spec("wandb") is None
-    command = (
+    asked = (
         "finetune",
         small,
         "--method",
@@ -151,9 +152,9 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
         "stdlib",
         "--train-all",
     )
-    code, _, err = run(*command, "--out", tmp_path / "run", "--report-to", "wandb")
+    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandb")
     assert (code, err) == (2, "rope-ext: report_to='wandb' needs its package: pip install wandb\n")
-    code, _, err = run(*command, "--out", tmp_path / "run", "--report-to", "wandbb")
+    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandbb")
     assert code == 2
     assert "--report-to must be 'none' or 'tensorboard' or 'trackio' or 'wandb', got 'wandbb'" in err
     assert not (tmp_path / "run").exists()
