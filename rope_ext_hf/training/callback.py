@@ -142,7 +142,9 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
         losses = {f"loss_at_{result.length}": result.loss for result in results}
         if self.trainer is not None:
+            due = self.trainer.control.should_log
             self.trainer.log(losses)
+            self.trainer.control.should_log = due  # what is logged counts as the loss of this step, too
         else:
             state.log_history.append({"step": state.global_step, **losses})
 
