@@ -291,5 +291,5 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
 
 
 def _left_out(name: Path) -> bool:
-    apart = ("config.json", "README.md", "__init__.py")
+    apart = ("config.json", "README.md", "__init__.py", "run.yaml")
     return name.name in apart or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)

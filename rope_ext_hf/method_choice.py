@@ -1,6 +1,6 @@
 """Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
 
-choice = MethodChoice(method=["yarn", "ntk"], factor="4,8")
+    choice = MethodChoice(method=["yarn", "ntk"], factor="4,8")
 
 `rope_ext_hf.patches.choosing` makes methods of it. Nothing here imports torch, so that --help answers at once.
 """
@@ -82,12 +82,14 @@ class MethodChoice(Question):
         parse=_factors,
         repeated=True,
         metavar="NUMBERS",
+        instead_of=("target_length",),
     )
     target_length: int | Any | None = asked(
         None,
         "The extended length in tokens, e.g. 32k. An alternative to --factor.",
         parse=parse_length,
         metavar="TOKENS",
+        instead_of=("factor",),
     )
     over: str = asked(
         "own",

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from docs import links, make_figures
+from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,15 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     assert f"\nversion: {__version__}\n" in read("CITATION.cff")
     assert f"\n## {__version__} " in read("CHANGELOG.md")
+
+
+def test_contributing_lists_the_changes_that_are_tried() -> None:
+    table = read("CONTRIBUTING.md").split("| change | file | what is written |\n")[1].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[1:]]
+    assert [row[0].removeprefix("| ") for row in rows] == [change.title for change in CHANGES]
+    for (_, file, _), change in zip(rows, CHANGES, strict=True):
+        assert re.fullmatch(file.strip("`").replace("NAME", r"[\w-]+"), change.file), change.title
+    assert len(rows) >= 30
 
 
 # --- the table of README.md: what a config entry does alone ---------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from docs.figures.measurements import NAMES, factor_lines, rows_by_setting
 from docs.figures.reference_model import retrieval_cells
-from docs.figures.registry import FIGURES, ROOT, last_line, markdown_table
+from docs.figures.registry import FIGURES, ROOT, markdown_table, rows_of
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.guidance import Guidance
@@ -37,7 +37,7 @@ def _cost(name: str, guidance: Guidance) -> str:
     from rope_ext_hf.methods.guidance import NOTHING
 
     cost = "a token takes as long as before" if guidance.decode == NOTHING else guidance.decode
-    rows = {row["what"]: row for row in last_line("attention")["rows"] if (row["way"], row["tokens"]) == (name, LONG)}
+    rows = {what: row for (what,), row in rows_of("attention", "what", way=name, tokens=LONG).items()}
     if not rows:
         return cost
     prefill, decode = rows["prefill"], rows["decode"]

@@ -50,7 +50,7 @@ def advise(
     target_length: Length,
     *,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     batches: Sequence[int] = (1, 8),
     reads_to: int | None = None,
     revision: str | None = None,
@@ -73,7 +73,7 @@ def advise(
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
-    target_length = parse_length(target_length)
+    target_length, context_length = parse_length(target_length), parse_length(context_length)
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
     for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
         whole(name, value, 1, MOST_TOKENS)
@@ -165,7 +165,7 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     """
 
     servers = list_engines().keys() - {_OWN_PROCESS}
-    served = [each for each in methods if any(each.engines.get(name) for name in servers)]
+    served = [each for each in methods if any(map(each.engines.get, servers))]
     possible = [each for each in methods if each.kind]
     helping = [each for each in possible if each.fits]
     chosen: dict[str, tuple[str, ...]] = {}
@@ -241,7 +241,7 @@ class _Planner:
             never = "not measured" if reach == "not measured" else f"not measured at this length; helped {reach}"
             return guidance.unmeasured or never
         if models := helped(rises):
-            return f"helped at this length on the {' and the '.join(model.name for model in models)}"
+            return f"helped at this length on the {' and the '.join([model.name for model in models])}"
         return f"helped none of the small models that were measured ({len(rises)})"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:

@@ -257,12 +257,13 @@ class RopeMethod(ABC):
             given = value is not None or item.default is not None
             if fits is not None and not fits(value) and given:
                 raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
+            if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
-            if is_number(value) and value < (least := self.least.get(item.name, -math.inf)):
+            number = isinstance(value, (int, float))
+            if number and value < (least := self.least.get(item.name, -math.inf)):
                 raise MethodError(f"{self.name}: {item.name} must be at least {least}, got {value:g}")
-            if item.name in self.above_zero and is_number(value) and value <= 0:
+            if item.name in self.above_zero and number and value <= 0:
                 raise MethodError(f"{self.name}: {item.name} must be above 0, got {value:g}")
             allowed = self.choices.get(item.name)
             if allowed and given and value not in allowed:
@@ -275,7 +276,7 @@ class RopeMethod(ABC):
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
         """Whether the method has a factor when its other parameters are these."""
-        return any(item.name == "factor" for item in fields(cls))
+        return "factor" in cls.__dataclass_fields__
 
     @property
     def length_dependent(self) -> bool:

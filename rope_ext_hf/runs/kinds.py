@@ -28,7 +28,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.journal import Cell, Layout, Value
+from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
 from rope_ext_hf.terminal import table_text, wrapped
@@ -288,8 +288,9 @@ class RunKind(ABC):
         """The table of a run with at least one result."""
 
     def chart(self, run: Run[Any]) -> Chart | None:
-        """A run with at least one result as a chart; None: this kind of run has none."""
-        return None
+        """A run with at least one result as a chart: of its first measure; None: this kind of run has none."""
+        measures = self.measures(run)
+        return run.findings.chart(measures[0]) if measures else None
 
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
         """What this run says of each method at each length; conclusions follow from it."""
@@ -363,13 +364,13 @@ class Measurement(ABC):
         """
 
     @property
-    def layout(self) -> Layout:
+    def contents(self) -> RunContents:
         """Items and cells of a complete run."""
         counts: dict[Cell, int] = {}
         for item in range(len(self.items)):
             for cell in self.cells(item):
                 counts[cell] = counts.get(cell, 0) + 1
-        return Layout(tuple(self.items), dict(sorted(counts.items())))
+        return RunContents(tuple(self.items), dict(sorted(counts.items())))
 
 
 @dataclass(frozen=True)
@@ -444,8 +445,9 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
     results: dict[Any, Any] = {}
     for run in runs:
         taken = set(results)
-        for result in run.results:  # a cell of passkey and tasks is a length and a depth or a task
-            place = (method_key(result.method), result.length, getattr(result, "depth", getattr(result, "task", None)))
+        for result in run.results:  # a cell is a length alone, or with a depth, a distance or a task
+            further = (getattr(result, name, None) for name in ("depth", "distance", "task"))
+            place = (method_key(result.method), result.length, *further)
             if place not in taken:
                 results[place] = result
     return list(results.values())

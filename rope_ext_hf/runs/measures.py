@@ -20,9 +20,6 @@ from torch import Tensor
 
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share, estimate_share_change, resample
 
-_Cell = tuple[str, int]
-"""The key of a method, and a context length."""
-
 
 class EffectiveLength(NamedTuple):
     """Up to which length a model reads well, in tokens, with its 95% interval over prompts; 0: at none."""
@@ -40,8 +37,9 @@ class Evidence(IntEnum):
 
     ANSWERS = 1
     RETRIEVAL = 2
-    KEY_TOKENS = 3
-    LOSS = 4
+    GAIN = 3
+    KEY_TOKENS = 4
+    LOSS = 5
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Measure:
         kind_of_item: in words, in the singular.
         reaches: effective lengths by method key, where the kind of run has them.
         threshold: the value that they are measured by.
-        chance: the value by luck, of shares.
+        chance: the value by luck, of shares and gains.
         least: documents or prompts that it takes to decide anything.
         rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
         exponential: what the exponential of a loss is called, such as perplexity; empty: it has no name.
@@ -93,7 +91,8 @@ class Measure:
         if fewest < self.least:
             return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {self.least} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
-        if not self.chance and any(value for row in self.items.values() for some in row.values() for value, _ in some):
+        lucky = self.chance or not self.shares
+        if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):
             return ""
         level = 1 - 0.025 / len(cells)
         if not self.higher_is_better or any(
@@ -129,8 +128,8 @@ class Measure:
             return math.fsum(a / b for a, b in zip(sums, weights, strict=True)) / len(sums)
         return math.fsum(sums) / math.fsum(weights)
 
-    def change(self, one: _Cell, other: _Cell) -> Estimate | None:
-        """How much higher the value of one method and length is than that of another, paired by item.
+    def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
+        """How much higher the value of one method's key and length is than that of another, paired by item.
 
         None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses
         is finite.

@@ -42,6 +42,7 @@ from rope_ext_hf.runs.journal import (
 from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
 from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.workers import Workers
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class _Job:
 
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
         """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
-        measurement, layout = self.plan.measurement, self.plan.measurement.layout
+        measurement, contents = self.plan.measurement, self.plan.measurement.contents
         settings = (
             provenance(self.model, self.plan.data)
             | self.plan.reader
@@ -150,9 +151,9 @@ class _Job:
                 "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints().items()},
                 "loaded": self.loaded,
                 "setting": asdict(measurement.setting),
-                "items": list(layout.items),
-                "cells": [list(cell) for cell in layout.counts],
-                "per_cell": list(layout.counts.values()),
+                "items": list(contents.items),
+                "cells": [list(cell) for cell in contents.counts],
+                "per_cell": list(contents.counts.values()),
                 "tokens": sum(measurement.passes),
             }
         )
@@ -202,6 +203,7 @@ def carry_out(
     out: str | Path | None = None,
     workers: Workers | None = None,
     progress: Progress | None = None,
+    file: RunFile | None = None,
 ) -> Run[Any]:
     """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
 
@@ -211,6 +213,7 @@ def carry_out(
         out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
         workers: the processes that share the run; default: this one alone.
         progress: told what happens.
+        file: what was asked, which the run's folder keeps.
 
     Returns:
         The run, with the results of these methods; complete where the workers waited for each other.
@@ -231,7 +234,7 @@ def carry_out(
             shown.reading(scorer.reading)
             job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
             kind = run_kind(measurement.kind)
-            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
+            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.contents, records))
         settings = check_settings(json.loads(json.dumps(settings)))
         workers.agree(_in_words(settings, job))
         folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
@@ -243,6 +246,8 @@ def carry_out(
             with disk_errors(folder):
                 workers.agree({"the folder of --out": str(folder.stat().st_ino)})  # its number is the same everywhere
             _write_settings(folder, settings)
+            if file is not None and workers.rank == 0:
+                file.write(folder, beside_others=True)
             _add_to_folder(job, folder, workers, shown)
             workers.agree()
             run = read_run(folder)
@@ -254,7 +259,7 @@ def carry_out(
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
-    records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
+    records = read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
     if workers.together:  # also: nobody writes before all have read
         workers.agree({"what was measured before": _short(sorted(done))})

@@ -38,9 +38,11 @@ def rows(config: dict[str, Any]) -> dict[str, Any]:
 def test_audit_finds_what_engines_ignore() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     extended = BASE | {"max_position_embeddings": 131072, "rope_scaling": yarn | {"type": "yarn"}}
-    assert audit_config(extended).agrees
+    assert [name for name, report in rows(extended).items() if report.differs] == ["tensorrt-llm"]
+    assert "floor(p / 2)" in rows(extended)["tensorrt-llm"].differs
+    assert audit_config(extended).agrees  # nobody ran that engine
     short = rows(BASE | {"rope_scaling": yarn})  # ExLlamaV3 divides max_position_embeddings by the original length
-    assert [name for name, report in short.items() if report.differs] == ["exllamav3"]
+    assert [name for name, report in short.items() if report.differs] == ["exllamav3", "tensorrt-llm"]
     assert short["exllamav3"].computed.notes == (
         "yarn: the factor is 1, max_position_embeddings over the original length.",
     )
@@ -74,15 +76,12 @@ def test_layers_without_rope_are_named() -> None:
 
 
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:
-    linear = {"type": "linear", "rope_type": "linear", "factor": 4.0}
-    coder = {"model_type": "llama", "head_dim": 128, "rope_theta": 100000, "rope_scaling": linear}
-    extended = rows(coder | {"max_position_embeddings": 16384})  # deepseek-coder: 16,384 tokens, by its model card
+    extended = rows(published_config("deepseek-coder"))  # for 16,384 tokens, by its model card
     assert extended["vllm"].differs == (
         "it would serve 65,536 tokens, and the model is for 16,384: the factor is applied twice"
     )
     assert extended["mlx"].differs is None
-    vicuna = coder | {"rope_theta": 10000.0, "max_position_embeddings": 4096}  # its length times the factor
-    assert audit_config(vicuna).agrees
+    assert audit_config(published_config("vicuna-7b-16k")).agrees  # whose length times the factor is 16,384
     phi = published_config("Phi-3")
     assert rows(phi)["vllm"].differs.startswith("for short inputs its frequencies differ")
 

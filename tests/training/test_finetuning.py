@@ -27,12 +27,13 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.training import finetune
-from rope_ext_hf.training.finetuning import FinetuneReport, _Run
+from rope_ext_hf.training.finetuning import FinetuneReport, _FinetuningRun
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
 from tests.support.commands import run as command
@@ -327,7 +328,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _Run(asked, Path("c"), print, tokenizer, [], [], 64, 256, None)
+    run = _FinetuningRun(asked, Path("c"), print, tokenizer, [], [], 64, 256, None, RunFile("finetune", "a", {}))
     measured = {"as loaded": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
