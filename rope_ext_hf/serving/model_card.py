@@ -227,7 +227,7 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
         try:
             config = serving_config(folder, engine.name, **trust)
         except (CheckpointError, RopeExtError) as error:
-            reason = one_line(error).replace(str(folder), name)
+            reason = " ".join(str(error).split()).replace(str(folder), name)
             refused.setdefault(reason, []).append(engine.label)
             continue
         named = [
