@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
@@ -63,7 +64,7 @@ class Collected:
 
 
 def collect(
-    client: Client, model: str | Path | None, lengths: Sequence[int] | None, data: str, source: Mapping[str, Any]
+    client: Client, model: str | Path | None, lengths: Sequence[Length] | None, data: str, source: Mapping[str, Any]
 ) -> Collected:
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
@@ -71,6 +72,7 @@ def collect(
         ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
         CheckpointError, CorpusError: as other functions raise them.
     """
+    lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]
     made = Collected(client.title, [], stated=client.stated(), text=text)
     cut: Callable[[str], list[int]] = partial(client.tokens, special=False)
