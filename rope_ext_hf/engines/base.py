@@ -74,7 +74,7 @@ class Target:
     notes: tuple[str, ...] = ()
     remapping: str | None = None
 
-    @property
+    @functools.cached_property
     def model_type(self) -> str:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
@@ -232,7 +232,7 @@ class Engine(ABC):
 
     def checked(self, model_type: str) -> str:
         """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
-        return next((how for how in ("run", "classes") if model_type in self.table[how]), "read")
+        return ([how for how in ("run", "classes") if model_type in self.table[how]] or ["read"])[0]
 
     def tried(self) -> bool:
         """Whether any family was run in it, or computed by its own classes."""
