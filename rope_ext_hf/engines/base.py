@@ -232,7 +232,9 @@ class Engine(ABC):
 
     def checked(self, model_type: str) -> str:
         """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
-        return ([how for how in ("run", "classes") if model_type in self.table[how]] or ["read"])[0]
+        if model_type in self.table["run"]:
+            return "run"
+        return "classes" if model_type in self.table["classes"] else "read"
 
     def tried(self) -> bool:
         """Whether any family was run in it, or computed by its own classes."""

@@ -22,7 +22,7 @@ from rope_ext_hf.engines.base import (
     reference_engine,
     runs_otherwise,
 )
-from rope_ext_hf.engines.llama_cpp import file_computes
+from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
@@ -242,7 +242,7 @@ def _audit_gguf(path: Path) -> Audit:
     if not path.is_file():
         raise CheckpointError(f"no such file: {str(path)!r}")
     file = read_file_rope(path)
-    engine = next(each for each in list_engines().values() if each.file_suffix == path.suffix)
+    engine = next(each() for each in list_engines().values() if each.file_suffix == path.suffix)
     computed, differs, unknown = None, None, None
     try:
         computed = file_computes(file)
@@ -250,5 +250,7 @@ def _audit_gguf(path: Path) -> Audit:
         unknown = one_line(error)
     except (RopeExtError, ArithmeticError) as error:  # numbers of any size
         differs = f"cannot be served: {one_line(error)}"
-    report = _EngineReport(engine.name, engine.version, computed, differs, unknown)
+    families = [name for name, (architecture, _) in ARCHITECTURES.items() if architecture == file.architecture]
+    caveats = [engine.caveat(name) for name in families]
+    report = _EngineReport(engine.name, engine.version, computed, differs, unknown, min(caveats, default=()))
     return Audit(str(path), (report,), computed.notes if computed else ())
