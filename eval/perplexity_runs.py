@@ -225,7 +225,8 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
 
     Nats per token with a 95% interval, paired by document; None where either was not measured.
     """
-    at = {method_key(result.method): result for result in run.results if result.length == run.context_length}
+    length = run.context_length
+    at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
     return difference(changed, plain) if plain and changed and changed is not plain else None
 

@@ -77,7 +77,7 @@ class Target:
     notes: tuple[str, ...] = ()
     remapping: str | None = None
 
-    @property
+    @functools.cached_property
     def model_type(self) -> str:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
