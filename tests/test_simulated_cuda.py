@@ -260,13 +260,13 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
     "dynamic-ntk": (41, 44, 69),
     "dynamic-ntk even": (40, 40, 46),
     "dynamic-yarn": (41, 44, 98),
-    "rerope": (47, 50, 68),
-    "leaky-rerope": (47, 50, 60),
-    "self-extend": (47, 50, 70),
-    "stairs": (56, 58, 63),
-    "dca": (52, 54, 78),
-    "dynamic-self-extend": (47, 49, 87),
-    "jet-long": (46, 48, 67),
+    "rerope": (47, 50, 69),
+    "leaky-rerope": (47, 50, 61),
+    "self-extend": (47, 50, 71),
+    "stairs": (56, 58, 64),
+    "dca": (52, 54, 79),
+    "dynamic-self-extend": (47, 49, 88),
+    "jet-long": (46, 48, 68),
 }
 
 
