@@ -10,6 +10,7 @@ from rope_ext_hf.advice.reported import Reported
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
+from rope_ext_hf.serving.gpu_memory import GPUMemory
 from rope_ext_hf.terminal import line_width, text_table, wrapped
 
 _SERVE = "serve with "
@@ -85,6 +86,7 @@ class Advice:
         commands: the commands to run next, by their goal.
         notes: further remarks.
         reported: what papers report of the methods that helped, on models of this type, or of any where there is none.
+        on_gpus: what fits on the GPUs of a server, at the target length; None: they are not stated.
     """
 
     model: str
@@ -102,6 +104,7 @@ class Advice:
     commands: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     reported: tuple[Reported, ...] = ()
+    on_gpus: GPUMemory | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -127,6 +130,8 @@ class Advice:
             lines += ["", "by others, and not measured here"]
             lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
         lines += ["", _memory_table(self.memory)]
+        if self.on_gpus is not None:
+            lines += ["", *(wrapped(sentence) for sentence in self.on_gpus.sentences)]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
                 lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]

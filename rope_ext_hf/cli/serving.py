@@ -26,6 +26,7 @@ from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
+from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def extend(
         if not written:
             print_text(f"\n$ {plan.commands['patch']}")
             print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
-        serving = serving_config(plan.out, plan.engine)
+        serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{as_text(serving)}")
     if as_json:
         measured = verdict.to_dict() if verdict else None
@@ -91,6 +92,7 @@ def extend(
 def advise(
     model: Model,
     source: SourceOptions,
+    server: GPUServer,
     target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
     batch: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Inputs at a time that memory is computed for, e.g. 1,8.")
@@ -126,6 +128,7 @@ def advise(
         context_length=stated,
         batches=[int(number) for number in batches],
         reads_to=None if need is None else reach_in(need, model, revision=source.revision),
+        server=server,
         **source.version,
     )
     print_text(json_text(advice.to_dict()) if as_json else str(advice))
@@ -135,6 +138,7 @@ def serve_config(
     model: Model,
     methods: PatchChoice,
     source: SourceOptions,
+    server: GPUServer,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: _Version = None,
     plugin: Annotated[
@@ -151,7 +155,7 @@ def serve_config(
     from rope_ext_hf.serving.configs import as_text
 
     methods.check_single()
-    config = _configure(model, methods, source, engine, engine_version, plugin=plugin)
+    config = _configure(model, methods, source, engine, engine_version, plugin=plugin, server=server)
     print_text(json_text(config.to_dict()) if as_json else as_text(config))
 
 
@@ -164,7 +168,10 @@ def check_server(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="LENGTHS", help="Of prompts. Default: half the context length, to the extended length."),
+        typer.Option(
+            metavar="LENGTHS",
+            help="Of prompts. Default: half the context length, to the extended length or ten minutes each.",
+        ),
     ] = None,
     data: Annotated[str, typer.Option(metavar="TEXT", help="What prompts are cut from, as for ppl.")] = "stdlib",
     served_name: Annotated[
@@ -274,8 +281,7 @@ def _configure(
     source: SourceOptions,
     engine: str,
     version: str | None,
-    *,
-    plugin: bool = False,
+    **how: Any,
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
@@ -284,7 +290,7 @@ def _configure(
         model,
         engine,
         engine_version=version,
-        plugin=plugin,
+        **how,
         **source.version,
         **methods.arguments_of_patch,
     )

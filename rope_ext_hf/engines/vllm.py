@@ -71,6 +71,9 @@ class VLLM(OverridingEngine):
         "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
         "folder of its own."
     )
+    on_gpus = (
+        "--tensor-parallel-size {gpus} --kv-cache-dtype {keys} --max-num-seqs {inputs} --gpu-memory-utilization {share}"
+    )
     usual_server = True
     version = "0.33.0"
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")

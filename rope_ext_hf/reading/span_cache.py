@@ -7,7 +7,7 @@ cache.restore(state)                 # goes back to them, as often as wanted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache as remembered
 from typing import Any
 
@@ -95,6 +95,9 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
             whatever the config says of them: see `safe_windows`.
 
+    Attributes:
+        stored: what keys and values become before they are kept, e.g. rounded; None: they are kept as they are.
+
     Raises:
         NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
     """
@@ -107,6 +110,7 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
         self.capacity, self.offload = capacity, offload
+        self.stored: Callable[[Tensor], Tensor] | None = None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == SLIDING}
         self.layers: list[Any] = [
@@ -133,6 +137,8 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated = layer_idx
+        if self.stored is not None:
+            key_states, value_states = self.stored(key_states), self.stored(value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def see(self, reach: int | None) -> None:
