@@ -166,7 +166,8 @@ def in_order(values: dict[str, float], models: Any) -> str:
 
 @pytest.mark.parametrize("times", [2, 4, 8, 16])
 @of_model("Mistral-7B")
-def test_advice_is_what_was_measured(folder: Path, times: int) -> None:
+def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # as in a pipe: the numbers of a row stay on one line
     measured = rises()
     assert {"bundled model", "docstring model"} <= set(measured)
     advice = rope.advise(folder, times * 32 * K)
