@@ -286,13 +286,10 @@ MISTAKES = (
     Mistake("with no scaling at all", Measured("Llama, trained under llama3"), PLAIN, KEYS),
     Mistake("with the frequencies of long inputs for all", Measured("Phi-3"), None, LONGROPE_KEYS, LISTS),
     Mistake("", YARN, YARN4, YARN4_KEYS, other_pairing=True),
-)
-SLIGHT = MAGNITUDE * math.sqrt(1.01)
-MISTAKES += (
     Mistake(
         "with a softmax scale 1% too large",
         Measured("Llama", "yarn", strict=True),
-        YARN4 | {"attention_factor": SLIGHT},
+        YARN4 | {"attention_factor": MAGNITUDE * math.sqrt(1.01)},
         YARN4_KEYS | {"rope.scaling.attn_factor": math.sqrt(1.01)},
     ),
 )

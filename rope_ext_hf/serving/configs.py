@@ -111,10 +111,9 @@ def serving_config(
         if config.overrides and isinstance(method, str) and not isinstance(model, nn.Module) and len(targets) == 1:
             asked = {"method": method, "factor": factor, "target_length": target_length, **params, "revision": revision}
             asked |= {"over": over if over != "own" else None, "context_length": context_length}
-            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked))
-        by_folder = tuple(" ".join((line, *options)) if line[:8] != "rope-ext" else line for line in config.by_folder)
-        config = replace(config, command=(*config.command, *options), by_folder=by_folder)
-        configs.append(replace(config, notes=(*config.notes, *target.notes, *remarks)))
+            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked, options))
+        command = (*config.command, *options)
+        configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
     if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {chosen.drafts}",) if chosen.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
@@ -139,8 +138,10 @@ def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) ->
     return target, gpu_memory(model, target.length, server, kv_bits=kv_bits)
 
 
-def _by_folder(engine: Engine, target: Target, model: str, asked: dict[str, Any]) -> tuple[str, ...]:
-    """The commands that write a patched folder and serve it, where the engine needs no overrides for that."""
+def _by_folder(
+    engine: Engine, target: Target, model: str, asked: dict[str, Any], options: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The commands that write a patched folder and serve it with options, where the engine needs no overrides."""
     folder, stated = f"{Path(model).name}-{target.length}", json.loads(json.dumps(target.patched))
     try:
         config = engine.config_for(replace(target, model=folder, config=stated, patched=stated))
@@ -148,7 +149,7 @@ def _by_folder(engine: Engine, target: Target, model: str, asked: dict[str, Any]
         return ()
     if config.overrides is not None or not config.command:
         return ()
-    return command_line("patch", model, **asked, out=folder), shlex.join(config.command)
+    return command_line("patch", model, **asked, out=folder), shlex.join((*config.command, *options))
 
 
 def _as_saved(target: Target) -> Target | None:

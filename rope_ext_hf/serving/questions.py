@@ -15,7 +15,9 @@ class GPUServer(Question):
 
     PANEL = "GPUs of the server"
 
-    gpus: int | None = asked(None, "GPUs of the server; its options are computed to fit.", least=1, most=4096)
+    gpus: int | None = asked(
+        None, "GPUs of the server; its options are computed to fit.", least=1, most=4096, metavar="N"
+    )
     gpu_memory: int | Any = asked(
         80 * 10**9, "Memory of each, e.g. 80GB or 80GiB.", parse=parse_bytes, show=lambda size: f"{size / 1e9:.10g}GB",
         least=1, most=MOST_TOKENS, metavar="SIZE",

@@ -20,6 +20,7 @@ from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.hub import empty_model
 from rope_ext_hf.reading.cache_memory import cached_bytes
 from rope_ext_hf.serving.gpu_memory import gpu_memory, weight_bytes
+from tests.support.wrapped_text import unwrapped
 
 K = 1024
 GIB = 2**30
@@ -227,13 +228,13 @@ def test_a_model_as_published_is_served_as_far_as_it_fits(folder: Path) -> None:
 def test_advise_and_extend_take_the_gpus_too(folder: Path, tmp_path: Path) -> None:
     eight = rope.advise(folder, 512 * K, server=rope.GPUServer(gpus=8))
     assert eight.on_gpus is not None
-    assert "7 at a time" in str(eight)
+    assert "7 at a time" in unwrapped(eight)
     configure, start = eight.commands["serve with vllm"]
     assert served(configure, "--gpus") == served(start, "--tensor-parallel-size") == "8"
     assert "--gpus" not in " ".join(eight.commands["serve with llama.cpp"])
     small: dict[str, Any] = {"gpus": 1, "gpu_memory": "24GB"}
     none = rope.advise(folder, 512 * K, server=rope.GPUServer(**small))
-    assert "does not fit" in str(none)
+    assert "does not fit" in unwrapped(none)
     assert len(none.commands["serve with vllm"]) == 1  # the command that says so, and none to start it with
     plan = plan_extension(str(folder), Extending(target_length="512k", gpus=2))
     assert served(plan.commands["serve-config"], "--gpus") == "2"
@@ -243,4 +244,4 @@ def test_advise_and_extend_take_the_gpus_too(folder: Path, tmp_path: Path) -> No
     printed = CliRunner().invoke(app, ["serve-config", str(folder), *given])
     assert printed.exit_code == 0, printed.output
     assert "--tensor-parallel-size 2" in printed.output
-    assert "2 GPUs of 42.9 GB: 4." in printed.output
+    assert "2 GPUs of 42.9 GB: 4." in unwrapped(printed.output)
