@@ -62,7 +62,7 @@ build/kernels/ready: constraints.txt
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
-# What CONTRIBUTING.md says is one file, added to a copy of the tree, whose tests then pass.
+# The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 
@@ -166,6 +166,9 @@ tables: .venv/ready
 gpu: .venv/ready
 	$(RUN)/python benchmarks/gpu.py --out docs/results/gpu.json; status=$$?; $(RUN)/python -m docs.make_figures && exit $$status
 
+# What is also measured at 32 times the context length.
+FURTHER := --longest 32 --factors 32 --methods yarn,mrrope,rerope,self-extend,dynamic-self-extend,jet-long,dca
+
 # Some hours, most of them training: every benchmark, one JSON line each onto $(RESULTS). DEVICE=cuda measures a GPU.
 bench: .venv/ready
 	$(RUN)/rope-ext demo --device $(DEVICE) --out build/bench/demo
@@ -173,8 +176,10 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/intervals.py --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --out $(RESULTS) $(FURTHER)
 	$(RUN)/python benchmarks/docstring_model.py --device $(DEVICE) --folder build/bench/docstring-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS)
+	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --out $(RESULTS) $(FURTHER)
 	test -e build/bench/wide-heads-model/model.safetensors || $(RUN)/python benchmarks/train_reference.py --recipe wide-heads --device $(DEVICE) --out build/bench/wide-heads-model
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --longest 8 --spans 8 --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)

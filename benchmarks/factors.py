@@ -3,10 +3,11 @@
     python benchmarks/factors.py --model reference --data stdlib
     python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'
     python benchmarks/factors.py --methods stairs,string    # the tables keep the rows of the other methods
+    python benchmarks/factors.py --longest 32 --factors 32 --methods yarn,dca    # they get a column for 32 times
 
-Protocol `matched`: the same tokens are scored at every length, from the context length to 16 times. Methods with a
-factor are measured with each of FACTORS, up to the extended length; the others follow the input, or are fitted to the
-longest length. `increase` is how much higher the loss is than that of the model as loaded at its context length, in
+Protocol `matched`: the same tokens are scored at every length, from the context length to the longest. Methods with a
+factor are measured with each of `--factors`, up to the extended length; the others follow the input, or are fitted to
+the longest length. `increase` is how much higher the loss is than that of the model as loaded at its context length, in
 bits per byte, with the 95% interval that resampling the documents gives. The last line is JSON.
 """
 
@@ -37,9 +38,8 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.runner import carry_out
 
-SCALES = (1, 2, 4, 8, 16)
+SCALES = (1, 2, 4, 8, 16, 32)
 """Lengths, in context lengths."""
-FACTORS = (2, 4, 8, 16)
 BY_FACTOR = ("linear", "ntk", "by-parts", "yarn", "llama3", "mrrope")
 FITTED = (
     "dynamic-ntk",
@@ -62,7 +62,8 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--model", default="reference", help="reference, or a folder")
     parser.add_argument("--data", default="stdlib", help="the text, as `rope-ext ppl` takes it")
-    parser.add_argument("--longest", type=int, default=SCALES[-1], help="the longest length, in context lengths")
+    parser.add_argument("--longest", type=int, default=16, help="the longest length, in context lengths")
+    parser.add_argument("--factors", default="2,4,8,16", help="of methods that have one")
     parser.add_argument("--spans", type=int, default=16, help="spans per length")
     parser.add_argument("--methods", default=",".join((*BY_FACTOR, *FITTED)), help="names, separated by commas")
     arguments = parser.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
     chosen: list[tuple[str, float | None, RopeMethod | None]] = [("as loaded", None, None)]
     asked = arguments.methods.split(",")
     for name in (name for name in BY_FACTOR if name in asked):
-        for factor in (factor for factor in FACTORS if factor <= arguments.longest):
+        for factor in (factor for factor in map(int, arguments.factors.split(",")) if factor <= arguments.longest):
             try:
                 chosen.append((name, factor, resolve_method(name, rotary, factor=factor)))
             except MethodError as error:  # a band in which this model has no pairs

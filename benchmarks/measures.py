@@ -1,10 +1,11 @@
 """Whether loss, LongPPL and retrieval rank methods alike, at four and eight times the context length.
 
     python benchmarks/measures.py --docstring-model build/bench/docstring-model --folder build/bench/measures
-        [--spans 32] [--trials 32] [--out benchmarks/results.jsonl]
+        [--spans 32] [--trials 32] [--models reference,reader] [--out benchmarks/results.jsonl]
 
 Three models: the bundled one; the one of `docstring_model.py`, which is trained on no questions, so that the rank of
 the right answer among 20 counts; and the reader of `needs.py`, which needs no method. Every method has the factor 8.
+The tables keep the rows of a model that is not measured again.
 Key tokens are found by each model itself with rerope. What is measured is kept in --folder, so that an interrupted run
 continues with the same command. The last line is JSON.
 """
@@ -29,6 +30,7 @@ METHODS = (
     "by-parts",
     "yarn",
     "llama3",
+    "mrrope",
     "rerope",
     "self-extend",
     "dynamic-self-extend",
@@ -69,13 +71,19 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
     parser.add_argument("--spans", type=int, default=32, help="of text, per length")
     parser.add_argument("--trials", type=int, default=32, help="questions per length")
+    parser.add_argument("--models", default="reference,docstring-model,reader", help="separated by commas")
     arguments = parser.parse_args()
     trained = arguments.folder / "reader"
-    if not trained.exists():
+    models = {"reference": path(), "docstring-model": arguments.docstring_model, "reader": trained}
+    asked = arguments.models.split(",")
+    if "reader" in asked and not trained.exists():
         AutoTokenizer.from_pretrained(path()).save_pretrained(trained)
         reader(STEPS, arguments.device).save_pretrained(trained)
-    models = {path(): "stdlib", arguments.docstring_model: f"{arguments.docstring_model}/held-out/*.txt"}
-    rows = [compared(Path(folder), data, arguments) for folder, data in (models | {trained: "stdlib"}).items()]
+    rows = [
+        compared(Path(folder), f"{folder}/held-out/*.txt" if name == "docstring-model" else "stdlib", arguments)
+        for name, folder in models.items()
+        if name in asked
+    ]
     result = {"benchmark": "measures", "spans": arguments.spans, "trials": arguments.trials, "rows": rows}
     record(result, arguments)
 

@@ -2,13 +2,14 @@
 
     python benchmarks/retrieval.py --runs build/bench/retrieval [--lengths 256,512] [--methods as-loaded,self-extend]
         [--tasks key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/retrieval.py --model build/bench/wide-heads-model --questions 20 --keys 1 --lengths 1024,4096
 
 One cell is 100 questions, in equal shares of the tasks given (with wordings, names and values that the model is not
-trained on), the same for every method. Of one key: 100 prompts, 20 at each of five depths. Of four keys: 25 prompts
-with a statement at each of four depths, asked about every one. Methods with a factor are measured up to the length that
-it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length.
-What is measured is kept in --runs, so that an interrupted run continues with the same command. Shares come with 95%
-Wilson intervals; the last line is JSON.
+trained on), the same for every method. Of one key: a prompt for each, in equal shares at five depths. Of four keys: a
+prompt for every four, with a statement at each of four depths. Methods with a factor are measured up to the length that
+it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length. The
+tables keep the rows of methods that are not measured again. What is measured is kept in --runs, so that an interrupted
+run continues with the same command. Shares come with 95% Wilson intervals; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from record import benchmark_parser, record
 
 DEPTHS = {1: (0.0, 0.25, 0.5, 0.75, 1.0), 4: (0.0, 1 / 3, 2 / 3, 1.0)}
 """By number of keys."""
-QUESTIONS = 100
 METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "as-loaded": None,
     "linear": ("linear", {"factor": 8.0}),
     "ntk": ("ntk", {"factor": 8.0}),
     "by-parts": ("by-parts", {"factor": 8.0}),
     "yarn": ("yarn", {"factor": 8.0}),
+    "mrrope": ("mrrope", {"factor": 8.0}),
     "dynamic-ntk": ("dynamic-ntk", {}),
     "dynamic-yarn": ("dynamic-yarn", {}),
     "rerope": ("rerope", {}),
@@ -90,6 +91,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--tasks", default="key-value", help="such as 'key-value,assignment,quote,copy'")
     parser.add_argument("--keys", default="1,4", help="statements in a prompt")
+    parser.add_argument("--questions", type=int, default=100, help="in a cell")
     arguments = parser.parse_args()
 
     import torch
@@ -127,7 +129,8 @@ def main() -> None:
         results = []
         with nullcontext() if chosen is None else rope.patched(model, chosen[0], **settings(chosen[1], target)):
             for seed, depths in enumerate(together):
-                for task, trials in zip(tasks, shares(QUESTIONS // len(DEPTHS[keys]), len(tasks)), strict=True):
+                prompts = shares(arguments.questions // len(DEPTHS[keys]), len(tasks))
+                for task, trials in zip(tasks, prompts, strict=True):
                     results += passkey(
                         model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=task,
                         distractors=3, tokenizer=tokenizer, haystack=haystack, out=arguments.runs,
@@ -155,6 +158,7 @@ def main() -> None:
         )
     result = {
         "benchmark": "retrieval" if len(tasks) == 1 else "retrieval by task",
+        "model": Path(folder).name,
         "context_length": trained,
         "tasks": tasks,
         "rows": cells,

@@ -15,7 +15,7 @@ import string
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rope_ext_hf.suites.statements import RETRIEVALS, Question, Wording, ask, draw_distinct, insert
+from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Wording, ask, draw_distinct, insert
 
 OPENING_CHARACTERS = (string.ascii_letters + string.digits + string.punctuation).translate({ord(c): None for c in "{}"})
 """What may stand before a number in training, so that no opening of a measurement is new to it."""
@@ -92,7 +92,7 @@ WORDINGS: dict[str, tuple[Wording, ...]] = {
 """The wordings of each task that is trained."""
 
 
-def ask_in_training(name: str, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> Question:
+def ask_in_training(name: str, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
     """Draw `keys` names with their values, and ask for the first, as `ask` does for measurements.
 
     Names and values share words, so that only the whole name tells the statements apart, and often all numbers of a
@@ -105,7 +105,7 @@ def ask_in_training(name: str, rng: random.Random, *, keys: int = 1, wording: in
     names, values = _share_words(rng, names), _share_words(rng, values)
     if values[0].isdigit() and rng.random() < 0.5:
         chosen = with_opening(chosen, _any_opening(rng))
-    return Question.from_values(task, chosen, names, values)
+    return RetrievalQuestion.from_values(task, chosen, names, values)
 
 
 def _any_opening(rng: random.Random) -> str:

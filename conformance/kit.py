@@ -21,6 +21,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import string
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -242,9 +243,15 @@ def write_model(name: str, folder: Path) -> Path:
     entry = read(HERE / "models" / f"{name}.json")
     made = folder / name
     made.mkdir(parents=True, exist_ok=True)
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, entry["config"]["vocab_size"])}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "<pad>"}
-    tokenizer = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": model}
+    words = ["<pad>", "<s>", "</s>", *string.ascii_letters, *string.digits][: entry["config"]["vocab_size"]]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    tokenizer = {  # llama.cpp's converter takes it for that of a Llama
+        "version": "1.0",
+        "added_tokens": [],
+        "decoder": {"type": "Sequence", "decoders": steps},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": [], "byte_fallback": True, "unk_token": "<pad>"},
+    }
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     for file, content in (
         ("config.json", entry["config"]),

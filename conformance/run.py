@@ -93,9 +93,9 @@ def main() -> None:
 
         if given.model not in dict(kit.models()):
             parser.error(f"--model must be one of {', '.join(dict(kit.models()))}")
-        error = server.check(given.server, dict(kit.models())[given.model], given.dtype)
-        print(f"{given.server}: {error or f'agrees with {given.model}'}")
-        sys.exit(bool(error))
+        agrees, text = server.check(given.server, dict(kit.models())[given.model], given.dtype)
+        print(f"{given.server}, {given.model}: {text}")
+        sys.exit(not agrees)
     port = load(given.port)
     tables = list(kit.check_tables(port, given.dtype, given.cases))
     models = list(kit.check_models(port, given.dtype, given.cases))

@@ -19,8 +19,8 @@ Json = Any
 Ask = Callable[[str, Json], Json]
 
 
-def check(url: str, entry: kit.Json, dtype: str) -> str:
-    """What differs, with the likely mistake; empty: the server agrees.
+def check(url: str, entry: kit.Json, dtype: str) -> tuple[bool, str]:
+    """Whether a server agrees, and in words after how many prefixes, or by how much not and the likely mistake.
 
     Args:
         entry: the file of the model that is served.
@@ -46,15 +46,17 @@ def check(url: str, entry: kit.Json, dtype: str) -> str:
     try:
         found = kind(ask, ids, positions)
     except (urllib.error.URLError, KeyError, IndexError, TypeError, ValueError) as error:
-        raise SystemExit(f"{url} gives no log-probabilities of a prompt: {type(error).__name__}: {error}") from error
+        said = f"{error.read().decode()[:200]}" if isinstance(error, urllib.error.HTTPError) else ""
+        reason = f"{type(error).__name__}: {error} {said}".strip()
+        raise SystemExit(f"{url} gives no log-probabilities of a prompt: {reason}") from error
     if not found:
         raise SystemExit(f"{url} gives no log-probabilities of the tokens that follow")
     right = {at: entry["logprobs"][positions.index(at)] for at in found}
     off = float(np.sqrt(np.mean([(found[at] - right[at]) ** 2 for at in found])))
     if off <= kit.allowed_difference(entry, dtype):
-        return ""
-    names = kit.likely_mistakes(entry, found, dtype)
-    return f"the log-probabilities after {len(found)} prefixes differ by {off:.3g} nats" + kit.as_with(names)
+        return True, f"agrees after {len(found)} prefixes"
+    text = f"the log-probabilities after {len(found)} prefixes differ by {off:.3g} nats"
+    return False, text + kit.as_with(kit.likely_mistakes(entry, found, dtype))
 
 
 def answers(ask: Ask, path: str) -> bool:
@@ -67,23 +69,23 @@ def answers(ask: Ask, path: str) -> bool:
 
 
 def openai_prompt(ask: Ask, ids: list[int], **more: Json) -> Json:
-    """The first choice for a prompt, with a token generated."""
-    name = ask("/v1/models", None)["data"][0]["id"]
-    return ask("/v1/completions", {"model": name, "prompt": ids, "max_tokens": 1, "temperature": 0} | more)["choices"][
-        0
-    ]
+    """The first choice for a prompt, as much of it as the server's context holds, with a token generated."""
+    served = ask("/v1/models", None)["data"][0]
+    prompt = ids[: (served.get("max_model_len") or len(ids) + 1) - 1]
+    body = {"model": served["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0} | more
+    return ask("/v1/completions", body)["choices"][0]
 
 
 def vllm(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
     """Log-probabilities of the tokens that follow prefixes, by prefix length."""
     listed = openai_prompt(ask, ids, prompt_logprobs=0)["prompt_logprobs"]
-    return {at: float(listed[at][str(ids[at])]["logprob"]) for at in positions}
+    return {at: float(listed[at][str(ids[at])]["logprob"]) for at in positions if at < len(listed)}
 
 
 def openai(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
     """The same, by the echo of a prompt."""
     listed = openai_prompt(ask, ids, echo=True, logprobs=1)["logprobs"]["token_logprobs"]
-    return {at: float(listed[at]) for at in positions}
+    return {at: float(listed[at]) for at in positions if at < len(listed)}
 
 
 def sglang(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
@@ -95,9 +97,9 @@ def sglang(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
 
 
 def llama_cpp(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
-    """The same, of llama.cpp, for those tokens that are among its likely ones."""
-    found = {}
-    for at in positions:
+    """The same, of llama.cpp, for tokens among its likely ones, and for prefixes that its context holds."""
+    found, holds = {}, ask("/props", None).get("default_generation_settings", {}).get("n_ctx", len(ids))
+    for at in [each for each in positions if each < holds]:
         body = {"prompt": ids[:at], "n_predict": 1, "n_probs": 64, "temperature": 0, "post_sampling_probs": False}
         listed = ask("/completion", body)["completion_probabilities"][0]["top_logprobs"]
         by_token = {each["id"]: float(each["logprob"]) for each in listed}

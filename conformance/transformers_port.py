@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit("transformers installs without torch, and computes with it alone: pip install torch") from error
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

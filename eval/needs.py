@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_SCALES = (1, 1.5, 2, 4)
+_LENGTHS = (1, 1.5, 2, 4)
 """Lengths that are measured, in context lengths."""
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -148,7 +148,7 @@ def _lengths(short: int, target: int | None, documents: Sequence[Tokens]) -> tup
     Raises:
         CorpusError: only the context length could be measured.
     """
-    wanted = {round(scale * short) for scale in _SCALES}
+    wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}
     sizes = sorted((len(each.ids) - 1 for each in documents), reverse=True)  # less one for a BOS token

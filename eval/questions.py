@@ -1,7 +1,7 @@
 """The questions that are asked of a model at several context lengths, as values; `measure` answers them.
 
-from rope_ext_hf.eval import Passkey, measure
-run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
+    from rope_ext_hf.eval import Passkey, measure
+    run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
 
 A question is at once the arguments in Python, the options of its command, and the part of a run's settings that is not
 the model. Nothing here imports torch, so that --help answers at once.

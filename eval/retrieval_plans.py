@@ -21,7 +21,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.kinds import RunPlan
-from rope_ext_hf.suites.statements import RETRIEVALS, Question, Task, ask, other_answers
+from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, other_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +78,12 @@ def make_trials(
 
 
 def _question_and_answers(
-    task: Task, tokenizer: PreTrainedTokenizerBase, drawn: Question, rng: random.Random, wording: int, distractors: int
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    drawn: RetrievalQuestion,
+    rng: random.Random,
+    wording: int,
+    distractors: int,
 ) -> tuple[list[int], list[list[int]]]:
     """The token ids of a question and of its answers, the right one first, then wrong ones of as many tokens."""
     question = _encode(tokenizer, drawn.question)

@@ -28,7 +28,7 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 
 _THRESHOLD = 0.85
 """The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
-_EQUAL = 1e-6
+_ROUNDING = 1e-6
 """Below this, scores differ by rounding alone."""
 
 
@@ -318,7 +318,7 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
             kept[shortest] = Estimate(1.0, 1.0, 1.0, base.items)  # it is what the others are compared with
         found = {n: verdict(each, higher_is_better=True).outcome for n, each in kept.items()}
         lengths[key] = EffectiveLength(
-            _reach({n: each.value >= -_EQUAL for n, each in kept.items()}),
+            _reach({n: each.value >= -_ROUNDING for n, each in kept.items()}),
             _reach({n: outcome is Outcome.BETTER for n, outcome in found.items()}),
             _reach({n: outcome is not Outcome.WORSE for n, outcome in found.items()}),
         )

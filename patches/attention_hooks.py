@@ -34,7 +34,6 @@ from rope_ext_hf.patches.attention_interface import (
     PROBE_RECORDS,
     Layer,
     is_sliding,
-    mask_as_loaded,
     register_attention,
     run_as_loaded,
 )
@@ -234,15 +233,38 @@ def _attend_as_loaded(
     if mask is None:
         entry = (group.rows, window, keys, query.device)
         if entry not in context.masks:
-            padding, total = group.positions.key_mask, group.positions.key_positions.shape[-1]
-            padding = None if padding is None else padding.to(query.device)
-            context.masks[entry] = mask_as_loaded(
-                config, window, query, keys, context.past_length, total, padding, context.cache
-            )
+            context.masks[entry] = _mask_as_loaded(config, window, query, keys, context, group.positions)
         mask = context.masks[entry]
     if window is not None:
         kwargs = {"sliding_window": window} | kwargs
     return run_as_loaded(module, config, query, key, value, mask, **kwargs)
+
+
+def _mask_as_loaded(
+    config: Any, window: int | None, query: Tensor, keys: int, context: ForwardContext, positions: TokenPositions
+) -> Any:
+    """The mask of causal attention that transformers makes for the function in a config; `keys` with empty places."""
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        causal_mask_function,
+        sliding_window_causal_mask_function,
+    )
+
+    compileable = getattr(context.cache, "is_compileable", False)
+    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+        batch_size=query.shape[0],
+        q_length=query.shape[2],
+        kv_length=keys,
+        q_offset=context.past_length,
+        kv_offset=max(0, positions.key_positions.shape[-1] - keys),
+        mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
+        attention_mask=None if positions.key_mask is None else positions.key_mask.to(query.device),
+        allow_is_causal_skip=not (compileable and query.shape[2] == 1),  # a compiled step gets a mask of one shape
+        dtype=query.dtype,
+        config=config,
+        device=query.device,
+        **({} if window is None else {"local_size": window}),
+    )
 
 
 def _operator(

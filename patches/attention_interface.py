@@ -95,43 +95,6 @@ def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
     return out
 
 
-def mask_as_loaded(
-    config: Any, window: int | None, query: Tensor, keys: int, past: int, total: int, padding: Tensor | None, cache: Any
-) -> Any:
-    """The mask that transformers makes for the attention function that a config names, for causal attention.
-
-    Args:
-        window: keys that a query sees, itself included; None: all before it.
-        query: (rows, heads, tokens, head_dim).
-        keys: how many the attention function gets, those of empty places in the cache among them.
-        past, total: tokens in the cache before this forward, and after it.
-        padding: (rows, total) bool, False where a key is padding; None: no key is.
-        cache: None: there is none.
-    """
-    from transformers.masking_utils import (
-        ALL_MASK_ATTENTION_FUNCTIONS,
-        causal_mask_function,
-        sliding_window_causal_mask_function,
-    )
-
-    sliding = {} if window is None else {"local_size": window}
-    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
-        batch_size=query.shape[0],
-        q_length=query.shape[2],
-        kv_length=keys,
-        q_offset=past,
-        kv_offset=max(0, total - keys),
-        mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
-        attention_mask=padding,
-        # As transformers decides it: a compiled step gets a mask of one shape.
-        allow_is_causal_skip=not (getattr(cache, "is_compileable", False) and query.shape[2] == 1),
-        dtype=query.dtype,
-        config=config,
-        device=query.device,
-        **sliding,
-    )
-
-
 def is_sliding(kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments of a mask function ask for causality and a sliding window of `local_size`, and no more."""
     from transformers.masking_utils import sliding_window_causal_mask_function

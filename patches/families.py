@@ -1,7 +1,7 @@
 """The family table: what a live model does not reveal about itself, read from `families.toml`.
 
->>> family("phi3").rope_types
-['default', 'longrope']
+    >>> family("phi3").rope_types
+    ['default', 'longrope']
 
 The comments at the top of families.toml explain every field, and how to add a family.
 """

@@ -1,7 +1,7 @@
 """What publishers state about the context of their models, read from `recipes.toml`, and how a result compares with it.
 
->>> [recipe.extended_length for recipe in recipes() if recipe.name == "Qwen3"]
-[131072]
+    >>> [recipe.extended_length for recipe in recipes() if recipe.name == "Qwen3"]
+    [131072]
 
 The comments at the top of recipes.toml explain every field.
 """

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from docs import links, make_figures
+from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
@@ -45,6 +46,15 @@ def test_the_version_is_the_same_everywhere() -> None:
 
     assert f"\nversion: {__version__}\n" in read("CITATION.cff")
     assert f"\n## {__version__} " in read("CHANGELOG.md")
+
+
+def test_contributing_lists_the_changes_that_are_tried() -> None:
+    table = read("CONTRIBUTING.md").split("| change | file | what is written |\n")[1].split("\n\n")[0]
+    rows = [line.split(" | ") for line in table.splitlines()[1:]]
+    assert [row[0].removeprefix("| ") for row in rows] == [change.title for change in CHANGES]
+    for (_, file, _), change in zip(rows, CHANGES, strict=True):
+        assert re.fullmatch(file.strip("`").replace("NAME", r"[\w-]+"), change.file), change.title
+    assert len(rows) >= 30
 
 
 # --- the table of README.md: what a config entry does alone ---------------------------------------------------------
@@ -189,8 +199,11 @@ def test_methods_protocols_and_commands_have_their_place() -> None:
     from rope_ext_hf.methods.registry import list_methods
     from rope_ext_hf.reading.protocols import PROTOCOLS
 
-    for name in list_methods():
-        assert f"\n## {name}\n" in read("docs/methods.md"), f"method {name!r} has no section: run `make figures`"
+    sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", read("docs/methods.md"), flags=re.MULTILINE | re.DOTALL))
+    for name, method in list_methods().items():
+        assert name in sections, f"method {name!r} has no section: run `make figures`"
+        if method.guidance is not None:  # its cost, and what was measured and is reported
+            assert sections[name].count("- **Cost:** ") == 1, f"{name}: call the figure evidence-{name} in its section"
     for name in PROTOCOLS:
         assert f"| `{name}` |" in read("docs/evaluation.md"), f"protocol {name!r} has no row: run `make figures`"
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from docs.figures.evidence import evidence
 from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
@@ -127,8 +128,9 @@ def methods_without_a_section() -> str:
     for name, cls in list_methods().items():
         if name not in written:
             drawn = (ROOT / "docs" / "pictures" / f"{name}.png").exists()
-            picture = f"\n\n![{name}](pictures/{name}.png)" if drawn else ""
-            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}{picture}\n\n")
+            picture = f"![{name}](pictures/{name}.png)\n\n" if drawn else ""
+            known = evidence(name) if cls.guidance else "\n\n"
+            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}{known}{picture}")
     return "\n\n" + "".join(sections) if sections else "\n"
 
 

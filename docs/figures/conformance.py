@@ -35,6 +35,16 @@ def conformance_cells() -> str:
 
 
 @figure
+def conformance_servers() -> str:
+    """What the runner says of live servers."""
+    rows = [
+        (each["model"] + "".join(f", without {key}" for key in each["without"]), each["said"])
+        for each in read_result("conformance")["servers"]
+    ]
+    return markdown_table(("served", "what is said"), rows)
+
+
+@figure
 def conformance_differences() -> str:
     """What differs, a line for each configuration and model of a program."""
     lines = []

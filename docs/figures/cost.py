@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from docs.figures.registry import (
-    Row,
     figure,
     last_line,
     lines_of,
@@ -13,6 +12,9 @@ from docs.figures.registry import (
     rows_of,
     stamp,
 )
+
+ATTENTION_TRAINED = 4096
+"""The trained length of benchmarks/attention.py; rules by length read rows up to there as loaded."""
 
 
 @figure
@@ -85,15 +87,19 @@ def dynamic_text() -> str:
 
 @figure
 def attention() -> str:
-    def cell(row: Row | None, key: str) -> str:
-        return f"{row[key]:.2f}" if row else "as loaded"
+    """Time and memory beside plain attention, each cell as it was measured last."""
+    lines = {(row["what"], row["way"], row["tokens"]): line for line in lines_of("attention") for row in line["rows"]}
+    measured = rows_of("attention", "what", "way", "tokens")
+    ways = list(dict.fromkeys(way for _, way, _ in measured if way not in ("plain", "eager")))
+    lengths = sorted({tokens for *_, tokens in measured if tokens >= ATTENTION_TRAINED})
 
-    line = last_line("attention")
-    measured = {(row["what"], row["way"], row["tokens"]): row for row in line["rows"]}
-    ways = list(dict.fromkeys(row["way"] for row in line["rows"] if row["way"] not in ("plain", "eager")))
-    lengths = [length for length in sorted({row["tokens"] for row in line["rows"]}) if length >= 4096]
+    def cell(what: str, way: str, length: int, key: str) -> str:
+        if row := measured.get((what, way, length)):
+            return f"{row[key]:.2f}"
+        return "as loaded" if length <= ATTENTION_TRAINED else "–"
+
     rows = [
-        [f"{title}, `{way}`", *(cell(measured.get((what, way, length)), key) for length in lengths)]
+        [f"{title}, `{way}`", *(cell(what, way, length, key) for length in lengths)]
         for title, what, key in (
             ("prefill, time", "prefill", "time"),
             ("prefill, memory", "prefill", "memory"),
@@ -101,14 +107,14 @@ def attention() -> str:
         )
         for way in ways
     ]
-    head = ["times plain attention", *(f"{length:,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(line, "benchmarks/attention.py"))
+    used = {stamp(line, "benchmarks/attention.py"): None for (*_, n), line in lines.items() if n >= ATTENTION_TRAINED}
+    return markdown_table(["times plain attention", *(f"{length:,}" for length in lengths)], rows, " ".join(used))
 
 
 @figure
 def attention_eager() -> str:
-    rows = [row for row in last_line("attention")["rows"] if row["way"] == "eager"]
-    longest = max(rows, key=lambda row: row["tokens"])
+    rows = rows_of("attention", "way", "tokens", what="prefill")
+    longest = max((row for (way, _), row in rows.items() if way == "eager"), key=lambda row: row["tokens"])
     return (
         f"{longest['time']:.1f} times as long at {longest['tokens']:,} tokens, and {longest['memory']:.0f} times the "
         "memory"

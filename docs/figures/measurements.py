@@ -11,7 +11,7 @@ from docs.figures.registry import ROOT, Row, figure, lines_of, markdown_table, s
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
 
-__all__ = ["MEASURED", "factor_lines", "measured_file", "unchanged_share"]
+__all__ = ["MEASURED", "NAMES", "factor_lines", "measured_file", "rows_by_setting", "unchanged_share"]
 
 MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
 NAMES = {"reference": "bundled model", "docstring-model": "docstring model", "wide-heads-model": "wide-heads model"}
@@ -26,14 +26,18 @@ COMMANDS = {
 
 
 def factor_lines() -> dict[str, Row]:
-    """The last measurement of every model, with the rows of methods that only earlier ones have.
+    """The last measurement of every model, with the rows that only earlier ones have, and those of longer lengths.
+
+    Measurements with the same longest length score the same text. From those that go further only the lengths beyond
+    are taken: a rise is over the model as loaded on its own text. Their lines are in `longer`.
 
     Raises:
         ValueError: measurements of the model as loaded that differ, so that their rows cannot stand in one table.
     """
-    last: dict[str, Row] = {}
+    last: dict[tuple[str, int], Row] = {}
     for line in lines_of("factors"):
-        kept = last.get(line["model"], {"rows": []})["rows"]
+        key = line["model"], max(row["length"] for row in line["rows"])
+        kept = last.get(key, {"rows": []})["rows"]
         measured = {row["method"] for row in line["rows"]}
         loaded = [
             [row["bits_per_byte"] for row in rows if row["method"] == "as loaded"] for rows in (kept, line["rows"])
@@ -41,8 +45,14 @@ def factor_lines() -> dict[str, Row]:
         others = [row for row in kept if row["method"] not in measured]
         if others and any(abs(old - new) > SAME for old, new in zip(*loaded, strict=True)):
             raise ValueError(f"{line['model']} was measured on other text before: measure all methods anew")
-        last[line["model"]] = line | {"rows": line["rows"] + others}
-    return {model: last[model] for model in NAMES if model in last}
+        last[key] = line | {"rows": line["rows"] + others}
+    merged: dict[str, Row] = {}
+    for (model, _), line in sorted(last.items(), key=lambda each: each[0][1]):
+        known = merged.get(model, line | {"rows": [], "longer": []})
+        reached = max((row["length"] for row in known["rows"]), default=0)
+        longer = [row for row in line["rows"] if row["length"] > reached]
+        merged[model] = known | {"rows": known["rows"] + longer, "longer": known["longer"] + [line] * bool(reached)}
+    return {model: merged[model] for model in NAMES if model in merged}
 
 
 def measured_file() -> str:
@@ -71,14 +81,14 @@ def measured_file() -> str:
     return "[\n" + ",\n".join(parts) + "\n]\n"
 
 
-def _rows(line: Row) -> dict[tuple[str, float | None, int], Row]:
+def rows_by_setting(line: Row) -> dict[tuple[str, float | None, int], Row]:
     """The rows of a measurement by method, factor and length in context lengths."""
     return {(row["method"], row["factor"], row["length"] // line["context_length"]): row for row in line["rows"]}
 
 
 def _by_model(key: tuple[str, float | None, int]) -> str:
     """The rise on every model, with its interval."""
-    rows = [_rows(line).get(key) for line in factor_lines().values()]
+    rows = [rows_by_setting(line).get(key) for line in factor_lines().values()]
     return " / ".join("–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows)
 
 
@@ -89,7 +99,20 @@ def _note() -> str:
     for model, line in lines.items():
         by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
     stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
-    return f"95% intervals over the documents; scored at every length: {tokens}. {' '.join(stamps)}"
+    further = [
+        f"beyond that, on other text and by the same command with `--longest {_longest(other)}`, "
+        f"{other['scored_bytes']:,} bytes of the {NAMES[model]}"
+        for model, line in lines.items()
+        for other in line["longer"]
+    ]
+    scored = "; ".join([tokens, *further])
+    return f"95% intervals over the documents; scored at every length: {scored}. {' '.join(stamps)}"
+
+
+def _longest(line: Row) -> int:
+    """The longest length of a measurement, in context lengths."""
+    longest: int = max(row["length"] for row in line["rows"]) // line["context_length"]
+    return longest
 
 
 @figure
@@ -109,7 +132,9 @@ def recovered() -> str:
 @figure
 def short_inputs() -> str:
     """The rise at the context length, of methods with a factor."""
-    keys = {(method, factor) for line in factor_lines().values() for method, factor, _ in _rows(line) if factor}
+    keys = {
+        (method, factor) for line in factor_lines().values() for method, factor, _ in rows_by_setting(line) if factor
+    }
     factors = sorted({factor for _, factor in keys})
     names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
     rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
@@ -120,7 +145,7 @@ def short_inputs() -> str:
 def without_training() -> str:
     """The rise at each length, of every method fitted to it."""
     lines = factor_lines().values()
-    scales = sorted({scale for line in lines for _, _, scale in _rows(line) if scale > 1})
+    scales = sorted({scale for line in lines for _, _, scale in rows_by_setting(line) if scale > 1})
     names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, by_factor in names:
@@ -152,36 +177,30 @@ def bands() -> str:
 
 
 @figure
+def beyond_short_inputs() -> str:
+    """The rise at 4 and 8 times of the methods that leave short inputs as they are, on every model."""
+    from rope_ext_hf import list_methods
+    from rope_ext_hf.methods.guidance import SHORT_INPUTS
+
+    parts = []
+    for name, cls in list_methods().items():
+        if cls.guidance is not None and SHORT_INPUTS in cls.guidance.purposes:
+            rows = [rows_by_setting(line) for line in factor_lines().values()]
+            at = [
+                " / ".join(
+                    f"{each[name, None, n]['increase']:+.2f}" if (name, None, n) in each else "–" for each in rows
+                )
+                for n in (4, 8)
+            ]
+            parts.append(f"{at[0]} at 4x and {at[1]} at 8x under `{name}`")
+    return "; ".join(parts)
+
+
+@figure
 def yarn_cost() -> str:
     """The rise at the context length with a factor of 4."""
-    rises = [f"{_rows(line)['yarn', 4, 1]['increase']:+.2f}" for line in factor_lines().values()]
+    rises = [f"{rows_by_setting(line)['yarn', 4, 1]['increase']:+.2f}" for line in factor_lines().values()]
     return f"x4 costs short inputs {' / '.join(rises)} bits per byte"
-
-
-@figure
-def yarn_short_inputs() -> str:
-    return _cost_of("yarn")
-
-
-@figure
-def ntk_short_inputs() -> str:
-    return _cost_of("ntk")
-
-
-def _cost_of(method: str) -> str:
-    """The rise at the context length with the smallest and the largest factor, in words."""
-    parts = []
-    for model, line in factor_lines().items():
-        costs = {
-            factor: row["increase"]
-            for (name, factor, scale), row in _rows(line).items()
-            if (name, scale) == (method, 1) and factor
-        }
-        if not costs:
-            continue
-        few, many = min(costs), max(costs)
-        parts.append(f"{costs[few]:+.2f} (x{few:g}) to {costs[many]:+.2f} (x{many:g}) on the {NAMES[model]}")
-    return " and ".join(parts)
 
 
 def unchanged_share(method: RopeMethod, rotary: Rotary) -> str:

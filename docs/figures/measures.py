@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import Row, figure, last_line, markdown_table, stamp
+from docs.figures.registry import Row, figure, last_line, lines_of, markdown_table, stamp
 
 MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "trained to read further"}
+
+
+def _compared() -> list[Row]:
+    """What was compared of each model, as it was measured last."""
+    rows = {row["model"]: row for line in lines_of("measures") for row in line["rows"]}
+    return [rows[model] for model in MODELS if model in rows]
 
 
 def _model(row: Row) -> str:
@@ -29,7 +35,7 @@ def measures_agreement() -> str:
     """Kendall's tau of each pair of measures, by model and length."""
     line = last_line("measures")
     cells: dict[tuple[str, str], list[str]] = {}
-    for row in line["rows"]:
+    for row in _compared():
         for found in row["agreements"]:
             tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found)
             cell = f"{found['length'] // row['context_length']}x: {tau}"
@@ -43,7 +49,7 @@ def measures_ranking() -> str:
     """Every method's value of every measure at eight times the context length, a column for each model and measure."""
     heads: list[str] = []
     cells: dict[str, dict[str, str]] = {}
-    for row in last_line("measures")["rows"]:
+    for row in _compared():
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:

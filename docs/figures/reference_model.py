@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from docs.figures.measurements import NAMES
 from docs.figures.registry import (
     Row,
     figure,
@@ -105,17 +106,27 @@ def novels() -> str:
     return markdown_table(["bits per byte at", *(f"{scale}x" for scale in older["scales"])], rows, f"*{older['note']}*")
 
 
-def _retrieval_cells(*benchmarks: str) -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
-    """The last measurement: its cells by method, keys and length; all lengths; the whole line."""
-    line = last_line(*benchmarks)
-    cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
-    return cells, sorted({length for _, _, length in cells}), line
+def retrieval_cells(model: str = "reference") -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
+    """The cells of a model by method, keys and length, each method as it was measured last; all lengths; a line."""
+    lines = [line for line in lines_of("retrieval") if line.get("model", "reference") == model]
+    by_method = {row["name"]: line["rows"] for line in lines for row in line["rows"]}
+    cells = {
+        (name, row["keys"], row["length"]): row
+        for name, rows in by_method.items()
+        for row in rows
+        if row["name"] == name
+    }
+    return cells, sorted({length for _, _, length in cells}), lines[-1]
 
 
 @figure
 def retrieval() -> str:
-    """The share of exact answers by length, of one key and of one of several."""
-    cells, lengths, line = _retrieval_cells("retrieval")
+    """The share of exact answers by length, of one key and of one of several, of every model that answers."""
+    return "\n".join(map(_retrieval, {line.get("model", "reference"): None for line in lines_of("retrieval")}))
+
+
+def _retrieval(model: str) -> str:
+    cells, lengths, line = retrieval_cells(model)
     counts = sorted({keys for _, keys, _ in cells})
 
     def cell(name: str, length: int) -> str:
@@ -123,15 +134,19 @@ def retrieval() -> str:
         return " / ".join("{:.2f} [{:.2f}, {:.2f}]".format(each["exact"], *each["interval"]) for each in found) or "–"
 
     rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
-    head = ["answered exactly at", *length_heads(lengths, line["context_length"])]
+    head = [f"{NAMES[model]}: answered exactly at", *length_heads(lengths, line["context_length"])]
     kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
-    return markdown_table(head, rows, f"*{kinds}.* " + stamp(line, "benchmarks/retrieval.py"))
+    options = "" if model == "reference" else f" --model build/bench/{model}"
+    questions = f"{next(iter(cells.values()))['trials']} questions a cell"
+    return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")
 
 
 @figure
 def retrieval_tasks() -> str:
     """By task, of one key."""
-    cells, lengths, line = _retrieval_cells("retrieval by task", "retrieval by form")
+    line = last_line("retrieval by task", "retrieval by form")
+    cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
+    lengths = sorted({length for _, _, length in cells})
     tasks = line.get("tasks") or line["forms"]  # the key of lines before 0.1.0
     rows = (
         [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]

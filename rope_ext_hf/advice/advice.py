@@ -178,8 +178,8 @@ class Advice:
         told = []
         for each in self.methods:
             if each.fits and each.engines:
-                ways = _grouped((_brief(encoding), name) for name, encoding in each.engines.items())
-                told.append(("; ".join(f"{way} in {', '.join(names)}" for way, names in ways.items()), each.method))
+                ways = _grouped([(_brief(encoding), name) for name, encoding in each.engines.items()])
+                told.append(("; ".join([f"{way} in {', '.join(names)}" for way, names in ways.items()]), each.method))
         chosen = next((name for name in self.served.values() if name), None)
         refusals = next((each.refusals for each in self.methods if each.method == chosen), {})
         refused = _grouped(
@@ -208,8 +208,8 @@ def _broken(command: str) -> str:
 
 def signed(by_model: Mapping[str, float]) -> str:
     """The value of every measured model in order, with its sign and two decimals; a dash where there is none."""
-    names = [model.name for model in measured_models()]
-    return " / ".join(f"{by_model[name]:+.2f}" if name in by_model else "-" for name in names)
+    numbers = [by_model.get(model.name) for model in measured_models()]
+    return " / ".join(["-" if number is None else f"{number:+.2f}" for number in numbers])
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

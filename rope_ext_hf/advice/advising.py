@@ -171,7 +171,7 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     """
 
     servers = list_engines().keys() - {_OWN_PROCESS}
-    served = [each for each in methods if any(each.engines.get(name) for name in servers)]
+    served = [each for each in methods if any(map(each.engines.get, servers))]
     possible = [each for each in methods if each.kind]
     helping = [each for each in possible if each.fits]
     chosen: dict[str, tuple[str, ...]] = {}
@@ -247,7 +247,7 @@ class _Planner:
             never = "not measured" if reach == "not measured" else f"not measured at this length; helped {reach}"
             return guidance.unmeasured or never
         if models := helped(rises):
-            return f"helped at this length on the {' and the '.join(model.name for model in models)}"
+            return f"helped at this length on the {' and the '.join([model.name for model in models])}"
         return f"helped none of the small models that were measured ({len(rises)})"
 
     def _short_inputs(self, method: RopeMethod, factor: float) -> str:

@@ -176,7 +176,8 @@ class _Attention:
         """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
         whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
         tokens, rows = self.positions.query_positions.shape[-1], self.positions.left_padding or ()
-        return self._total // (2 if 2 * tokens <= self._total else 4) if len(rows) == 1 else 0
+        total = self._total
+        return total // (2 if 2 * tokens <= total else 4) if len(rows) == 1 else 0
 
     @property
     def _total(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -177,12 +177,9 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
 
 
-def _pad_head_dims(*tensors: Tensor) -> Iterator[Tensor]:
+def _pad_head_dims(*tensors: Tensor) -> list[Tensor]:
     """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
-    wide = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
-    for x in tensors:
-        if x.shape[-1] < wide:
-            yield nn.functional.pad(x, (0, wide - x.shape[-1]))
-        else:
-            yield x if x.stride(-1) == 1 else x.contiguous()
+    wide = -(-max([x.shape[-1] for x in tensors]) // multiple) * multiple
+    padded = [x if x.shape[-1] == wide else nn.functional.pad(x, (0, wide - x.shape[-1])) for x in tensors]
+    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]

@@ -34,10 +34,7 @@ class LocalAttention:
 
     by_length = False
     """Whether far keys stand elsewhere than where they are stored: there are none."""
-
-    @property
-    def local_zone_exact(self) -> bool:
-        return True
+    local_zone_exact = True
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         return ((0, self.window_size or UNBOUNDED),)

@@ -150,7 +150,7 @@ def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
     values = settings.get(key)
     if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
         raise ServingError(f"{key} must be a list of {dim // 2} numbers")
-    if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values):
+    if [value for value in values if not isinstance(value, (int, float)) or not 0 < value < math.inf]:
         raise ServingError(f"every number in {key} must be above 0")
     return list(values)
 

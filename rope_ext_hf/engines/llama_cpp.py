@@ -211,7 +211,7 @@ def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[f
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _ServedFile:
     """A file that may compute what was measured.
 
     Attributes:
@@ -269,11 +269,11 @@ class _GGUFEngine(Engine):
             f"({'; '.join(dict.fromkeys(reasons))})"
         )
 
-    def computed(self, candidate: _Candidate) -> Computed:
+    def computed(self, candidate: _ServedFile) -> Computed:
         """The numbers that the program computes when it is started in this way."""
         return candidate.computed
 
-    def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
+    def served(self, target: Target, candidate: _ServedFile, computed: Computed) -> ServingConfig:
         """How to start the program on a file with these keys and tensors."""
         file = candidate.file
         return self.serving(
@@ -297,7 +297,7 @@ class _GGUFEngine(Engine):
 
 
 @functools.lru_cache(maxsize=1)  # the programs are asked about the same target one after the other
-def _candidates(target: Target) -> tuple[_Candidate, ...]:
+def _candidates(target: Target) -> tuple[_ServedFile, ...]:
     """Files that may compute what was measured, in order of preference."""
     try:
         own = converted(target.config)
@@ -328,7 +328,7 @@ def _candidates(target: Target) -> tuple[_Candidate, ...]:
             keys["rope.scaling.attn_factor"] = target.attention_factor
         divisors = dict.fromkeys(tensors, tuple(target.divisors))
         files.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
-    return tuple([_Candidate(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
+    return tuple([_ServedFile(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
@@ -351,12 +351,12 @@ class LlamaCpp(_GGUFEngine):
         "GGUF file carries must be in the draft's file, too."
     )
 
-    def computed(self, candidate: _Candidate) -> Computed:
+    def computed(self, candidate: _ServedFile) -> Computed:
         if candidate.flags is None:
             return candidate.computed
         return file_computes(candidate.file, by_flags=True)
 
-    def served(self, target: Target, candidate: _Candidate, computed: Computed) -> ServingConfig:
+    def served(self, target: Target, candidate: _ServedFile, computed: Computed) -> ServingConfig:
         if candidate.flags is None:
             return super().served(target, candidate, computed)
         command = ("llama-server", "-m", "MODEL.gguf", "-c", str(target.length), *candidate.flags)

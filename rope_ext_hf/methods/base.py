@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.bounds import MOST_TOKENS
-from rope_ext_hf.errors import MethodError
+from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.guidance import Guidance
 
 UNBOUNDED = 2**62
@@ -236,6 +236,15 @@ class RopeMethod(ABC):
     least: ClassVar[Mapping[str, int]] = {"factor": 1}
     """The smallest value of parameters, by name."""
 
+    above_zero: ClassVar[tuple[str, ...]] = ("attention_factor",)
+    """Parameters that must be above 0."""
+
+    choices: ClassVar[Mapping[str, Collection[str]]] = {}
+    """What parameters may be, by name."""
+
+    one_per_cache: ClassVar[bool] = False
+    """Whether a row keeps the frequencies that it began with as long as its cache lives."""
+
     begins_search: ClassVar[bool] = False
     """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
@@ -245,15 +254,21 @@ class RopeMethod(ABC):
             if isinstance(value, list):  # so that a method read from JSON is hashable and equals one written in Python
                 object.__setattr__(self, item.name, value := tuple(value))
             what, fits = _PARAMETER_TYPES.get(str(item.type), ("", None))
-            if fits is not None and not fits(value) and (value is not None or item.default is not None):
+            given = value is not None or item.default is not None
+            if fits is not None and not fits(value) and given:
                 raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
-            numbers = value if isinstance(value, tuple) else (value,)
-            if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+            numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
+            if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
-        for name, least in self.least.items():
-            given: Any = getattr(self, name, None)
-            if is_number(given) and given < least:
-                raise MethodError(f"{self.name}: {name} must be at least {least}, got {given:g}")
+            number = is_number(value)
+            if number and value < (least := self.least.get(item.name, -math.inf)):
+                raise MethodError(f"{self.name}: {item.name} must be at least {least}, got {value:g}")
+            if item.name in self.above_zero and number and value <= 0:
+                raise MethodError(f"{self.name}: {item.name} must be above 0, got {value:g}")
+            allowed = self.choices.get(item.name)
+            if allowed and given and value not in allowed:
+                near = did_you_mean(str(value), allowed)
+                raise MethodError(f"{self.name}: {item.name} must be one of {', '.join(allowed)}; got {value!r}.{near}")
         factor = getattr(self, "factor", None)
         if factor is not None and factor > MOST_TOKENS:
             raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
@@ -261,7 +276,7 @@ class RopeMethod(ABC):
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
         """Whether the method has a factor when its other parameters are these."""
-        return any(item.name == "factor" for item in fields(cls))
+        return "factor" in cls.__dataclass_fields__
 
     @property
     def length_dependent(self) -> bool:
@@ -353,11 +368,6 @@ class RopeMethod(ABC):
     @property
     def piecewise_constant(self) -> bool:
         """Whether the frequencies, where the method makes them depend on the length, change at a few lengths only."""
-        return False
-
-    @property
-    def one_per_cache(self) -> bool:
-        """Whether a row keeps the frequencies that it began with as long as its cache lives."""
         return False
 
     def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:

@@ -17,7 +17,6 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import (
     RampedMethod,
     check_at_least_four_dims,
-    check_attention_factor,
     check_divisors,
     ntk_inv_freq,
 )
@@ -43,6 +42,7 @@ class DynamicNTK(RopeMethod):
     length_dependent = True
 
     least: ClassVar = {"factor": 1, "initial": 1}
+    choices: ClassVar = {"growth": get_args(_Growth)}
 
     growth: _Growth = "paper"
     factor: float | None = None
@@ -51,8 +51,6 @@ class DynamicNTK(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.growth not in get_args(_Growth):
-            raise MethodError(f"dynamic-ntk: growth must be one of {', '.join(get_args(_Growth))}; got {self.growth!r}")
         if self.growth == "hf" and self.factor is None:
             raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
         if self.growth != "hf" and self.factor is not None:
@@ -147,7 +145,6 @@ class LongRoPE(RopeMethod):
         super().__post_init__()
         check_divisors(self.name, "short_factor", self.short_factor)
         check_divisors(self.name, "long_factor", self.long_factor)
-        check_attention_factor(self.name, self.attention_factor)
         if self.factor is None and self.attention_factor is None:
             raise MethodError("longrope: give factor (or target_length), or attention_factor")
 

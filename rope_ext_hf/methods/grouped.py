@@ -78,8 +78,7 @@ class _Grouped(WindowedRemapping):
         return next(fits)
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        method = replace(self, window=self.window or self.default_window(limit))
-        method.check_reach(limit, "window", method.exact_window)
+        method = super().with_defaults(limit, target_length)
         if method.group == _BY_LENGTH:
             return method
         if method.group is None:
@@ -88,10 +87,6 @@ class _Grouped(WindowedRemapping):
             what = f"with group={method.group} the farthest place"
             method.check_reach(limit - 1, what, method.farthest(target_length, method.size))
         return method
-
-    @abstractmethod
-    def default_window(self, limit: int) -> int:
-        """`window` where none was given, in tokens."""
 
     def extended_length(self, rotary: Rotary) -> int | None:
         if self.max_distance is None or self.window is None or not isinstance(self.group, int):
@@ -127,12 +122,10 @@ class SelfExtend(_Grouped):
         when="the extended length is known; positions stay whole numbers, as in training",
         decode=ZONES,
     )
+    window_share = 4
     left_out: ClassVar = {**RemappingMethod.left_out, "floor_window": True}
 
     floor_window: bool = True
-
-    def default_window(self, limit: int) -> int:
-        return limit // 4
 
     def shift(self, group: int) -> float:
         return self.exact_window - (self.exact_window // group if self.floor_window else self.exact_window / group)
@@ -177,11 +170,9 @@ class JetLong(_Grouped):
         purposes=(SHORT_INPUTS,), when="results are to be compared with those published for it", decode=TURNED_WHEN_READ
     )
     default_temperature = "none"  # the authors have none
+    window_share = 16
 
     group: int | str | None = _BY_LENGTH
-
-    def default_window(self, limit: int) -> int:
-        return max(1, limit // 16)
 
     @property
     def exact_window(self) -> int:

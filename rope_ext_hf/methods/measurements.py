@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
-_AS_LOADED = "as loaded"
 RECOVERED = 2 / 3
 """A method helps where it takes away this share of what the model as loaded loses at the length."""
 
@@ -86,7 +85,7 @@ def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
         rows = saved.pop("rises")
         model = _MeasuredModel(**saved)
         models.append(model)
-        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == _AS_LOADED}
+        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == "as loaded"}
         for method, factor, scale, increase, low, high in rows:
             rise = Rise(model, factor, scale, increase, low, high, as_loaded[scale])
             if factor in (None, scale):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,8 +81,8 @@ class Profiles(RopeMethod):
         assert self.frequency is not None
         if factor == 1:
             return Default()
-        has_factor = any(item.name == "factor" for item in fields(self.frequency))
-        return replace(self.frequency, factor=factor) if has_factor else self.frequency  # type: ignore[call-arg]
+        factors = {"factor": factor} if self.frequency.takes_factor({}) else {}
+        return replace(self.frequency, **factors)
 
     def _limits(self, rotary: Rotary) -> list[int]:
         """The longest input of each profile but the last, which has every longer one, in tokens."""

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
@@ -83,9 +83,15 @@ class RemappingMethod(RopeMethod):
     left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
     """Values that `to_dict` leaves out, because folders of before have no such keys."""
 
+    local_zone_exact: ClassVar[bool] = True
+    """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
+    moves_keys: ClassVar[bool] = True
+    """Whether any key is seen at another relative position than its own."""
+
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
     least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
+    choices: ClassVar = {"temperature": tuple(_TEMPERATURES)}
     composable = False
 
     max_distance: int | None = None
@@ -108,11 +114,6 @@ class RemappingMethod(RopeMethod):
             raise MethodError(
                 f"{self.name}: short rows are read by the model as loaded, and {self.frequency.name} would change "
                 "their frequencies; leave frequency out, or have every row remapped"
-            )
-        if self.temperature is not None and self.temperature not in _TEMPERATURES:
-            raise MethodError(
-                f"{self.name}: temperature must be one of {', '.join(_TEMPERATURES)}; got {self.temperature!r}."
-                f"{did_you_mean(str(self.temperature), _TEMPERATURES)}"
             )
 
     def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
@@ -211,11 +212,6 @@ class RemappingMethod(RopeMethod):
         return 0
 
     @property
-    def local_zone_exact(self) -> bool:
-        """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
-        return True
-
-    @property
     def window_size(self) -> int | None:
         """Keys by index that a query sees, itself included; None: all before it."""
         return None
@@ -278,11 +274,6 @@ class RemappingMethod(RopeMethod):
             near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
         return near
 
-    @property
-    def moves_keys(self) -> bool:
-        """Whether any key is seen at another relative position than its own."""
-        return True
-
     @abstractmethod
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         """The zones of an input of `length` tokens, nearest first: the smallest distance in each, and a bound above.
@@ -308,9 +299,20 @@ class RemappingMethod(RopeMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRemapping(RemappingMethod):
-    """Keys at distances below `window` are seen where they are, those beyond at one further place each."""
+    """Keys at distances below `window` are seen where they are, those beyond at one further place each.
+
+    Attributes:
+        window: w; default: the limit over `window_share`.
+    """
+
+    window_share: ClassVar[int] = 2
 
     window: int | None = None
+
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        method = replace(self, window=self.window or max(1, limit // self.window_share))
+        method.check_reach(limit, "window", method.exact_window)
+        return method
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return (m - n >= self.exact_window).long()
@@ -346,11 +348,6 @@ class ReRoPE(WindowedRemapping):
         purposes=(PYTHON,), when="the length is open-ended; the order of distant keys is lost", decode=ZONES
     )
 
-    def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        method = replace(self, window=self.window or limit // 2)
-        method.check_reach(limit, "window", method.exact_window)
-        return method
-
     def key_position(self, n: Tensor) -> RemappedPosition:
         # All far keys are at one distance, so the query alone rotates, by w: keys are stored as if at position 0.
         return RemappedPosition(torch.zeros_like(n))
@@ -373,13 +370,13 @@ class LeakyReRoPE(WindowedRemapping):
     k: float | None = None
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        window = self.window or limit // 2
-        self.check_reach(limit, "window", window)
+        method = super().with_defaults(limit, target_length)
+        window = method.exact_window
         fitted = DEFAULT_GROUP
         if target_length is not None and window < limit:  # the smallest with w + (target - w) / k <= limit
             fitted = max(1, math.ceil((target_length - window) / (limit - window)))
         k = self.k or float(fitted)
-        method = replace(self, window=window, k=k)
+        method = replace(method, k=k)
         if target_length is not None:
             method.check_reach(
                 limit,

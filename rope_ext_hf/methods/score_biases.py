@@ -15,7 +15,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -126,12 +126,9 @@ class ALiBi(_ScoreBias):
     `strength`: the factor of the slopes of the paper.
     """
 
-    strength: float = 1.0
+    above_zero = ("strength",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.strength > 0:
-            raise MethodError(f"{self.name}: strength must be above 0, got {self.strength:g}")
+    strength: float = 1.0
 
     def bias(self, distance: Tensor, heads: int) -> Tensor:
         slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=distance.device)
@@ -147,6 +144,8 @@ class Kerple(_ScoreBias):
     0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
     """
 
+    choices: ClassVar = RemappingMethod.choices | {"kernel": ("log", "power")}
+
     kernel: str = "log"
     r1: tuple[float, ...] = (1.0,)
     r2: tuple[float, ...] = (1.0,)
@@ -156,8 +155,6 @@ class Kerple(_ScoreBias):
             if is_number(value := getattr(self, name)):
                 object.__setattr__(self, name, (float(value),))
         super().__post_init__()
-        if self.kernel not in ("log", "power"):
-            raise MethodError(f"{self.name}: kernel must be 'log' or 'power', got {self.kernel!r}")
         for name in ("r1", "r2"):
             values = getattr(self, name)
             most = 2 if (self.kernel, name) == ("power", "r2") else math.inf

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -206,13 +206,10 @@ class RampedMethod(BandedMethod):
     (Kimi K2).
     """
 
+    choices: ClassVar = {"ramp": ("dimension", "cycles")}
+
     ramp: Literal["dimension", "cycles"] = "dimension"
     truncate: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.ramp not in ("dimension", "cycles"):
-            raise MethodError(f"{self.name}: ramp must be 'dimension' or 'cycles', got {self.ramp!r}")
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
         inv_freq = rotary.inv_freq(device)
@@ -274,10 +271,6 @@ class Yarn(RampedMethod):
     mscale: float | None = None
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_attention_factor(self.name, self.attention_factor)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return self.interpolate(rotary, self.factor, length.device), self._attention_factor()
@@ -361,16 +354,11 @@ class MrRoPE(BandedMethod):
         purposes=(SERVING,), when="what its paper reports is to be tried; measured here, it reads as yarn does"
     )
     begins_search = True
+    choices: ClassVar = {"radix": ("progressive", "uniform")}
 
     factor: float
     radix: Literal["progressive", "uniform"] = "progressive"
     attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.radix not in ("progressive", "uniform"):
-            raise MethodError(f"{self.name}: radix must be 'progressive' or 'uniform', got {self.radix!r}")
-        check_attention_factor(self.name, self.attention_factor)
 
     def check(self, rotary: Rotary) -> None:
         self._band(rotary)
@@ -408,11 +396,6 @@ def check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotar
         raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
-def check_attention_factor(name: str, attention_factor: float | None) -> None:
-    if attention_factor is not None and attention_factor <= 0:
-        raise MethodError(f"{name}: attention_factor must be above 0, got {attention_factor:g}")
-
-
 @register_method("factors")
 @dataclass(frozen=True, kw_only=True)
 class Factors(RopeMethod):
@@ -426,7 +409,6 @@ class Factors(RopeMethod):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_divisors(self.name, "factors", self.factors)
-        check_attention_factor(self.name, self.attention_factor)
 
     def check(self, rotary: Rotary) -> None:
         check_divisors(self.name, "factors", self.factors, rotary)

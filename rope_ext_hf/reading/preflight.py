@@ -1,7 +1,7 @@
 """Estimates of the memory and time of a measurement, made from the config before any weights are read.
 
->>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
->>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
+    >>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+    >>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
 
 Also a warning about layers whose sliding window is shorter than the context.
 """
@@ -170,11 +170,11 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
         body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
     head = model.get_output_embeddings()
     body -= embedding
-    if head is not None and all(head.weight is not table for table in tables):
+    if head is not None and id(head.weight) not in map(id, tables):
         body -= head.weight.numel()
     lengths = list(passes)
-    pairs = sum(length * length / 2 for length in lengths)
-    attention = 4 * pairs * sum(layer.heads * layer.head_dim for layer in cached_layers(config) if layer.per_token)
+    pairs = sum([length * length / 2 for length in lengths])
+    attention = 4 * pairs * sum([layer.heads * layer.head_dim for layer in cached_layers(config) if layer.per_token])
     return float(2 * body * sum(lengths) + attention + 2 * embedding * scored)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.journal import Cell, Layout, Record, read_plain, read_records
+from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
 
@@ -37,14 +37,14 @@ def read_run(folder: str | Path) -> Run[Any]:
     """
     folder = Path(folder)
     settings = _read_settings(folder)
-    layout = Layout.from_settings(settings)
+    contents = RunContents.from_settings(settings)
     kind = run_kind(settings["kind"])
-    records = read_records(folder, layout, kind.parse)
+    records = read_records(folder, contents, kind.parse)
     setting = kind.setting(**settings["setting"])
-    return Run(folder, settings, results_from_records(kind, setting, layout, records))
+    return Run(folder, settings, results_from_records(kind, setting, contents, records))
 
 
-def results_from_records(kind: RunKind, setting: Any, layout: Layout, records: Sequence[Record]) -> list[Any]:
+def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:
     """One result per method and cell that has the values of all its items."""
     values: dict[tuple[str, Cell], dict[int, Any]] = {}
     costs: dict[tuple[str, Cell], dict[int, Cost]] = {}
@@ -57,7 +57,7 @@ def results_from_records(kind: RunKind, setting: Any, layout: Layout, records: S
             method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
         )
         for key, method in {method_key(record.method): record.method for record in records}.items()
-        for cell, count in sorted(layout.counts.items())
+        for cell, count in sorted(contents.counts.items())
         if len(complete := values.get((key, cell), {})) == count
     ]
 
@@ -97,7 +97,7 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(number, str) for number in settings["versions"].values()):
         raise ValueError("'versions' must map names to strings")
     _check_setting(kind.setting, settings["setting"])
-    Layout.from_settings(settings)
+    RunContents.from_settings(settings)
     return settings
 
 

@@ -157,8 +157,8 @@ def code_digest(model: nn.Module) -> str:
 
 @cache
 def _own_source() -> hashlib._Hash:
-    of_folders = (sorted(files("rope_ext_hf").joinpath(name).iterdir(), key=attrgetter("name")) for name in _COMPUTING)
-    return _files_digest(path for paths in of_folders for path in paths if path.name.endswith((".py", ".toml")))
+    of_folders = [sorted(files("rope_ext_hf").joinpath(name).iterdir(), key=attrgetter("name")) for name in _COMPUTING]
+    return _files_digest([path for paths in of_folders for path in paths if path.name.endswith((".py", ".toml"))])
 
 
 def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:

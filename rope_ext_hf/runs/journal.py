@@ -1,7 +1,7 @@
 """The journal of a run: one line per finished piece of work, on disk before it is reported.
 
-    layout = Layout.from_settings(settings)
-    records = read_records(folder, layout, parse)
+    contents = RunContents.from_settings(settings)
+    records = read_records(folder, contents, parse)
     with open_journal(folder, rank=0) as write:
         write(Record(method, item, cell, value, cost))
 
@@ -72,7 +72,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunContents:
     """What a complete run holds.
 
     Attributes:
@@ -84,7 +84,7 @@ class Layout:
     counts: dict[Cell, int]
 
     @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Layout:
+    def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
         """Read `items`, `cells` and `per_cell`.
 
         Raises:
@@ -154,12 +154,12 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
     return os.fdopen(descriptor, "rb") if flags == os.O_RDONLY else os.fdopen(descriptor, "a+b", buffering=0)
 
 
-def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value]) -> list[Record]:
+def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
     """Every record of a run, each once.
 
     Args:
         folder: the run's folder.
-        layout: items and cells that may occur.
+        contents: items and cells that may occur.
         parse: (item's name, JSON value) -> value; raises ValueError.
 
     Raises:
@@ -170,7 +170,7 @@ def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value
         for number, line in enumerate(read_plain(path).split(b"\n")[:-1], 1):  # after the last newline: half a line
             where = f"{path}:{number}"
             try:
-                record = _parse_record(line, layout, parse)
+                record = _parse_record(line, contents, parse)
             except (ValueError, OverflowError, RecursionError) as error:
                 raise FileError(f"{where}: {one_line(error)}; delete the line to have it measured again") from error
             first, earlier = places.setdefault((method_key(record.method), record.item, record.cell), (where, record))
@@ -179,7 +179,7 @@ def read_records(folder: Path, layout: Layout, parse: Callable[[str, Any], Value
     return [record for _, record in places.values()]
 
 
-def _parse_record(line: bytes, layout: Layout, parse: Callable[[str, Any], Value]) -> Record:
+def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any], Value]) -> Record:
     raw = parse_json_object(line)
     written = raw.pop("crc", None)  # an earlier version wrote none
     if set(raw) != set(Record._fields):
@@ -187,11 +187,11 @@ def _parse_record(line: bytes, layout: Layout, parse: Callable[[str, Any], Value
     method, item, cell = raw["method"], raw["item"], _cell(raw["cell"])
     if method is not None and not (isinstance(method, dict) and isinstance(method.get("method"), str)):
         raise ValueError(f"expected a method with its name, or null, got {short(repr(method))}")
-    if type(item) is not int or not 0 <= item < len(layout.items):
-        raise ValueError(f"expected an item from 0 to {len(layout.items) - 1}, got {short(repr(item))}")
-    if cell not in layout.counts:
+    if type(item) is not int or not 0 <= item < len(contents.items):
+        raise ValueError(f"expected an item from 0 to {len(contents.items) - 1}, got {short(repr(item))}")
+    if cell not in contents.counts:
         raise ValueError(f"the run has no cell {list(cell)}")
-    record = Record(method, item, cell, parse(layout.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    record = Record(method, item, cell, parse(contents.items[item], raw["value"]), Cost.from_record(raw["cost"]))
     if written not in (None, _checksum(raw)):
         raise ValueError("the line is not as it was written")
     return record

@@ -28,7 +28,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.journal import Cell, Layout, Value
+from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
 from rope_ext_hf.terminal import table_text, wrapped
@@ -357,13 +357,13 @@ class Measurement(ABC):
         """
 
     @property
-    def layout(self) -> Layout:
+    def contents(self) -> RunContents:
         """Items and cells of a complete run."""
         counts: dict[Cell, int] = {}
         for item in range(len(self.items)):
             for cell in self.cells(item):
                 counts[cell] = counts.get(cell, 0) + 1
-        return Layout(tuple(self.items), dict(sorted(counts.items())))
+        return RunContents(tuple(self.items), dict(sorted(counts.items())))
 
 
 @dataclass(frozen=True)

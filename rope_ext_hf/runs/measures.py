@@ -20,9 +20,6 @@ from torch import Tensor
 
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share, estimate_share_change, resample
 
-_Cell = tuple[str, int]
-"""The key of a method, and a context length."""
-
 
 class EffectiveLength(NamedTuple):
     """Up to which length a model reads well, in tokens, with its 95% interval over prompts; 0: at none."""
@@ -127,8 +124,8 @@ class Measure:
             return math.fsum(a / b for a, b in zip(sums, weights, strict=True)) / len(sums)
         return math.fsum(sums) / math.fsum(weights)
 
-    def change(self, one: _Cell, other: _Cell) -> Estimate | None:
-        """How much higher the value of one method and length is than that of another, paired by item.
+    def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
+        """How much higher the value of one method's key and length is than that of another, paired by item.
 
         None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses
         is finite.

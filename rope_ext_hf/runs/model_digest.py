@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from itertools import repeat
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter, itemgetter
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,26 +85,20 @@ def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
 
     Not what the last input left behind in a rotary module of transformers whose frequencies follow the input.
     """
-    follows_the_input = any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope"))
-    kind = type(module)
-    digest.add({f"module {name}": f"{kind.__module__}.{kind.__qualname__}"})
-    with _on_device(module):
-        tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-        settings = {k: v for k, v in vars(module).items() if k not in _OF_TORCH and k not in _NOT_IN_MODULES}
-        values = sorted((tensors | settings).items())
-        digest.add({k: v for k, v in values if not (follows_the_input and _LEFT_BEHIND.fullmatch(k))})
+    follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
+    kind = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
+    offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))
+    with _on_device(module) if offloaded else nullcontext():
+        values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        kept = sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES)
+        digest.add(kind | {k: values[k] for k in kept if not (follows_the_input and _LEFT_BEHIND.fullmatch(k))})
 
 
-@contextmanager
-def _on_device(module: nn.Module) -> Iterator[None]:
+def _on_device(module: nn.Module) -> AbstractContextManager[None]:
     """Inside, parameters that accelerate keeps in main memory or on disk are there."""
-    if all(parameter.device.type != "meta" for parameter in module.parameters(recurse=False)):
-        yield
-        return
     from accelerate.utils import align_module_device
 
-    with align_module_device(module):
-        yield
+    return cast("AbstractContextManager[None]", align_module_device(module))
 
 
 def _add_configs(digest: _Digest, model: nn.Module) -> None:

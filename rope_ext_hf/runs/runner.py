@@ -140,7 +140,7 @@ class _Job:
 
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
         """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
-        measurement, layout = self.plan.measurement, self.plan.measurement.layout
+        measurement, contents = self.plan.measurement, self.plan.measurement.contents
         settings = (
             provenance(self.model, self.plan.data)
             | self.plan.reader
@@ -150,9 +150,9 @@ class _Job:
                 "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints().items()},
                 "loaded": self.loaded,
                 "setting": asdict(measurement.setting),
-                "items": list(layout.items),
-                "cells": [list(cell) for cell in layout.counts],
-                "per_cell": list(layout.counts.values()),
+                "items": list(contents.items),
+                "cells": [list(cell) for cell in contents.counts],
+                "per_cell": list(contents.counts.values()),
                 "tokens": sum(measurement.passes),
             }
         )
@@ -231,7 +231,7 @@ def carry_out(
             shown.reading(scorer.reading)
             job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
             kind = run_kind(measurement.kind)
-            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.layout, records))
+            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.contents, records))
         settings = check_settings(json.loads(json.dumps(settings)))
         workers.agree(_in_words(settings, job))
         folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
@@ -254,7 +254,7 @@ def carry_out(
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
-    records = read_records(folder, measurement.layout, run_kind(measurement.kind).parse)
+    records = read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
     if workers.together:  # also: nobody writes before all have read
         workers.agree({"what was measured before": _short(sorted(done))})

@@ -204,7 +204,7 @@ RETRIEVALS: dict[str, Task] = {
 
 
 @dataclass(frozen=True)
-class Question:
+class RetrievalQuestion:
     """Statements, the question about the first of them, and its answer.
 
     Attributes:
@@ -219,7 +219,9 @@ class Question:
     answers: tuple[str, ...]
 
     @classmethod
-    def from_values(cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]) -> Question:
+    def from_values(
+        cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]
+    ) -> RetrievalQuestion:
         pairs = [
             {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
         ]
@@ -238,7 +240,7 @@ class Question:
     def answer(self) -> str:
         return self.answers[0]
 
-    def about(self, index: int) -> Question:
+    def about(self, index: int) -> RetrievalQuestion:
         """The same statements, asked for the one of this index, which comes first."""
 
         def first(texts: tuple[str, ...]) -> tuple[str, ...]:
@@ -249,7 +251,7 @@ class Question:
         )
 
 
-def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> Question:
+def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
     """Draw `keys` names with their values, and ask for the first.
 
     Args:
@@ -263,7 +265,7 @@ def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = 
     if keys > 1 and "{name}" not in chosen.question.lower():
         raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
     names = draw_distinct(lambda: task.name(rng, True), keys)
-    return Question.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
+    return RetrievalQuestion.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
 
 
 def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
@@ -276,7 +278,7 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
     raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
 
 
-def other_answers(task: Task, question: Question, rng: random.Random, *, wording: int) -> Iterator[str]:
+def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
     """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
 
     After many of these, values that training draws: of long held-out ones there are few of one length.

@@ -176,7 +176,7 @@ def _answer(
     return made
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Run:
+def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
     """Find the lengths, cut the text and open the folder, before anything is measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
@@ -190,11 +190,11 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Ru
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    return _Run(asked, folder, say, tokenizer, training, held_out, short, long, base)
+    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base)
 
 
 @dataclass
-class _Run:
+class _FinetuningRun:
     """A fine-tuning in its folder.
 
     Attributes:

@@ -203,7 +203,8 @@ class LlamaCppPort:
     def version(self) -> str:
         return f"{LlamaCpp.name} {LlamaCpp.version}"
 
-    def _file(self, folder: Path) -> Path:
+    def file(self, folder: Path) -> Path:
+        """The GGUF file of a folder."""
         made = Path(self.folder.name) / f"{folder.name}.gguf"
         if made.exists():
             return made
@@ -220,7 +221,8 @@ class LlamaCppPort:
         except ServingError:  # a rope type that the converter passes over
             config = config | {"rope_scaling": None}
             rope = converted(config)
-        write_gguf(models.load(config, torch.float32), plain)
+        vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+        write_gguf(models.load(config, torch.float32), plain, tokens=[word.encode() for word in vocabulary])
         architecture = ARCHITECTURES[config["model_type"]][0]
         keys = {f"{architecture}.{key}": value for key, value in rope.keys.items()}
         rewrite(plain, made, ServingConfig("gguf", "", "", "", 0, gguf_keys=keys, gguf_tensors=rope.tensors))
@@ -228,7 +230,7 @@ class LlamaCppPort:
 
     def logits(self, folder: Path, rows: list[list[int]], chunks: list[int] | None = None) -> Any:
         out, longest = Path(self.folder.name) / "logits.npy", max(map(len, rows))
-        job = {"file": str(self._file(folder)), "rows": rows, "positions": longest, "context": {}, "overrides": {}}
+        job = {"file": str(self.file(folder)), "rows": rows, "positions": longest, "context": {}, "overrides": {}}
         file = out.with_suffix(".json")
         file.write_text(json.dumps(job | {"chunks": chunks, "out": str(out)}), encoding="utf-8")
         script = Path(__file__).parents[1] / "llama_cpp_logits.py"

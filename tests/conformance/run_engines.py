@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -26,7 +27,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from tests.conformance import engine_ports, formulas
+from tests import live_servers
+from tests.conformance import engine_ports, formulas, models
 from tests.conformance.generate import KIT
 
 ROOT = KIT.parent
@@ -81,6 +83,11 @@ SMALLEST: list[tuple[str, str, Json, int | None]] = [
     ),
 ]
 """Program, what differs, the keys of a config that shows it, and the length of inputs, None: any."""
+
+
+SERVED: list[tuple[str, Json]] = [*((name, {}) for name in ("llama", "llama-linear", "llama-llama3", "llama-yarn"))]
+SERVED += [("qwen3-yarn", {}), ("llama-yarn", {"rope_scaling": None})]
+"""Models of the kit that llama.cpp's server runs, and keys of their config that are changed before."""
 
 
 def load_kit(name: str) -> ModuleType:
@@ -144,6 +151,25 @@ def smallest(ports: dict[str, Any], mlx: str) -> list[Json]:
     return rows
 
 
+def live(python: str) -> list[Json]:
+    """What the runner says of llama.cpp's server: with models of the kit, and with one whose scaling was left out."""
+    kit, rows = load_kit("kit"), []
+    live_servers.WORK.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:
+        port, server = engine_ports.LlamaCppPort(python), live_servers.LlamaCpp(Path(python), ends)
+        for name, change in SERVED:
+            made = kit.write_model(name, Path(folder))
+            config = json.loads((made / "config.json").read_text(encoding="utf-8")) | change
+            (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            made = made.rename(made.with_name(f"{name} {', '.join(change)}"))
+            with server.serve(port.file(made), models.LENGTH) as url:
+                command = [sys.executable, str(KIT / "run.py"), "--server", url, "--model", name, "--dtype", "float16"]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+            said = (done.stdout or done.stderr).strip().split(": ", 1)[1]
+            rows.append({"model": name, "without": list(change), "said": said})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--engines", type=Path, required=True, metavar="FOLDER")
@@ -177,6 +203,7 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "programs": [],
         "smallest": smallest(ports, given.mlx_lm),
+        "servers": live(given.llama_cpp),
     }
     for each in programs:
         outcomes = each.pop("outcomes")

@@ -101,11 +101,34 @@ def served() -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", model_servers.KINDS)
 def test_a_server_is_right_or_its_mistake_is_named(kind: str, served: Any, tmp_path: Path) -> None:
-    for model, status, said in zip(served, (0, 1), ("agrees with llama-yarn", "no scaling at all"), strict=True):
+    for model, status, said in zip(
+        served, (0, 1), ("llama-yarn: agrees after 12 prefixes", "no scaling at all"), strict=True
+    ):
         with model_servers.serving(kind, model) as url:
             done = run("--server", url, "--model", "llama-yarn", cwd=tmp_path)
         assert done.returncode == status, done.stdout + done.stderr
         assert said in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "path", "states", "prefixes"),
+    [
+        ("llama.cpp b1", "/props", {"default_generation_settings": {"n_ctx": 100}}, 6),
+        ("vLLM 0.33.0", "/v1/models", {"data": [{"id": "served", "max_model_len": 101}]}, 6),
+    ],
+)
+def test_a_server_with_a_short_context(
+    kind: str, path: str, states: Any, prefixes: int, served: Any, tmp_path: Path
+) -> None:
+    usual = model_servers.KINDS[kind][2]
+
+    def answer(model: Any, body: Any) -> Any:
+        return usual(model, body) if len(body["prompt"]) < 101 else None
+
+    with model_servers.serving(kind, served[0], answer, states={path: states}) as url:
+        done = run("--server", url, "--model", "llama-yarn", cwd=tmp_path)
+    assert f"agrees after {prefixes} prefixes" in done.stdout, done.stderr
 
 
 def test_a_server_that_is_none(tmp_path: Path) -> None:

@@ -88,6 +88,13 @@ def test_every_kind_of_scaling_is_there() -> None:
     assert {entry["pairing"] for entry in entries} == {"half", "interleaved"}
     assert sum("axes" in row for row in rows) >= 5
     assert any(0.0 in row["inv_freq"] for row in rows), "proportional"
+    assert max(at for row in rows for at in row["positions"]) == 2**24 - 1
+    keys = json.dumps([entry["config"] for entry in entries])
+    of_yarn = ("attention_factor", "truncate", "mscale", "mscale_all_dim", "beta_fast", "llama_4_scaling_beta")
+    of_others = ("alpha", "mrope_section", "mrope_interleaved", "partial_rotary_factor", "qk_rope_head_dim")
+    for key in (*of_yarn, *of_others, "rope_local_base_freq"):
+        assert f'"{key}"' in keys, key
+    assert '"model_type": "gpt_oss"' in keys, "sinks"
 
 
 @every_configuration

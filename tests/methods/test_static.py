@@ -211,26 +211,6 @@ def test_ntk_by_hand() -> None:
     assert_same(frequencies("ntk", LLAMA2, factor=8).inv_freq, with_theta(LLAMA2, 82684.6), rtol=1e-6)
 
 
-def test_yarn_by_hand() -> None:
-    inv_freq = frequencies("yarn", LLAMA2, factor=16).inv_freq
-    assert float(inv_freq[0]) == 1.0
-    assert float(inv_freq[63]) == pytest.approx(7.2e-6, rel=5e-3)
-
-
-def test_linear_by_hand() -> None:
-    ratio = frequencies("default", LLAMA2).inv_freq / frequencies("linear", LLAMA2, factor=4).inv_freq
-    assert ratio.tolist() == [4.0] * 64
-
-
-def test_attention_factors_by_hand() -> None:
-    assert frequencies("yarn", LLAMA2, factor=32).attention_factor == pytest.approx(1.3466, abs=5e-5)
-    ones = [1.0] * 64
-    longrope = frequencies("longrope", LLAMA2, short_factor=ones, long_factor=ones, factor=32)
-    assert longrope.attention_factor == pytest.approx(1.1902, abs=5e-5)
-    m = frequencies("yarn", LLAMA2, factor=40).attention_factor
-    assert m**2 == pytest.approx(1.8739, abs=5e-5)  # DeepSeek's softmax scale
-
-
 def test_the_two_ramps_differ_by_up_to_three() -> None:
     dimension = frequencies("by-parts", LLAMA2, factor=16).inv_freq
     cycles = frequencies("by-parts", LLAMA2, factor=16, ramp="cycles").inv_freq

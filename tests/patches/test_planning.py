@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.patches import saving
 from rope_ext_hf.patches.engine_keys import compare_engines
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.own_calls import calls_of_this_package
 
 METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"factor": 4},
@@ -86,23 +85,6 @@ def test_engines_are_compared_once_per_patch(tmp_path: Path, monkeypatch: pytest
     assert len(compared) == 1
     rope.patch(model, "yarn", factor=8).save_pretrained(tmp_path / "three")
     assert len(compared) == 2
-
-
-def calls_of_this_package(function: Any) -> int:
-    """How many Python functions of the package a call runs, comprehensions and generators' steps among them."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and "rope_ext_hf" in frame.f_code.co_filename
-
-    before = sys.getprofile()
-    sys.setprofile(trace)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-    return count
 
 
 def test_a_patch_and_a_save_take_few_calls(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from rope_ext_hf.eval.perplexity_results import DocumentLoss
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import (
-    Layout,
     Record,
+    RunContents,
     agree_on_chunks,
     exclusive,
     holds_folder,
@@ -34,7 +34,7 @@ from rope_ext_hf.runs.journal import (
 )
 from rope_ext_hf.runs.report import write_files
 
-LAYOUT = Layout(("a", "b"), {(64,): 2, (128,): 2})
+CONTENTS = RunContents(("a", "b"), {(64,): 2, (128,): 2})
 YARN = {"method": "yarn", "factor": 4.0}
 SETTINGS: dict[str, Any] = {
     **{"model": "m", "parameters": 1, "dtype": "float32", "device": "cpu", "data": "d", "kind": "perplexity"},
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def record(item: int = 0, length: int = 64, nats: float = 1.0, method: dict[str, Any] | None = None) -> Record:
-    name = LAYOUT.items[item] if item < 2 else "c"
+    name = CONTENTS.items[item] if item < 2 else "c"
     return Record(method, item, (length,), DocumentLoss(name, nats, 7, 7, 1), Cost(64, 0.5, 0))
 
 
@@ -63,7 +63,7 @@ def every(*methods: dict[str, Any] | None) -> list[Record]:
 
 
 def read(folder: Path) -> list[Record]:
-    return read_records(folder, LAYOUT, DocumentLoss.from_record)
+    return read_records(folder, CONTENTS, DocumentLoss.from_record)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

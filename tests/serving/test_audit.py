@@ -74,15 +74,12 @@ def test_layers_without_rope_are_named() -> None:
 
 
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:
-    linear = {"type": "linear", "rope_type": "linear", "factor": 4.0}
-    coder = {"model_type": "llama", "head_dim": 128, "rope_theta": 100000, "rope_scaling": linear}
-    extended = rows(coder | {"max_position_embeddings": 16384})  # deepseek-coder: 16,384 tokens, by its model card
+    extended = rows(published_config("deepseek-coder"))  # for 16,384 tokens, by its model card
     assert extended["vllm"].differs == (
         "it would serve 65,536 tokens, and the model is for 16,384: the factor is applied twice"
     )
     assert extended["mlx"].differs is None
-    vicuna = coder | {"rope_theta": 10000.0, "max_position_embeddings": 4096}  # its length times the factor
-    assert audit_config(vicuna).agrees
+    assert audit_config(published_config("vicuna-7b-16k")).agrees  # whose length times the factor is 16,384
     phi = published_config("Phi-3")
     assert rows(phi)["vllm"].differs.startswith("for short inputs its frequencies differ")
 

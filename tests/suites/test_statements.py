@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import random
 import re
+from dataclasses import astuple
 from functools import partial
 
 import pytest
@@ -174,7 +175,7 @@ def test_prompts_are_those_of_earlier_measurements() -> None:
         for seed, held_out in itertools.product(range(300), (True, False)):
             keys = 1 if name == "passkey" else 1 + seed % 4
             if held_out:
-                digest.update(repr(ask(task, random.Random(seed), keys=keys)).encode())
+                digest.update(repr(astuple(ask(task, random.Random(seed), keys=keys))).encode())
             elif name in WORDINGS:
-                digest.update(repr(ask_in_training(name, random.Random(seed), keys=keys)).encode())
-    assert digest.hexdigest() == "c5287ce40767e1bd6b097bd0d8ce7e1ce221bca25e4b9f558770878c935c8f12"
+                digest.update(repr(astuple(ask_in_training(name, random.Random(seed), keys=keys))).encode())
+    assert digest.hexdigest() == "3b7bdfe88be91d218f96326a9fd916b887988874a0ba5c39738e04d041c7d1af"

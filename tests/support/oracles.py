@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from tests.conformance import formulas
+
 Pairing = Literal["half", "interleaved"]
 
 
@@ -87,38 +89,19 @@ def by_cycles(rotary: Geometry, s: float, slow: float = 1, fast: float = 32) -> 
 
 def by_dimension(rotary: Geometry, s: float, slow: float = 1, fast: float = 32, truncate: bool = True) -> list[float]:
     """The YaRN authors' code: a ramp in the dim index, between the dims with `fast` and `slow` cycles."""
-
-    def dim_with(cycles: float) -> float:
-        # theta_i L0 = 2 pi cycles, solved for i
-        return rotary.dim / 2 * math.log(rotary.trained_length / (2 * math.pi * cycles), rotary.theta)
-
-    low, high = dim_with(fast), dim_with(slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low = low if low > 0 else 0
-    high = high if high < rotary.dim - 1 else rotary.dim - 1
-    if low == high:
-        high += 0.001
-    mixed = []
-    for i, value in enumerate(plain(rotary)):
-        interpolated = min(max((i - low) / (high - low), 0.0), 1.0)
-        mixed.append(interpolated * value / s + (1 - interpolated) * value)
-    return mixed
+    betas = {"beta_slow": slow, "beta_fast": fast, "truncate": truncate, "rope_theta": rotary.theta}
+    return _by_paper(formulas.yarn, rotary, s, betas)
 
 
 def llama3(rotary: Geometry, s: float, low: float = 1, high: float = 4) -> list[float]:
     """Llama 3.1's published code, which compares wavelengths."""
-    scaled = []
-    for value in plain(rotary):
-        wavelength = 2 * math.pi / value
-        if wavelength < rotary.trained_length / high:
-            scaled.append(value)
-        elif wavelength > rotary.trained_length / low:
-            scaled.append(value / s)
-        else:
-            smooth = (rotary.trained_length / wavelength - low) / (high - low)
-            scaled.append((1 - smooth) * value / s + smooth * value)
-    return scaled
+    return _by_paper(formulas.llama3, rotary, s, {"low_freq_factor": low, "high_freq_factor": high})
+
+
+def _by_paper(formula: Callable[..., Any], rotary: Geometry, s: float, settings: dict[str, Any]) -> list[float]:
+    """The formula by which the numbers of conformance/ are checked."""
+    settings = settings | {"factor": s, "original_max_position_embeddings": rotary.trained_length}
+    return [float(value) for value in formula(plain(rotary), settings, {}, None)[0]]
 
 
 def mrrope(

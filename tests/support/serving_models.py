@@ -43,8 +43,10 @@ LAYERS = {
 
 
 def published_config(family: str) -> dict[str, Any]:
-    """The config of a family as published, with small sizes where they do not matter."""
-    entry: dict[str, Any] = json.loads((FOLDER / f"{SERVED[family]}.json").read_text(encoding="utf-8"))["config"]
+    """The config of a family or file as published, with small sizes where they do not matter."""
+    entry: dict[str, Any] = json.loads((FOLDER / f"{SERVED.get(family, family)}.json").read_text(encoding="utf-8"))[
+        "config"
+    ]
     return entry | LAYERS.get(family, {})
 
 
