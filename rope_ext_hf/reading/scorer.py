@@ -36,7 +36,7 @@ from rope_ext_hf.patches.slots import Slot, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.preflight import budgets, widest_activation
-from rope_ext_hf.reading.span_cache import SpanCache
+from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,7 +301,7 @@ class TokenScorer:
         given: dict[str, Any] = {"logits_to_keep": kept} if wanted else {}  # else those of all tokens come
         given["use_cache"] = self.stored is not None
         if self.stored is not None:
-            given["past_key_values"] = cache = SpanCache(self.decoder.config, len(ids))
+            given["past_key_values"] = cache = StoringCache(config=self.decoder.config)
             cache.stored = self.stored
         logits: Tensor = self.model(ids[None], **given).logits[0, -kept:][:count].float()
         return logits

@@ -85,7 +85,18 @@ def _preallocated(stock: type) -> Any:
     return type(f"Preallocated{stock.__name__}", (_Preallocated, stock), {})
 
 
-class SpanCache(DynamicCache):  # type: ignore[misc]
+class StoringCache(DynamicCache):  # type: ignore[misc]
+    """A cache whose keys and values go through `stored` before they are kept, e.g. to be rounded; None: they do not."""
+
+    stored: Callable[[Tensor], Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self.stored is not None:
+            key_states, value_states = self.stored(key_states), self.stored(value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
     Args:
@@ -94,9 +105,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         offload: keys and values wait in main memory; those of one layer at a time are on its device.
         windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
             whatever the config says of them: see `safe_windows`.
-
-    Attributes:
-        stored: what keys and values become before they are kept, e.g. rounded; None: they are kept as they are.
 
     Raises:
         NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
@@ -110,7 +118,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
         self.capacity, self.offload = capacity, offload
-        self.stored: Callable[[Tensor], Tensor] | None = None
         stocks: list[Any] = vars(self)["layers"]
         self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == SLIDING}
         self.layers: list[Any] = [
@@ -137,8 +144,6 @@ class SpanCache(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated = layer_idx
-        if self.stored is not None:
-            key_states, value_states = self.stored(key_states), self.stored(value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def see(self, reach: int | None) -> None:
