@@ -476,7 +476,7 @@ def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
                 measured.folder(),
                 lengths=lengths,
                 device="cpu",
-                weight_bits=32 if measured.strict else 4 if dtype == "Q4_0" else 8,
+                weight_bits=4 if dtype == "Q4_0" else 8,
                 kv_bits=measured.keys,
                 strict=measured.strict,
             )

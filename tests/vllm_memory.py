@@ -96,7 +96,7 @@ def started(folder: str, gpus: int, dtype: str) -> None:
         kv_cache_memory_bytes=BYTES,
         max_model_len=LENGTH,
         max_num_batched_tokens=STEP,
-        block_size=BLOCK,
+        block_size=None if "DeepSeek" in folder else BLOCK,  # latent attention has blocks of its own
         max_num_seqs=4,
         load_format="dummy" if dtype == "fp8" else "auto",
         skip_tokenizer_init=True,

@@ -220,11 +220,12 @@ def check_server(
         return _compare(url, collected, loaded, make(loaded), weight_bits, kv_bits, progress)
 
     report = compare(lambda loaded: configurations(loaded, as_loaded))
-    if report.precision is None:
+    coarse = weight_bits < 8 and report.closest == AS_MEASURED  # rounding that is as large as a mistake
+    if report.precision is None or coarse:
         rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
-    elif report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
+    if report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
         widest = max(scale for scale, _ in report.told.values())
         needed = math.ceil(4 * (widest / _STRICT) ** 2)  # prompts: chance falls with the root of their number
         collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
