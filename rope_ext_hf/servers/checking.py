@@ -42,7 +42,7 @@ _MARGIN = 3.0
 _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 _BLOCK = 32  # weights with one scale
 _STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
-_MOST_MORE = 64  # prompts of a strict check, beside the usual ones
+_MOST_MORE = 128  # prompts of a strict check, beside the usual ones
 _SECONDS = 600.0
 """That a prompt may take to compute here, by default."""
 _READINGS, _COMPARED = 8, 128
