@@ -22,6 +22,7 @@ from transformers.utils import logging
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 warnings.simplefilter("ignore")
+torch.set_num_threads(1)  # the models are tiny
 Config = dict[str, Any]
 
 

@@ -27,6 +27,7 @@ from docs.figures import (  # noqa: F401, each registers its figures
     interface,
     measurements,
     measures,
+    model_pages,
     models,
     real_models,
     recipes,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from rope_ext_hf.eval.gain_runs import ContextGain as ContextGain
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport as NeedReport
     from rope_ext_hf.eval.needs import need as need
     from rope_ext_hf.eval.perplexity_results import Result as Result
+    from rope_ext_hf.eval.questions import Gain as Gain
     from rope_ext_hf.eval.questions import Need as Need
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity

@@ -99,6 +99,7 @@ class Perplexity(LengthsQuestion):
 
     PANEL = "Text"
     planner = "rope_ext_hf.eval.perplexity_plans.plan_perplexity"
+    command = "ppl"
 
     data: Any = asked(
         "stdlib",
@@ -156,6 +157,8 @@ class Perplexity(LengthsQuestion):
 class Sweep(Perplexity):
     """Perplexity of methods x factors that are fitted to the lengths, and of the context length."""
 
+    command = "sweep"
+
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question with the context length, where it is below the longest, and every method with every factor.
 
@@ -177,6 +180,7 @@ class Passkey(LengthsQuestion):
     """
 
     planner = "rope_ext_hf.eval.retrieval_plans.plan_passkey"
+    command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
         (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -213,6 +217,7 @@ class Tasks(LengthsQuestion):
     """
 
     planner = "rope_ext_hf.eval.task_plans.plan_tasks"
+    command = "tasks"
 
     suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
     tasks: tuple[str, ...] | Any | None = asked(
@@ -239,8 +244,41 @@ class Tasks(LengthsQuestion):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gain(LengthsQuestion):
+    """Whether a model uses its context: by how much evidence in it lowers the loss of an answer.
+
+    Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
+    """
+
+    planner = "rope_ext_hf.eval.gain_runs.plan_gain"
+    command = "gain"
+
+    data: Any = asked(
+        "docstrings",
+        "'docstrings' (of modules of Python's library that the bundled model was not trained on), or rows with the "
+        "columns context, evidence (a part of context), question and answer: JSON lines, parquet, hf:OWNER/NAME.",
+        parse=anything,
+        metavar="ROWS",
+    )
+    distances: tuple[int, ...] | Any | None = asked(
+        None,
+        "Tokens between evidence and answer, e.g. 1k,4k. Default: half of each length.",
+        parse=lambda given: None if given is None else tuple(parse_lengths(given)),
+        metavar="LENGTHS",
+    )
+    samples: int = asked(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
+    haystack: Any = asked(
+        None,
+        "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
+        parse=anything,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Need(Question):
     """Whether a model needs a longer context at all, and how far it reads as it is."""
+
+    command = "need"
 
     target_length: int | Any | None = asked(
         None,

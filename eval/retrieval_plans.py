@@ -19,7 +19,7 @@ from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.eval.retrieval_runs import RetrievalMeasurement, RetrievalSetting, Trial
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, other_answers
 
@@ -63,11 +63,11 @@ def make_trials(
         start = 0.0 if repeated else rng.random()
         places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
         question, answers = _question_and_answers(task, tokenizer, drawn, rng, index, distractors)
-        head = ([] if prefix is None else [prefix]) + _encode(tokenizer, drawn.head)
+        head = ([] if prefix is None else [prefix]) + encode(tokenizer, drawn.head)
         made.append(
             Trial(
                 head=torch.tensor(head, dtype=torch.int64),
-                statements=tuple(torch.tensor(_encode(tokenizer, statement)) for statement in drawn.statements),
+                statements=tuple(torch.tensor(encode(tokenizer, statement)) for statement in drawn.statements),
                 depths=tuple(places[:asked] + places[asked + 1 :]),
                 question=torch.tensor(question, dtype=torch.int64),
                 answers=torch.tensor(answers),
@@ -86,10 +86,8 @@ def _question_and_answers(
     distractors: int,
 ) -> tuple[list[int], list[list[int]]]:
     """The token ids of a question and of its answers, the right one first, then wrong ones of as many tokens."""
-    question = _encode(tokenizer, drawn.question)
-    # A tokenizer may merge the end of the question with the answer: what both have in common is the prompt.
-    answers = [_encode(tokenizer, drawn.question + drawn.answer)]
-    shared = next((i for i, (a, b) in enumerate(zip(question, answers[0], strict=False)) if a != b), len(question))
+    question, right = encode_answer(tokenizer, drawn.question, drawn.answer)
+    answers, shared = [right], len(question)
     others = other_answers(task, drawn, rng, wording=wording)
     texts = {drawn.answer}
     for _ in range(1000 * (distractors + 1)):
@@ -98,15 +96,15 @@ def _question_and_answers(
         if (other := next(others)) in texts:
             continue
         texts.add(other)
-        ids = _encode(tokenizer, drawn.question + other)
-        if len(ids) == len(answers[0]) and ids[:shared] == question[:shared]:
-            answers.append(ids)
+        ids = encode(tokenizer, drawn.question + other)
+        if len(ids) == shared + len(right) and ids[:shared] == question:
+            answers.append(ids[shared:])
     if len(answers) <= distractors:
         raise MethodError(
-            f"only {len(answers) - 1} other answers have the {len(answers[0]) - shared} tokens of {drawn.answer!r}, "
+            f"only {len(answers) - 1} other answers have the {len(right)} tokens of {drawn.answer!r}, "
             f"asked for {distractors}; ask for fewer distractors"
         )
-    return question[:shared], [ids[shared:] for ids in answers]
+    return question, answers
 
 
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
@@ -121,11 +119,6 @@ def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> 
         for trial in same:
             trial.spare = longest - trial.wording
     return lists
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def plan_passkey(

@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from operator import attrgetter
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
-from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.runs.tables import add_rows, beyond_mark, by_method, length_table
 from rope_ext_hf.suites.statements import insert
 
 
@@ -143,15 +145,7 @@ class RetrievalRuns(RunKind):
             f"is {one.chance_rank:g}; green: better than chance by 3 standard errors"
         )
         view = length_table(run, title, caption, "method", "depth")
-        lengths = sorted({result.length for result in run.results})
-        for name, row in by_method(run.results).items():
-            depths = sorted({result.depth for result in row})
-            at = {(result.depth, result.length): result for result in row}
-            for depth in depths:
-                cells = [_retrieval_cell(run, at.get((depth, length))) for length in lengths]
-                view.add_row(
-                    Text(name if depth == depths[0] else ""), f"{depth:.0%}", *cells, end_section=depth == depths[-1]
-                )
+        add_rows(view, run, attrgetter("depth"), "{:.0%}".format, partial(_retrieval_cell, run))
         return view
 
     def chart(self, run: Run[Retrieval]) -> Chart:
@@ -310,8 +304,6 @@ def _rank(losses: Tensor) -> float:
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
 
 
-def _retrieval_cell(run: Run[Retrieval], result: Retrieval | None) -> Text:
-    if result is None:
-        return Text("")
+def _retrieval_cell(run: Run[Retrieval], result: Retrieval) -> Text:
     text = f"{result.exact_match:.0%} {result.rank:4.1f}{beyond_mark(run, result)}"
     return Text(text, style="green" if result.above_chance else "")

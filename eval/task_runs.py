@@ -16,7 +16,6 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import printable, short
-from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
@@ -148,19 +147,14 @@ class TaskRuns(RunKind):
                 view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
         return view
 
-    def chart(self, run: Run[TaskResult]) -> Chart:
-        axis = f"Score of {short(printable(run.results[0].suite))}, percent; higher is better"
-        text = f"{_THRESHOLD:.0%} of the score at the shortest length"
-        return LineChart(_lines(run), run.context_length, axis, _threshold(run), text)
-
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
         items = {
             key: {length: [(score, 1.0) for score in scores] for length, scores in row.items()}
             for key, row in _suite_scores(run).items()
         }
         name, chance = f"score of {short(printable(run.results[0].suite))}", run.settings["setting"].get("chance", 0.0)
-        threshold = None if (percent := _threshold(run)) is None else percent / 100
-        reaches = effective_lengths(run)
+        plain, reaches = _suite_scores(run).get(method_key(run.settings["loaded"])), effective_lengths(run)
+        threshold = _THRESHOLD * fmean(plain[min(plain)]) if plain else None
         return [Measure(name, "%", Evidence.ANSWERS, True, items, "prompt", reaches, threshold, chance)]
 
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
@@ -328,18 +322,3 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
 def _reach(passed: dict[int, bool]) -> int:
     """The length up to which every one passes, of ascending ones; 0 where the first does not."""
     return max(takewhile(passed.__getitem__, passed), default=0)
-
-
-def _lines(run: Run[TaskResult]) -> dict[str, list[tuple[int, float]]]:
-    """Scores in percent, as (length, value) by label."""
-    means = _suite_scores(run)
-    return {
-        name: [(length, 100 * fmean(scores)) for length, scores in means[method_key(row[0].method)].items()]
-        for name, row in by_method(run.results).items()
-    }
-
-
-def _threshold(run: Run[TaskResult]) -> float | None:
-    """The score that effective lengths are measured by, in percent; None where the model as loaded was not measured."""
-    row = _suite_scores(run).get(method_key(run.settings["loaded"]))
-    return 100 * _THRESHOLD * fmean(row[min(row)]) if row else None

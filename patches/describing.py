@@ -183,7 +183,10 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
         return f"{encoding.rope_type!r}; plain loading stops with that name"
     if not encoding.exact:
         return f"transformers' own {encoding.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
-    right = ", ".join(["transformers 5", *engine_agreement(state).agreeing])
+    engines = engine_agreement(state)
+    right = ", ".join(["transformers 5", *engines.agreeing])
+    if engines.by_source:
+        right += f"; by their source alone, not run, also by {', '.join(engines.by_source)}"
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
 
 

@@ -292,7 +292,7 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
 
 
 def _left_out(name: Path) -> bool:
-    if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py"):
+    if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py", "run.yaml"):
         return True
     return name.suffix in (".png", ".jpg", ".svg")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forks import run_forked, run_script
+from tests.support.forks import run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+RUNS = sorted((ROOT / "examples" / "runs").glob("*.yaml"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
@@ -56,8 +57,21 @@ def cells_of(notebook: Path) -> Iterator[str]:
             yield ast.unparse(ast.fix_missing_locations(tree)) + "\n"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("search", "finetune"))) for path in RUNS],
+    ids=lambda path: path.stem,
+)
+def test_run_file_runs(file: Path, tmp_path: Path) -> None:
+    spans = ["--max-spans", "2"] * (file.stem in ("perplexity", "sweep"))
+    assert run_forked(run_commands, [["run", str(file), *spans]], folder=tmp_path)
+    assert list(tmp_path.rglob("run.yaml"))
+
+
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    assert len(EXAMPLES) >= 7
-    for example in [*EXAMPLES, *NOTEBOOKS]:
-        assert f"[{example.name}]({example.name})" in listed
+    assert (len(EXAMPLES) >= 7, len(RUNS)) == (True, 5)
+    for example in [*EXAMPLES, *NOTEBOOKS, *RUNS]:
+        name = example.relative_to(ROOT / "examples")
+        assert f"[{name}]({name})" in listed

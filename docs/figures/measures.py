@@ -1,15 +1,20 @@
-"""How far intervals hold, and whether loss, LongPPL and retrieval rank methods alike."""
+"""How far intervals hold, and whether loss, LongPPL, the gain from evidence and retrieval rank methods alike."""
 
 from __future__ import annotations
 
 from docs.figures.registry import Row, figure, last_line, lines_of, markdown_table, stamp
 
-MODELS = {"reference": "bundled", "docstring-model": "docstrings", "reader": "trained to read further"}
+MODELS = {
+    "reference": "bundled",
+    "docstring-model": "docstrings",
+    "wide-heads-model": "wide heads",
+    "reader": "trained to read further",
+}
 
 
-def _compared() -> list[Row]:
+def _compared(benchmark: str) -> list[Row]:
     """What was compared of each model, as it was measured last."""
-    rows = {row["model"]: row for line in lines_of("measures") for row in line["rows"]}
+    rows = {row["model"]: row for line in lines_of(benchmark) for row in line["rows"]}
     return [rows[model] for model in MODELS if model in rows]
 
 
@@ -32,24 +37,32 @@ def interval_coverage() -> str:
 
 @figure
 def measures_agreement() -> str:
+    return _agreement("measures")
+
+
+def _agreement(benchmark: str) -> str:
     """Kendall's tau of each pair of measures, by model and length."""
-    line = last_line("measures")
+    line = last_line(benchmark)
     cells: dict[tuple[str, str], list[str]] = {}
-    for row in _compared():
+    for row in _compared(benchmark):
         for found in row["agreements"]:
-            tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found)
+            tau = "{tau:.2f} [{low:.2f}, {high:.2f}]".format(**found).replace(" [nan, nan]", "")
             cell = f"{found['length'] // row['context_length']}x: {tau}"
             cells.setdefault((_model(row), f"{found['one']} and {found['other']}"), []).append(cell)
     table = [(*key, ", ".join(values)) for key, values in cells.items()]
-    return markdown_table(("model", "measures", "Kendall's tau"), table, stamp(line, "benchmarks/measures.py"))
+    return markdown_table(("model", "measures", "Kendall's tau"), table, stamp(line, f"benchmarks/{benchmark}.py"))
 
 
 @figure
 def measures_ranking() -> str:
-    """Every method's value of every measure at eight times the context length, a column for each model and measure."""
+    return _ranking("measures")
+
+
+def _ranking(benchmark: str) -> str:
+    """Every method's value of every measure at the longest length, a column for each model and measure."""
     heads: list[str] = []
     cells: dict[str, dict[str, str]] = {}
-    for row in _compared():
+    for row in _compared(benchmark):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:

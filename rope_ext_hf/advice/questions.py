@@ -16,6 +16,8 @@ from rope_ext_hf.serving.questions import GPUServer
 class Extending(GPUServer):
     """From a model to a folder that an engine serves."""
 
+    command = "extend"
+
     target_length: int | Any = asked(
         MISSING, "The length that you need, e.g. 128k.", parse=parse_length, metavar="TOKENS"
     )

@@ -18,9 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, serving, training
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, run_files, serving, training
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
-from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
+from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
 _COMMANDS = {
@@ -32,6 +32,8 @@ _COMMANDS = {
         evaluation.sweep,
         evaluation.passkey,
         evaluation.tasks,
+        evaluation.gain,
+        run_files.run,
         evaluation.report,
         lm_eval.lm_eval,
         lm_eval.lm_eval_tasks,
@@ -50,7 +52,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "need", "passkey", "ppl", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }
@@ -97,13 +99,20 @@ class _Command(TyperCommand):
                 if name in options and not equals and not options[name].is_flag and rest:
                     ordinary.append(rest.pop(0))
                 continue
-            known = {f"--{parameter.replace('_', '-')}" for parameter in _method_parameters()} if takes_methods else {}
+            known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
             if name not in known and name.replace("_", "-") not in known:
                 ctx.fail(unknown_option(name, [*options, *known]))
             parameters.append(arg)
             if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):
                 parameters.append(rest.pop(0))
         return ordinary, parameters
+
+
+class _Repeated(_Command):
+    """A command whose first argument says which command takes the others."""
+
+    def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
+        return (["--help"], []) if "--help" in args else (args[:1], args[1:])
 
 
 _PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"
@@ -114,7 +123,6 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse its own options, which may stand anywhere on the line: errors advise to add one to what was typed."""
-        ctx.meta[ARGUMENTS] = list(args)
         own: list[str] = []
         rest: list[str] = []
         waiting = list(args)
@@ -181,15 +189,6 @@ def _message(error: RopeExtError | OSError) -> str:
     return f"{where} could not be read or written: {error.strerror or one_line(error)}"
 
 
-def _method_parameters() -> set[str]:
-    """The names of all parameters of all methods."""
-    import dataclasses
-
-    from rope_ext_hf.methods.registry import list_methods
-
-    return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
-
-
 app = typer.Typer(
     name="rope-ext",
     cls=_Group,
@@ -234,9 +233,8 @@ def _options(
 
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(_function.__name__.replace("_", "-"), cls=_Command, rich_help_panel=_panel)(
-            expand_options(_function)
-        )
+        _class = _Repeated if _function is run_files.run else _Command
+        app.command(_function.__name__.replace("_", "-"), cls=_class, rich_help_panel=_panel)(expand_options(_function))
 
 
 def main() -> None:

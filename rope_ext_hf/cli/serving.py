@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,10 +13,11 @@ import typer
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
-from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare
+from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
+    DryRun,
     EvalOptions,
     Json,
     LoadOptions,
@@ -23,14 +25,18 @@ from rope_ext_hf.cli.options import (
     SourceOptions,
 )
 from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.servers.baselines import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
 
@@ -45,6 +51,7 @@ def extend(
     load: EvalOptions,
     question: Extending,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
@@ -56,17 +63,23 @@ def extend(
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
     from rope_ext_hf.advice.extending import carries, judge, plan_extension
+    from rope_ext_hf.runs.run_file import run_file
     from rope_ext_hf.serving.configs import as_text, serving_config
 
     quiet_transformers()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
+    chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
+    given = RunOptions(model, plan.patch, load, dry_run=dry_run)
+    if dry_run:
+        forecast = prepare(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
+        _print_extension(plan, chosen, forecast, load.empty_model(model), as_json)
+        return
     written, verdict = carries(plan, **load.version), None
     with results_to(sys.stderr) if as_json else nullcontext():
-        print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
+        print_text(chosen)
         if plan.perplexity is not None:
-            given = RunOptions(model, plan.patch, load)
-            prepared = prepare(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"])
+            prepared = prepare(given, plan.perplexity, ReaderOptions())
         if not yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
@@ -82,11 +95,30 @@ def extend(
         if not written:
             print_text(f"\n$ {plan.commands['patch']}")
             print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
+        run_file(question, model, load, out=plan.out).write(Path(plan.out))
         serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{as_text(serving)}")
     if as_json:
         measured = verdict.to_dict() if verdict else None
         print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
+
+
+def _print_extension(
+    plan: Extension, chosen: str, reading: Forecast | None, empty: PreTrainedModel, as_json: bool
+) -> None:
+    """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
+    size = empty.num_parameters() * empty.dtype.itemsize
+    if as_json:
+        taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
+        print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
+        return
+    print_text("\n".join([chosen, *plan.commands.values()]))
+    if reading is None:
+        print_text(
+            wrapped(f"about {size_text(size)} would be written to {plan.out}; no weights were read", "disk     ")
+        )
+    else:
+        print_forecast(replace(reading, disk=size, folder=plan.out), as_json=False)
 
 
 def advise(

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import functools
 import re
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
@@ -24,6 +26,19 @@ from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
 
 class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
+
+
+@functools.cache
+def engine_table(file: str) -> dict[str, Any]:
+    """The table of an engine in `file`.toml: which families it runs, and how each of them was checked.
+
+    `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
+    run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
+    of all others were read in its source.
+    """
+    path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {"families": {}, "refused": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,6 +172,8 @@ class Engine(ABC):
     """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
+    newest: ClassVar[tuple[str, str] | None] = None
+    """The first version with other rules, in words that go on after it."""
     reference: ClassVar[bool] = False
     """Whether the others are compared with it."""
     usual_server: ClassVar[bool] = False
@@ -173,6 +190,8 @@ class Engine(ABC):
     """The options for the GPUs of a server, to be filled with those of `GPUMemory`; empty: not known."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that the engine reads."""
+    table: ClassVar[Mapping[str, Any]] = engine_table("")
+    """What is known of families in it, see `engine_table`; by default nothing."""
 
     @property
     def label(self) -> str:
@@ -210,6 +229,7 @@ class Engine(ABC):
 
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
         """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
+        how["notes"] = (*how.get("notes", ()), *self.caveat(target.model_type))
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
 
     def options_on(self, given: Mapping[str, Any]) -> tuple[str, ...]:
@@ -226,6 +246,40 @@ class Engine(ABC):
             raise ServingError(f"options for GPUs are known for {having}, not for {self.name}; leave out --gpus")
         return tuple(self.on_gpus.format(**given).split())
 
+    def checked(self, model_type: str) -> str:
+        """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
+        return next((how for how in ("run", "classes") if model_type in self.table[how]), "read")
+
+    def tried(self) -> bool:
+        """Whether any family was run in it, or computed by its own classes."""
+        return self.reference or bool(self.table["run"] or self.table["classes"])
+
+    def caveat(self, model_type: str) -> tuple[str, ...]:
+        """A sentence where the rules for a family were read in the engine's source, and nothing was run."""
+        if self.checked(model_type) != "read":
+            return ()
+        return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
+
+    def check_family(self, target: Target) -> None:
+        """Refuse a family that the engine does not run as transformers does.
+
+        Raises:
+            ServingError: it does not; the message gives the reason.
+        """
+        for reason, model_types in self.table["refused"].items():
+            if target.model_type in model_types:
+                raise ServingError(
+                    f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model "
+                    f"({reason})"
+                )
+
+    def moved_theta(self, target: Target, theta: float) -> str | None:
+        """How a theta changes the sliding-window layers, which the method leaves alone; None: it does not."""
+        if self.table["families"].get(target.model_type, {}).get("sliding") != "theta" or target.layer_type is None:
+            return None
+        own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
+        return None if theta == own else "it takes one theta for all layers, and the method is for some of them"
+
     def check_version(self, version: str | None) -> tuple[str, ...]:
         """Notes on serving with this version of the engine; None: the one that the rules were taken from.
 
@@ -238,6 +292,8 @@ class Engine(ABC):
             raise ServingError(f"{version!r} is no version; give one such as {self.version}")
         if self.oldest is not None and _numbers(version) < _numbers(self.oldest[0]):
             raise ServingError(f"{self.name} before {self.oldest[0]}: {self.oldest[1]}")
+        if self.newest is not None and _numbers(version) >= _numbers(self.newest[0]):
+            raise ServingError(f"{self.name} from {self.newest[0]} on: {self.newest[1]}")
         return (f"These rules were read in {self.name} {self.version}; whether {version} has them was not checked.",)
 
 
@@ -346,6 +402,8 @@ class ConfigEngine(Engine):
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
                 reason = f"its table of angles ends at position {computed.table:,}"
+            if reason is None:
+                reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
             if reason is None:
                 served = self.served(target, encoding, computed)
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"

@@ -23,7 +23,7 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
@@ -47,6 +47,7 @@ class SGLang(OverridingEngine):
     )
     on_gpus = "--tp-size {gpus} --kv-cache-dtype {keys} --max-running-requests {inputs} --mem-fraction-static {static}"
     version = "0.5.23"
+    table = engine_table("sglang")
 
     def with_plugin(self) -> Engine:
         return _SGLangWithPlugin()

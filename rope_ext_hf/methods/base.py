@@ -260,7 +260,7 @@ class RopeMethod(ABC):
             numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
             if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
-            number = is_number(value)
+            number = isinstance(value, (int, float))
             if number and value < (least := self.least.get(item.name, -math.inf)):
                 raise MethodError(f"{self.name}: {item.name} must be at least {least}, got {value:g}")
             if item.name in self.above_zero and number and value <= 0:

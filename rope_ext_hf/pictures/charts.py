@@ -81,15 +81,13 @@ class LineChart:
         points: (length, value) by the method's label, in ascending order; a method without any is left out.
         context_length: tokens that the model as loaded is for; a dotted line marks it.
         axis: what the values are, and whether higher is better.
-        threshold: a value that a dashed line marks.
-        threshold_text: what it is, in words.
+        threshold: a value that a dashed line marks: that of effective lengths.
     """
 
     points: Mapping[str, Sequence[tuple[int, float]]]
     context_length: int
     axis: str
     threshold: float | None = None
-    threshold_text: str = "the threshold of effective lengths"
 
     @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:
@@ -127,7 +125,7 @@ class LineChart:
             caption += "; dotted: the length that the model is for"
             drawn.append(_rule(f"M{x(self.context_length):.1f} {_TOP}v{height}", 'stroke-dasharray="1 3"'))
         if self.threshold is not None:
-            caption += f"; dashed: {self.threshold_text}"
+            caption += "; dashed: the threshold of effective lengths"
             drawn.append(_rule(f"M{_LEFT} {y(self.threshold):.1f}H{right}", 'stroke-dasharray="6 3"'))
         upward = sorted(lines, key=lambda name: lines[name][-1][1])
         places = [-place for place in space_out([-y(lines[name][-1][1]) for name in upward], LINE, -_TOP)]

@@ -63,6 +63,19 @@ def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeniz
     )
 
 
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The token ids of a part of a prompt, no special tokens added."""
+    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def encode_answer(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
+    """The token ids of a question and of the answer behind it, cut where the question alone has other tokens."""
+    alone, both = encode(tokenizer, question), encode(tokenizer, question + answer)
+    shared = next((i for i, (a, b) in enumerate(zip(alone, both, strict=False)) if a != b), len(alone))
+    return both[:shared], both[shared:]
+
+
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if document.ids is not None:  # which token has which bytes is unknown: each gets its share
         ids = list(token_ids(document.ids, document.name))

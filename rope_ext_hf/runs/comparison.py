@@ -23,22 +23,21 @@ from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
 from rope_ext_hf.files import write_text
-from rope_ext_hf.pictures.charts import LineChart, draw_side_by_side
+from rope_ext_hf.pictures.charts import draw_side_by_side
 from rope_ext_hf.pictures.html_page import (
     as_json,
     collapsed,
-    commands_section,
+    command_section,
     heading,
     html_page,
     html_table,
     paragraph,
     side_by_side,
 )
-from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
-from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure, kendall_tau
+from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
@@ -235,7 +234,7 @@ class Comparison:
             self._title,
             str(self.conclusion),
             html_table(self.table(detailed=True)),
-            side_by_side(self._chart(measure).svg() for measure in self.measures),
+            side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
             "" if agreement is None else html_table(agreement),
             heading("The runs"),
             *map(_run_section, self.runs),
@@ -259,20 +258,8 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        charts = map(self._chart, self.findings.informative or self.measures)
+        charts = map(self.findings.chart, self.findings.informative or self.measures)
         return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
-
-    def _chart(self, measure: Measure) -> LineChart:
-        """Finite values, shares in percent; labels are short where that tells the measure's methods apart."""
-        scale, unit = (100, "percent") if measure.shares else (1, measure.unit)
-        keys = [key for key in self.names if key in measure.items]
-        rows = ([(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys)
-        finite = ([point for point in row if math.isfinite(point[1])] for row in rows)
-        points = dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
-        better = "higher" if measure.higher_is_better else "lower"
-        axis = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
-        threshold = None if measure.threshold is None else scale * measure.threshold
-        return LineChart(points, self.findings.context_length, axis, threshold)
 
 
 def _between(given: Estimate, text: Callable[[float], str]) -> str:
@@ -306,6 +293,6 @@ def _run_section(run: Run[Any]) -> str:
         f"{run.kind.name}: {run.title}, {run.folder}",
         paragraph(str(run.conclusion)),
         "" if table is None else html_table(table),
-        commands_section("To repeat or continue it", read_commands(run.folder)),
+        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         as_json(run.settings),
     )

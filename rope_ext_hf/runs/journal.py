@@ -34,7 +34,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Cell = tuple[float, ...]
-"""What a value counts for: (context length,), with a depth from 0 to 1, or with the index of a task."""
+"""What a value counts for: (context length,), with a depth from 0 to 1, a distance or the index of a task."""
 
 
 class Value(Protocol):

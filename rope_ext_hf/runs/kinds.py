@@ -282,8 +282,9 @@ class RunKind(ABC):
         """The table of a run with at least one result."""
 
     def chart(self, run: Run[Any]) -> Chart | None:
-        """A run with at least one result as a chart; None: this kind of run has none."""
-        return None
+        """A run with at least one result as a chart: of its first measure; None: this kind of run has none."""
+        measures = self.measures(run)
+        return run.findings.chart(measures[0]) if measures else None
 
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
         """What this run says of each method at each length; conclusions follow from it."""
@@ -438,8 +439,9 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
     results: dict[Any, Any] = {}
     for run in runs:
         taken = set(results)
-        for result in run.results:  # a cell of passkey and tasks is a length and a depth or a task
-            place = (method_key(result.method), result.length, getattr(result, "depth", getattr(result, "task", None)))
+        for result in run.results:  # a cell is a length alone, or with a depth, a distance or a task
+            further = (getattr(result, name, None) for name in ("depth", "distance", "task"))
+            place = (method_key(result.method), result.length, *further)
             if place not in taken:
                 results[place] = result
     return list(results.values())

@@ -37,8 +37,9 @@ class Evidence(IntEnum):
 
     ANSWERS = 1
     RETRIEVAL = 2
-    KEY_TOKENS = 3
-    LOSS = 4
+    GAIN = 3
+    KEY_TOKENS = 4
+    LOSS = 5
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Measure:
         kind_of_item: in words, in the singular.
         reaches: effective lengths by method key, where the kind of run has them.
         threshold: the value that they are measured by.
-        chance: the value by luck, of shares.
+        chance: the value by luck, of shares and gains.
         least: documents or prompts that it takes to decide anything.
         rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
     """
@@ -88,7 +89,8 @@ class Measure:
         if fewest < self.least:
             return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {self.least} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
-        if not self.chance and any(value for row in self.items.values() for some in row.values() for value, _ in some):
+        lucky = self.chance or not self.shares
+        if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):
             return ""
         level = 1 - 0.025 / len(cells)
         if not self.higher_is_better or any(

@@ -6,7 +6,7 @@ characters escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from rich.box import SIMPLE_HEAD
@@ -47,6 +47,30 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     lengths = sorted({result.length for result in run.results})
     columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in lengths]
     return results_table(title, caption, *heads, *columns)
+
+
+def add_rows(
+    view: Table,
+    run: Run[Any],
+    second: Callable[[Any], float],
+    text: Callable[[float], str],
+    cell: Callable[[Any], Text],
+) -> None:
+    """Add a row for each method and each value of something else, a column per length.
+
+    Args:
+        second: of a result, what rows of one method differ in.
+        text: how it is written.
+        cell: the text of a result.
+    """
+    lengths = sorted({result.length for result in run.results})
+    for name, row in by_method(run.results).items():
+        at = {(second(result), result.length): cell(result) for result in row}
+        values = sorted({value for value, _ in at})
+        for value in values:
+            head = Text(name if value == values[0] else "")
+            cells = (at.get((value, length), "") for length in lengths)
+            view.add_row(head, text(value), *cells, end_section=value == values[-1])
 
 
 def results_table(title: str, caption: str, *heads: str) -> Table:

@@ -16,6 +16,8 @@ from functools import cached_property
 from itertools import combinations, takewhile
 
 from rope_ext_hf.errors import multiple_text
+from rope_ext_hf.pictures.charts import LineChart
+from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
@@ -181,6 +183,18 @@ class Findings:
     def _place(measure: Measure, key: str, length: int) -> float:
         value = measure.value(key, length)
         return math.inf if math.isnan(value) else -value if measure.higher_is_better else value
+
+    def chart(self, measure: Measure) -> LineChart:
+        """Finite values by length, shares in percent; labels are short where that tells the measure's methods apart."""
+        scale, unit = (100, "percent") if measure.shares else (1, measure.unit)
+        keys = [key for key in self.names if key in measure.items]
+        rows = ([(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys)
+        finite = ([point for point in row if math.isfinite(point[1])] for row in rows)
+        points = dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
+        better = "higher" if measure.higher_is_better else "lower"
+        axis = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
+        threshold = None if measure.threshold is None else scale * measure.threshold
+        return LineChart(points, self.context_length, axis, threshold)
 
     @cached_property
     def candidates(self) -> list[str]:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
@@ -59,7 +60,7 @@ class Collected:
 
     def write(self, path: Path) -> None:
         """Write the file that `read_answers` reads."""
-        values = {name: value for name, value in vars(self).items() if name not in ("more", "left_out")}
+        values = {name: value for name, value in vars(self).items() if name != "more"}
         with atomic_file(path) as part:
             part.write_text(json.dumps(values | {"prompts": [prompt._asdict() for prompt in self.prompts]}))
 
@@ -67,7 +68,7 @@ class Collected:
 def collect(
     client: Client,
     model: str | Path | None,
-    lengths: Sequence[int] | None,
+    lengths: Sequence[Length] | None,
     data: str,
     source: Mapping[str, Any],
     affordable: Callable[[int], bool] = lambda length: True,
@@ -81,6 +82,7 @@ def collect(
         ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
         CheckpointError, CorpusError: as other functions raise them.
     """
+    lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]
     made = Collected(client.title, [], stated=client.stated(), text=text)
     cut: Callable[[str], list[int]] = partial(client.tokens, special=False)

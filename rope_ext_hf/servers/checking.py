@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, ServingError, duration
 from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
@@ -154,7 +155,7 @@ def check_server(
     url: str,
     model: str | Path,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[Length] | None = None,
     data: str = "stdlib",
     served_name: str | None = None,
     dtype: str = "float32",

@@ -47,6 +47,8 @@ class _EngineReport:
         computed: None where the engine refuses the file, or its rules for this family are unknown.
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
         unknown: why nothing can be stated; None: something can.
+        caveat: that the rules were read in the engine's source, and not run.
+        tried: whether anything was run in the engine; what its source alone says does not count for `agrees`.
     """
 
     engine: str
@@ -54,6 +56,8 @@ class _EngineReport:
     computed: Computed | None
     differs: str | None = None
     unknown: str | None = None
+    caveat: tuple[str, ...] = ()
+    tried: bool = True
 
     @property
     def verdict(self) -> str:
@@ -82,7 +86,7 @@ class Audit:
     @property
     def agrees(self) -> bool:
         """Whether all engines whose rules are known compute the same, and nothing is wrong with the file."""
-        return not self.problems and not any(report.differs for report in self.engines)
+        return not self.problems and not any(report.differs for report in self.engines if report.tried)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -99,7 +103,7 @@ class Audit:
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
                 notes = computed.notes
             rows.append((f"  {report.engine}", report.version, figures + report.verdict))
-            rows += [("", "", note) for note in notes]
+            rows += [("", "", note) for note in (*notes, *report.caveat)]
         lines = [self.path, text_table(rows), *(wrapped(note, "  note         ") for note in self.notes)]
         return "\n".join([*lines, *(wrapped(problem, "  problem      ") for problem in self.problems)])
 
@@ -146,6 +150,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
     reports = [_too_long(_report(engine, config, against), most) for engine in engines]
+    reports = [replace(each, tried=engine.tried()) for engine, each in zip(engines, reports, strict=True)]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
@@ -186,7 +191,8 @@ def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None 
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
-        return _EngineReport(engine.name, engine.version, computed, differs)
+        caveat = engine.caveat(str(text_settings(config).get("model_type")))
+        return _EngineReport(engine.name, engine.version, computed, differs, caveat=caveat)
     except NotCheckedError as error:
         return _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
     except ServingError as error:

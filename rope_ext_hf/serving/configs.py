@@ -42,7 +42,7 @@ def serving_config(
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     engine_version: str | None = None,
     plugin: bool = False,
     server: GPUServer | None = None,

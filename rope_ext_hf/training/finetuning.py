@@ -30,6 +30,7 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
-_RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
+RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 
@@ -176,8 +177,10 @@ def _answer(
     return made
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
-    """Find the lengths, cut the text and open the folder, before anything is measured."""
+def lengths_and_texts(
+    asked: Finetuning,
+) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
+    """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
     described = describe(patch(load_empty(asked.model, **asked.source), **asked.arguments_of_patch))
@@ -188,9 +191,17 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Fi
     training, held_out = split_texts(asked, tokenizer, _HELD_OUT)
     if (tokens := sum(len(each.ids) for each in training)) < long:
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
+    return short, long, tokenizer, (training, held_out)
+
+
+def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
+    """Find the lengths, cut the text and open the folder, before anything is measured."""
+    short, long, tokenizer, (training, held_out) = lengths_and_texts(asked)
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base)
+    file = run_file(asked, asked.model, out=folder)
+    file.write(folder)
+    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base, file)
 
 
 @dataclass
@@ -205,6 +216,7 @@ class _FinetuningRun:
         training, held_out: the texts that are trained on, and measured.
         short, long: the context length and the extended one, in tokens.
         base: the model as loaded, until it is measured.
+        file: what was asked.
         measured: results by model.
         answered: by model, the share of each prompt that is answered exactly, over its depths.
         trained: steps, seconds and losses, by model.
@@ -219,6 +231,7 @@ class _FinetuningRun:
     short: int
     long: int
     base: Any
+    file: RunFile
     measured: dict[str, list[Result]] = field(default_factory=dict)
     answered: dict[str, list[float]] = field(default_factory=dict)
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -233,18 +246,19 @@ class _FinetuningRun:
     def _measure(self, name: str, model: Any) -> None:
         self.say(f"measuring: {name}")
         asked = self.asked
-        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "progress": self.progress}
+        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "file": self.file}
+        kept["progress"] = self.progress
         self.measured[name] = perplexity(
             model,
             self.held_out,
-            lengths=_doubling(self.short, self.long),
+            lengths=doubling(self.short, self.long),
             targets=self.short // 2,
             max_spans=asked.max_spans,
             data=corpus_name(asked.data if asked.eval_data is None else asked.eval_data),
             **kept,
         )
         if asked.retrieval is not None and name not in ("as loaded", "control"):
-            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=_RETRIEVAL_TRIALS, **kept)
+            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
 
@@ -305,7 +319,7 @@ class _FinetuningRun:
         )
 
 
-def _doubling(short: int, long: int) -> list[int]:
+def doubling(short: int, long: int) -> list[int]:
     """The context length, doubled up to twice the extended length."""
     lengths = [short]
     while lengths[-1] < 2 * long:

@@ -57,6 +57,7 @@ class Finetuning(OfModel, PatchChoice):
     """
 
     PANEL = None
+    command = "finetune"
 
     dtype: str = asked(
         "float32", "Of the weights.", option=False, parse=lambda given: "float32" if given == "auto" else given
@@ -64,8 +65,10 @@ class Finetuning(OfModel, PatchChoice):
     data: Any = asked(
         MISSING, "The text to train on, as in `rope-ext ppl`; 'stdlib' is for a trial.", parse=anything, metavar="TEXT"
     )
-    minutes: float | None = asked(None, "How long is trained, measurements left out.", least=0, metavar="N")
-    steps: int | None = asked(None, "Steps instead of minutes.", least=1, metavar="N")
+    minutes: float | None = asked(
+        None, "How long is trained, measurements left out.", least=0, metavar="N", instead_of=("steps",)
+    )
+    steps: int | None = asked(None, "Steps instead of minutes.", least=1, metavar="N", instead_of=("minutes",))
     eval_data: Any = asked(
         None, "What is measured. Default: a tenth of --data that is not trained on.", parse=anything, metavar="TEXT"
     )
@@ -106,6 +109,8 @@ class Searching(OfModel):
         MethodError: not one of minutes and trials.
     """
 
+    command = "search"
+
     target_length: int | Any = asked(MISSING, "The longer length, e.g. 32k.", parse=parse_length, metavar="TOKENS")
     data: Any = asked(
         MISSING,
@@ -120,8 +125,9 @@ class Searching(OfModel):
         parse=_minutes,
         show=lambda minutes: f"{option_text(minutes)}m",
         metavar="TIME",
+        instead_of=("trials",),
     )
-    trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N")
+    trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N", instead_of=("minutes",))
     methods: tuple[str, ...] | Any | None = asked(
         None,
         "Methods to begin with. Default: linear, ntk, by-parts, yarn, llama3 and mrrope.",

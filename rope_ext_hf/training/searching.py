@@ -35,6 +35,7 @@ from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
@@ -130,6 +131,8 @@ def _answer(
     searched, held_out = split_texts(asked, tokenizer, 2)
     inputs = digest_inputs(model, tokenizer, searched, held_out) | {"the code of this package": code_digest(model)}
     open_run(out, settings, inputs, may_differ=("minutes", "trials"))
+    file = run_file(asked, asked.model, out=out)
+    file.write(out)
     read_before = _read_candidates(out / _CANDIDATES)  # a damaged file is refused before anything is measured
     if sum(len(each.ids) >= target for each in held_out) < _FEW_DOCUMENTS:
         held_out = pieces(held_out, target, asked.max_spans)
@@ -151,7 +154,7 @@ def _answer(
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
     reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
     budget = Budget(asked.minutes, asked.trials)
-    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress)
+    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress, file)
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
     best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
@@ -172,6 +175,7 @@ class _Search:
         candidates: those that were read, in an earlier run or in this one.
         budget: how long is searched.
         progress: of the measurement.
+        file: what was asked.
         target: the target length in tokens.
         bound: the most nats per token that may be lost at the context length.
         fixed: the fixed methods, by their labels.
@@ -185,6 +189,7 @@ class _Search:
     candidates: list[Candidate]
     budget: Budget
     progress: Progress
+    file: RunFile
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
@@ -304,7 +309,8 @@ class _Search:
         Returns:
             What is written, and the report.
         """
-        held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured", self.progress)
+        kept = (self.folder / "measured", self.progress, self.file)
+        held = _HeldOut(self.reader, measurement, data, asked, self.target, *kept)
         held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
         tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
@@ -379,6 +385,7 @@ class _HeldOut:
     target: int
     folder: Path
     progress: Progress
+    file: RunFile
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
     answers: dict[str, list[float]] = field(default_factory=dict)
 
@@ -386,7 +393,7 @@ class _HeldOut:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
         model, underneath = self.reader.model, self.reader.underneath
         plan = RunPlan(self.measurement, self.data, tuple(dict.fromkeys(methods.values())), **underneath)
-        run = carry_out(model, plan, out=self.folder, progress=self.progress)
+        run = carry_out(model, plan, out=self.folder, progress=self.progress, file=self.file)
         for name, method in methods.items():
             saved = run.settings["loaded"] if method is None else method.to_dict()
             self.results[name] = {each.length: each for each in run.results if each.method == saved}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,46 +9,29 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 import rope_ext_hf as rope
+from docs.figures.recipes import published_config
 from rope_ext_hf.advice.extending import plan_extension
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError
+from rope_ext_hf.hub import load_empty
+from rope_ext_hf.patches.recipes import Recipe, recipes
 from rope_ext_hf.serving.audit import audit
 from tests.support.models import build
-from tests.support.serving_models import FOLDER
+from tests.support.serving_models import PUBLISHED
 
 K = 1024
-MISTRAL = {"num_hidden_layers": 32, "num_key_value_heads": 8}
-QWEN = {"rope_scaling": None, "num_attention_heads": 32, "num_key_value_heads": 8}
-MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "Llama 3.1": ("llama-3.1", {}, 128 * K),
-    "Llama 3.2": ("llama-3.2", {}, 128 * K),
-    "Qwen2.5 7B": ("qwen2.5-7b-yarn", QWEN | {"hidden_size": 3584, "num_hidden_layers": 28}, 32 * K),
-    "Qwen3": ("qwen3-8b-yarn", QWEN | {"num_hidden_layers": 36}, 32 * K),
-    "Mistral 7B v0.3": ("mistral-7b-v0.3", MISTRAL, 32 * K),
-    "Gemma 3": ("gemma-3-4b", {"layer_types": None, "num_hidden_layers": 34}, 128 * K),
-    "gpt-oss": ("gpt-oss-20b", {"layer_types": None, "num_hidden_layers": 24}, 128 * K),
-    "Phi-3 128k": ("phi-3-mini-128k", {}, 128 * K),
-    "DeepSeek-V3": ("deepseek-v3", {"kv_lora_rank": 512}, 160 * K),
-    "Qwen3-VL": ("qwen3-vl-8b", {}, 256 * K),
-}
-"""File, sizes that matter, and the context length: of a plain model the published one, of a scaled one its config's."""
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
-def folder_of(tmp_path: Path, file: str, **sizes: Any) -> Path:
-    config = json.loads((FOLDER / f"{file}.json").read_text(encoding="utf-8"))["config"] | sizes
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return tmp_path
-
-
 @pytest.mark.parametrize("length", [64 * K, 128 * K, 256 * K, 512 * K])
-@pytest.mark.parametrize("name", MODELS)
-def test_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_need_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:
     """They agree on what is needed, on the length that is extended, and on the factor."""
-    file, sizes, stated = MODELS[name]
-    folder = folder_of(tmp_path, file, **sizes)
+    stated, folder = PUBLISHED[name].context_length, PUBLISHED[name].write(tmp_path)
     advice = rope.advise(folder, length)
-    assert advice.context_length == stated
+    assert (
+        advice.context_length == stated == rope.describe(load_empty(folder)).context_length
+    )  # what `need` starts from
     assert bool(advice.methods) == (length > stated)
     for asked in (extend, serve):
         try:
@@ -77,8 +59,7 @@ def serve(folder: Path, length: int) -> tuple[str, float]:
 @pytest.mark.parametrize(("length", "factor"), [(128 * K, 4.0), (256 * K, 8.0)])
 def test_the_published_base_of_qwen3_holds_in_every_command(length: int, factor: float, tmp_path: Path) -> None:
     """32,768 tokens; its config states 40,960."""
-    file, sizes, _ = MODELS["Qwen3"]
-    folder = folder_of(tmp_path, file, **sizes)
+    folder = PUBLISHED["Qwen3"].write(tmp_path)
     plan = plan_extension(str(folder), Extending(target_length=length))
     assert (plan.method, plan.context_length) == ("yarn", 32 * K)
     assert ("and not for more" in plan.reason) == (length > 128 * K)
@@ -86,6 +67,27 @@ def test_the_published_base_of_qwen3_holds_in_every_command(length: int, factor:
     assert any("ublished for Qwen3" in note for note in rope.advise(folder, length).notes)
     stated = rope.serving_config(folder, "vllm", "yarn", target_length=length, context_length=40960)
     assert any("not the published one" in note for note in stated.notes)
+
+
+@pytest.mark.parametrize("recipe", [each for each in recipes() if each.entry], ids=lambda recipe: recipe.name)
+def test_no_command_misses_a_published_recipe(recipe: Recipe, tmp_path: Path) -> None:
+    """At the published length, each leads to the published entry and names who published it."""
+    length = recipe.arguments(recipe.stated_length).get("target_length") or 2 * recipe.context_length
+    published_config(recipe).save_pretrained(tmp_path)
+    entry = recipe.entry or {}
+    advice = rope.advise(tmp_path, length)
+    assert advice.context_length == recipe.context_length
+    assert any(f"ublished for {recipe.name}" in note for note in advice.notes)
+    assert f"as published for {recipe.name}" in advice.commands
+    assert entry["rope_type"] in advice.choices["to serve it without training"]
+    plan = plan_extension(str(tmp_path), Extending(target_length=length))
+    assert plan.reason.startswith(f"yarn over {recipe.context_length:,} tokens is published for {recipe.name}")
+    assert (plan.method, plan.context_length) == (entry["rope_type"], recipe.context_length)
+    served = rope.serving_config(tmp_path, "vllm", **recipe.arguments(recipe.stated_length))
+    written = served.overrides or served.config_keys
+    rope_parameters = written.get("text_config", written)["rope_parameters"]
+    assert {key: rope_parameters[key] for key in entry} == entry
+    assert not any("not the published one" in note for note in served.notes)
 
 
 def test_a_patch_has_the_published_base() -> None:
@@ -103,7 +105,8 @@ def test_a_patch_has_the_published_base() -> None:
 
 def test_a_model_whose_every_layer_sees_a_window_is_refused_everywhere(tmp_path: Path) -> None:
     """Mistral 7B v0.1: 4,096 tokens in each of 32 layers."""
-    folder = folder_of(tmp_path, "mistral-7b-v0.3", **MISTRAL, sliding_window=4096, rope_theta=1e4)
+    mistral = PUBLISHED["Mistral 7B"]
+    folder = mistral._replace(sizes=mistral.sizes | {"sliding_window": 4096, "rope_theta": 1e4}).write(tmp_path)
     for asked in (
         lambda: rope.advise(folder, 64 * K),
         lambda: plan_extension(str(folder), Extending(target_length=64 * K)),
@@ -120,8 +123,7 @@ def test_a_model_whose_every_layer_sees_a_window_is_refused_everywhere(tmp_path:
 
 
 def test_what_vllm_alone_cannot_serve_names_its_cause_once_and_the_plug_in(tmp_path: Path) -> None:
-    file, sizes, _ = MODELS["gpt-oss"]
-    folder = folder_of(tmp_path, file, **sizes)
+    folder = PUBLISHED["gpt-oss"].write(tmp_path)
     with pytest.raises(ServingError, match=r"hands on YaRN's keys alone.* --plugin") as error:
         rope.serving_config(folder, "vllm", "yarn", target_length=256 * K)
     assert str(error.value).count("beta_fast") == 1

@@ -193,11 +193,11 @@ def test_a_patched_model_is_measured_with_its_patch(text: list[Document]) -> Non
 
 
 def test_the_plan(text: list[Document]) -> None:
-    documents = tokenize(text, load_tokenizer("reference"))
-    assert needs._lengths(256, None, documents) == ([256, 384, 512, 1024], [])
-    assert needs._lengths(256, 512, documents)[0] == [256, 384, 512]
-    assert needs._lengths(256, 2048, documents)[0] == [256, 384, 512, 1024, 2048]
-    assert needs._lengths(256, 100, documents)[0] == [256, 384, 512, 1024]
+    documents = [len(each.ids) for each in tokenize(text, load_tokenizer("reference"))]
+    assert needs.lengths_to_read(256, None, documents) == ([256, 384, 512, 1024], [])
+    assert needs.lengths_to_read(256, 512, documents)[0] == [256, 384, 512]
+    assert needs.lengths_to_read(256, 2048, documents)[0] == [256, 384, 512, 1024, 2048]
+    assert needs.lengths_to_read(256, 100, documents)[0] == [256, 384, 512, 1024]
 
 
 def test_every_document_weighs_about_the_same(text: list[Document], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoConfig
 
@@ -40,6 +40,72 @@ LAYERS = {
     }
 }
 """The pattern of layers as published, where the file has fewer layers and engines take the pattern for given."""
+
+
+class Published(NamedTuple):
+    """A model as published.
+
+    Attributes:
+        name: on the Hub.
+        file: in conformance/configurations.
+        sizes: what its config has in place of the small sizes there; of all others none matters here.
+        context_length: tokens: of a plain model the published ones, of a scaled one those of its config.
+        target_length: tokens that its page extends it to: the published ones, else twice the context length.
+    """
+
+    name: str
+    file: str
+    sizes: dict[str, Any]
+    context_length: int
+    target_length: int
+
+    def write(self, folder: Path) -> Path:
+        """Write its config below a folder, where it has the name that it has on the Hub."""
+        config = json.loads((FOLDER / f"{self.file}.json").read_text(encoding="utf-8"))["config"]
+        text = config.get("text_config", config)
+        text.update(self.sizes)
+        out = folder / self.name
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return out
+
+
+def _shape(layers: int, hidden: int, heads: int, key_heads: int, **others: Any) -> dict[str, Any]:
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
+    return dict(zip(names, (layers, hidden, heads, key_heads), strict=True)) | others
+
+
+_K = 1024
+PUBLISHED = {
+    "Qwen3": Published("Qwen/Qwen3-8B", "qwen3-8b-yarn", _shape(36, 4096, 32, 8, rope_scaling=None), 32 * _K, 128 * _K),
+    "Qwen2.5": Published(
+        "Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-yarn", _shape(28, 3584, 28, 4, rope_scaling=None), 32 * _K, 128 * _K
+    ),
+    "Qwen3-VL": Published("Qwen/Qwen3-VL-8B-Instruct", "qwen3-vl-8b", _shape(36, 4096, 32, 8), 256 * _K, 768 * _K),
+    "Llama 3.1": Published(
+        "meta-llama/Llama-3.1-8B-Instruct", "llama-3.1", _shape(32, 4096, 32, 8), 128 * _K, 256 * _K
+    ),
+    "Llama 3.2": Published(
+        "meta-llama/Llama-3.2-1B-Instruct", "llama-3.2", _shape(16, 2048, 32, 8), 128 * _K, 256 * _K
+    ),
+    "Mistral 7B": Published(
+        "mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b-v0.3", _shape(32, 4096, 32, 8), 32 * _K, 64 * _K
+    ),
+    "Gemma 3": Published(
+        "google/gemma-3-4b-it", "gemma-3-4b",
+        _shape(34, 2560, 8, 4, layer_types=None, sliding_window_pattern=6), 128 * _K, 256 * _K,
+    ),
+    "gpt-oss": Published(
+        "openai/gpt-oss-20b", "gpt-oss-20b", _shape(24, 2880, 64, 8, layer_types=None), 128 * _K, 256 * _K
+    ),
+    "Phi-3 128k": Published(
+        "microsoft/Phi-3-mini-128k-instruct", "phi-3-mini-128k", _shape(32, 3072, 32, 32), 128 * _K, 256 * _K
+    ),
+    "DeepSeek-V3": Published(
+        "deepseek-ai/DeepSeek-V3", "deepseek-v3", _shape(61, 7168, 128, 128, kv_lora_rank=512), 160 * _K, 320 * _K
+    ),
+}  # fmt: skip
+"""The models that people extend most, by the title of their page in docs/."""
 
 
 def published_config(family: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.training import finetune
@@ -249,7 +250,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _FinetuningRun(asked, Path("c"), print, tokenizer, [], [], 64, 256, None)
+    run = _FinetuningRun(asked, Path("c"), print, tokenizer, [], [], 64, 256, None, RunFile("finetune", "a", {}))
     measured = {"as loaded": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
