@@ -228,7 +228,7 @@ def check_server(
             report = replace(rarer, differences=report.differences | rarer.differences)
     if report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
         widest = max(scale for scale, _ in report.told.values())
-        needed = math.ceil(4 * (widest / _STRICT) ** 2)  # prompts: chance falls with the root of their number
+        needed = math.ceil(8 * (widest / _STRICT) ** 2)  # prompts: chance falls with their root, and bias stays
         collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
         again = compare(lambda loaded: {AS_MEASURED: nullcontext})
         report = replace(again, alike=report.alike, differences=report.differences | again.differences)
