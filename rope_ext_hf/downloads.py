@@ -1,6 +1,7 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
     folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
+    upload(Path("longer"), "me/longer")
 
 Every failure is a CheckpointError of one line.
 """
@@ -193,6 +194,48 @@ def hub_answers(endpoint: str) -> bool:
             answers = False
         _asked[endpoint] = time.monotonic(), answers
     return answers
+
+
+def check_upload(name: str, *, private: bool = True) -> None:
+    """Refuse what would stop an upload, before there is anything to upload.
+
+    Raises:
+        CheckpointError: no name of a repository, a Hub that cannot be reached, nobody signed in, or a repository that
+            is public where a private one is asked for.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with _upload_errors(name):
+        HfApi().whoami()
+        try:
+            public = not HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).private
+        except RepositoryNotFoundError:
+            return
+    if private and public:
+        raise CheckpointError(f"{name!r} is on the Hub already, and public; give --public, or another name")
+
+
+def upload(folder: Path, name: str, *, private: bool = True) -> str:
+    """Upload a folder to a repository of the Hub, which is made where there is none; its address.
+
+    Raises:
+        CheckpointError: the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    with _upload_errors(name):
+        url = HfApi().create_repo(name, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
+    return str(url)
+
+
+@contextmanager
+def _upload_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of the HTTP library, of the disk, of a name
+        raise CheckpointError(f"{short(name)!r} cannot be uploaded to the Hub: {one_line(error)}") from error
 
 
 @contextmanager

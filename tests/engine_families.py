@@ -78,11 +78,15 @@ _DELTA = {
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "bitnet": {"tie_word_embeddings": True},
-    "phi": {"qk_layernorm": False},
+    "phi": {"qk_layernorm": False, "num_key_value_heads": 4},
     "stablelm": {"qk_layernorm": False},
     "falcon": {"multi_query": True, "new_decoder_architecture": False, "num_kv_heads": 1},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
+    "cohere": {"use_qk_norm": False},
+    **{name: {"num_key_value_heads": 4} for name in ("dots1", "olmoe")},
+    "glm4_moe_lite": {"mlp_layer_types": ["dense", "dense"]},
+    "lfm2": {"block_auto_adjust_ff_dim": False},
     "gemma2": {"query_pre_attn_scalar": 16},
     "gemma3_text": {
         "num_hidden_layers": 6,
@@ -111,10 +115,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
     "exaone4": {"head_dim": 16},
     "glm4_moe": {"head_dim": 16},
-    "lfm2": {
-        **{"block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 1, "block_ffn_dim_multiplier": 1.0},
-        "block_auto_adjust_ff_dim": False,
-    },
+    "lfm2": {"block_dim": 64, "block_ff_dim": 96, "block_multiple_of": 1, "block_ffn_dim_multiplier": 1.0},
     "hunyuan_v1_moe": {"moe_intermediate_size": [96, 96], "moe_topk": [2, 2], "num_shared_expert": [1, 1]},
     "minimax_m2": {"rotary_dim": 16, "shared_intermediate_size": 0, "use_qk_norm": True, "scoring_func": "sigmoid"},
 }

@@ -237,13 +237,13 @@ def _traps(engine: str) -> str:
 def _example(engine: str) -> str:
     """What `rope-ext serve-config` prints for the bundled model under yarn x4, or linear where yarn is refused."""
     from rope_ext_hf.reference import path
-    from rope_ext_hf.serving.configs import as_text, serving_config
+    from rope_ext_hf.serving.configs import serving_config
 
     try:
         config = serving_config("reference", engine, "yarn", factor=4)
     except ServingError:
         config = serving_config("reference", engine, "linear", factor=4)
-    printed = as_text(config).replace(str(path()), "MODEL")
+    printed = str(config).replace(str(path()), "MODEL")
     return f"\n\n```\n{printed}\n```\n\n"
 
 

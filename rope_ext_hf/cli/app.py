@@ -18,13 +18,23 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, run_files, serving, training
+from rope_ext_hf.cli import (
+    checkpoints,
+    evaluation,
+    lm_eval,
+    models,
+    need,
+    publishing,
+    run_files,
+    serving,
+    training,
+)
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch),
+    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, publishing.card),
     "Measurements": (
         need.need,
         evaluation.demo,
@@ -64,7 +74,10 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 
 
 class _Command(TyperCommand):
-    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
+    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters.
+
+    Options may have underscores in place of dashes.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the methods' parameters out of the arguments, into `ctx.args`, and parse the others."""
@@ -91,9 +104,11 @@ class _Command(TyperCommand):
         rest = list(args)
         while rest:
             arg = rest.pop(0)
-            name, equals, _ = arg.partition("=")
             if arg == "--":
                 return [*ordinary, arg, *rest], parameters
+            name, equals, value = arg.partition("=")
+            if name not in options and (dashed := name.replace("_", "-")) in options:  # as lm-eval has them
+                name, arg = dashed, dashed + equals + value
             if name in options or not arg.startswith("--"):
                 ordinary.append(arg)
                 if name in options and not equals and not options[name].is_flag and rest:

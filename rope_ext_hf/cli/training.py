@@ -10,6 +10,7 @@ import typer
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
 from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
@@ -23,6 +24,7 @@ def finetune(
     model: Model,
     question: Finetuning,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -34,13 +36,14 @@ def finetune(
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out(question, source, out, dry_run, as_json)
+    _carry_out(question, source, publish, out, dry_run, as_json)
 
 
 def search(
     model: Model,
     question: Searching,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
     dry_run: DryRun = False,
     as_json: Json = False,
@@ -53,14 +56,17 @@ def search(
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
-    _carry_out(question, source, out, dry_run, as_json)
+    _carry_out(question, source, publish, out, dry_run, as_json)
 
 
-def _carry_out(question: OfModel, source: LoadOptions, out: Path, dry_run: bool, as_json: bool) -> None:
+def _carry_out(
+    question: OfModel, source: LoadOptions, publish: PublishOptions, out: Path, dry_run: bool, as_json: bool
+) -> None:
     """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
     name = question.command
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
+    publish.check()
     quiet_transformers()
     from rope_ext_hf import training
 
@@ -80,3 +86,4 @@ def _carry_out(question: OfModel, source: LoadOptions, out: Path, dry_run: bool,
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
+    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shlex
 import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from typing import Any, ClassVar
@@ -21,7 +23,8 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Config
-from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
+from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
+from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 
 class NotCheckedError(ServingError):
@@ -74,7 +77,7 @@ class Target:
     notes: tuple[str, ...] = ()
     remapping: str | None = None
 
-    @property
+    @functools.cached_property
     def model_type(self) -> str:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
@@ -115,9 +118,16 @@ class Encoding:
     """Further keys of the text config."""
 
 
-@dataclass(frozen=True)
-class ServingConfig:
-    """How to have an engine serve what was measured.
+_ROUTING = (
+    "No engine has several sets of frequencies: start an instance for each length, on a port of its own, and have a "
+    "router send a request to the first whose length covers its prompt and its max_tokens. A conversation that "
+    "outgrows its instance goes on in the next, which reads it anew; prefix caches are not shared."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class ServingConfig(ShownAsTables):
+    """How to have an engine serve what was measured; as text it is a block to copy.
 
     Attributes:
         engine, version: the engine, and the version whose source its rules were taken from.
@@ -158,6 +168,59 @@ class ServingConfig:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
+
+    @property
+    def instances(self) -> tuple[ServingConfig, ...]:
+        """One for each instance of the engine, shortest first."""
+        return (*self.shorter, replace(self, shorter=()))
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.method}, {self.length:,} tokens, {self.engine} {self.version}: {self.encoding}"
+
+    @property
+    def _command(self) -> str:
+        """Variables and the command line; empty: there is none."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        words = map(shlex.quote, self.command)
+        return (variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)).strip()
+
+    @property
+    def _files(self) -> Rows:
+        """What goes into files, each under a name."""
+        keys = self.config_keys if self.config_keys != self.overrides else {}
+        tensors = (
+            (f"GGUF tensor {name}, {len(values)} x float32", short(", ".join(map(str, values)), 60))
+            for name, values in self.gguf_tensors.items()
+        )
+        named = [
+            ("Shorter, a folder that carries the method", "\n".join(self.by_folder)),
+            ("config.json", json.dumps(keys, indent=2) if keys else ""),
+            ("GGUF metadata", "\n".join(f"{key} = {value}" for key, value in self.gguf_keys.items())),
+            *tensors,
+            ("GGUF tensors to leave out, where they are there", ", ".join(self.gguf_removed)),
+        ]
+        return [(name, text) for name, text in named if text]
+
+    def tables(self) -> Sequence[Rows]:
+        routing = [[("note", _ROUTING)]] if self.shorter else []
+        return [*routing, *(each._rows for each in self.instances)]
+
+    @property
+    def _rows(self) -> Rows:
+        command = [("command", self._command)] if self.command else []
+        return [("serves", self._heading), *(("note", note) for note in self.notes), *command, *self._files]
+
+    def __str__(self) -> str:
+        if self.shorter:
+            return "\n\n".join([_remark(_ROUTING), *map(str, self.instances)])
+        blocks = [f"# {name}:\n{text}" if "\n" in text else _remark(f"{name}: {text}") for name, text in self._files]
+        return "\n".join(filter(None, [*map(_remark, (self._heading, *self.notes)), self._command, *blocks]))
+
+
+def _remark(text: str) -> str:
+    """A comment of a shell."""
+    return wrapped(text, "# ", "# ")
 
 
 class Engine(ABC):
@@ -232,7 +295,9 @@ class Engine(ABC):
 
     def checked(self, model_type: str) -> str:
         """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
-        return next((how for how in ("run", "classes") if model_type in self.table[how]), "read")
+        if model_type in self.table["run"]:
+            return "run"
+        return "classes" if model_type in self.table["classes"] else "read"
 
     def tried(self) -> bool:
         """Whether any family was run in it, or computed by its own classes."""

@@ -18,7 +18,7 @@ from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.servers.clients import Answer, Client
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import Rows, text_table, wrapped
 
 _SAMPLE = 2000  # characters of a text whose tokens are compared
 _PARTS = 8  # of the length of a server, of which prompts are one, two, four and eight
@@ -177,8 +177,13 @@ def read_answers(path: Path) -> Collected:
 
 
 def as_text(sentences: Sequence[str], lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> str:
-    """Sentences, and a table of differences in nats by length; those that were not computed come last."""
+    """Sentences, and a table of differences in nats by length."""
+    return "\n".join([*map(wrapped, sentences), "", text_table(difference_rows(lengths, differences), "lr")])
+
+
+def difference_rows(lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> Rows:
+    """A head, and differences in nats by length; those that were not computed come last."""
     rows = [("difference in nats", *(f"{length:,}" for length in lengths))]
     for name, values in differences.items():
         rows.append((name, *(f"{value:.4f}" for value in values), *[""] * (len(lengths) - len(values))))
-    return "\n".join([*map(wrapped, sentences), "", text_table(rows, "lr")])
+    return rows

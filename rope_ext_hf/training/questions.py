@@ -14,6 +14,7 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import Question, anything, asked, option_text, several
 
+_LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 _UNITS = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
 
@@ -90,6 +91,12 @@ class Finetuning(OfModel, PatchChoice):
         None, "Measure a task of `rope-ext passkey` at the extended length, e.g. needle.", metavar="TASK"
     )
     max_spans: int = asked(48, "Spans of text measured at each length.", least=1, metavar="N")
+    report_to: str = asked(
+        "none",
+        f"Where the training is logged, with losses by length: {', '.join(_LOGGERS)}.",
+        among=_LOGGERS,
+        metavar="NAME",
+    )
     seed: int = asked(0, "Of what is drawn.", metavar="N")
 
     def __post_init__(self) -> None:
