@@ -197,7 +197,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --folder build/bench/measures --out $(RESULTS)
-	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
+	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models reference build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --folder build/bench/finetuning --out $(RESULTS)
 	$(RUN)/python benchmarks/encoders.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/dynamic.py --device $(DEVICE) --out $(RESULTS)

@@ -1,13 +1,13 @@
 """Whether the gain from evidence ranks methods as retrieval and the loss of key tokens do, at four context lengths.
 
-    python benchmarks/gain.py --folder build/bench/gain [--models build/bench/docstring-model ...]
+    python benchmarks/gain.py --folder build/bench/gain [--models reference build/bench/docstring-model ...]
         [--rows 16] [--out benchmarks/results.jsonl]
 
 The models: the bundled one, those of `docstring_model.py` and of `train_reference.py --recipe wide-heads`. Every method
 has the factor 4. Evidence is docstrings of the standard library that no model was trained on; it stands half a context
 length and two of them before the answer. Retrieval is of key-value lines, and key tokens are found by each model itself
-with rerope. What is measured is kept in --folder, so that an interrupted run continues with the same command. The last
-line is JSON.
+with rerope. What is measured is kept in --folder, so that an interrupted run continues with the same command. The
+tables keep the rows of a model that is not measured again. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -58,11 +58,12 @@ def compared(folder: Path, arguments: Any) -> dict[str, Any]:
 
 def main() -> None:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--models", type=Path, nargs="*", default=[], help="folders of further models")
+    parser.add_argument("--models", nargs="*", default=["reference"], help="reference and folders of models")
     parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
     parser.add_argument("--rows", type=int, default=16, help="rows, questions and spans per length")
     arguments = parser.parse_args()
-    rows = [compared(folder, arguments) for folder in (Path(path()), *arguments.models)]
+    folders = (path() if model == "reference" else Path(model) for model in arguments.models)
+    rows = [compared(folder, arguments) for folder in folders]
     record({"benchmark": "gain", "factor": FACTOR, "rows": rows}, arguments)
 
 
