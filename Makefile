@@ -1,5 +1,5 @@
 # make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
-# test-engines | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +7,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -101,6 +101,19 @@ build/llama-cpp/ready: Makefile
 	build/llama-cpp/bin/pip install -q --no-deps xllamacpp==2026.10.11549 llama-cpp-py-sync==0.11548 # b11549
 	touch $@
 
+# llama.cpp and mlx-lm on a small random model of every family of their tables, converted by llama.cpp's own converter; ten
+# minutes. The result goes to docs/results/engine-families.json.
+test-engine-families: .venv/ready build/llama-cpp/ready build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
+	OMP_NUM_THREADS=1 $(RUN)/python -m tests.engine_families --llama-cpp build/llama-cpp/bin/python \
+		--source build/llama-cpp-source/llama.cpp --mlx-lm build/other-engines/mlx-lm/bin/python
+
+# The sources of llama.cpp, out of a source archive that holds them.
+build/llama-cpp-source/ready: Makefile
+	$(RUN)/pip download -q --no-deps --no-binary llama-cpp-python -d build/llama-cpp-source llama-cpp-python==0.3.36
+	tar -xzf build/llama-cpp-source/llama_cpp_python-0.3.36.tar.gz -C build/llama-cpp-source
+	ln -sfn llama_cpp_python-0.3.36/vendor/llama.cpp build/llama-cpp-source/llama.cpp
+	touch $@
+
 # A vLLM that runs on CPUs, with the plug-in of this package, on small models; half an hour and 4 GB below build/. The
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
@@ -183,9 +196,10 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/factors.py --device $(DEVICE) --model build/bench/wide-heads-model --longest 8 --spans 8 --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt' --bands 16:1,8:1 --folder build/bench/bands --out $(RESULTS)
-	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/wide-heads-model --folder build/bench/bands --out $(RESULTS)
+	$(RUN)/python benchmarks/bands.py --device $(DEVICE) --model build/bench/wide-heads-model --factors 4 --bands 16:1 --spans 8 --folder build/bench/bands --out $(RESULTS)
 	$(RUN)/python benchmarks/angles.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --out $(RESULTS)
+	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --model build/bench/wide-heads-model --questions 20 --keys 1 --lengths 1024 --methods as-loaded --out $(RESULTS)
 	$(RUN)/python benchmarks/retrieval.py --device $(DEVICE) --runs build/bench/retrieval --tasks key-value,assignment,quote,copy --methods as-loaded,rerope,self-extend --lengths 256,2048,8192 --keys 1 --out $(RESULTS)
 	$(RUN)/python benchmarks/overhead.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/attention.py --device $(DEVICE) --out $(RESULTS) $(if $(filter cpu,$(DEVICE)),--plot docs/attention.png)

@@ -150,7 +150,9 @@ def fitting_memory() -> list[Row]:
     for length in FITTING:
         row: Row = {"tokens": length}
         for name, offload in (("gpu", False), ("offloading_gpu", True)):
-            estimate = replace(estimate_memory(model, length, offload_cache=offload), working=GPU_WORKING_BYTES)
+            estimate = replace(
+                estimate_memory(model, length, offload_cache=offload), working=GPU_WORKING_BYTES, logits=0
+            )
             row[name] = round(estimate.total / 1e9, 1)
         rows.append(row | {"offloading_main": round(estimate.offloaded / 1e9, 1)})
     return rows

@@ -11,6 +11,7 @@ these three right and leaves everything else to lm-eval.
 from __future__ import annotations
 
 import difflib
+import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
@@ -55,8 +57,8 @@ _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an a
 
 
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
-_LOADING = (*_OF_THE_HUB, "dtype", "device_map", "attn_implementation", "quantization_config", "max_memory")
-"""Arguments of `from_pretrained` that `--model_args` may hold."""
+_OF_PATCH = ("over", "context_length", "layers", "native")
+"""Further arguments of `patch` that `--model_args` may hold."""
 
 
 @register_model("rope-ext")
@@ -126,14 +128,15 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             names = ", ".join(key for key, value in given.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
         loading = dict(loading or {})
+        of_method = {"method": method, "factor": factor, "target_length": target_length, **params}
         if isinstance(pretrained, (str, Path)):
-            source, model = pretrained, _load(pretrained, loading)
+            source, model = pretrained, _load(pretrained, loading | of_method)
         elif loading:
             raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
         else:
             source, model = pretrained.name_or_path, pretrained
-        if method is not None:
-            patch(model, method, factor=factor, target_length=target_length, **params)
+            if method is not None:
+                patch(model, **of_method)
         check_pairing(model)
         length = _max_length(model, max_length)
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
@@ -163,10 +166,12 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         """
         given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
         device, most = given.pop("device", None), given.pop("max_batch_size", None)
-        loading = {key: given.pop(key) for key in _LOADING if key in given}
+        own = inspect.signature(cls).parameters
+        stated = {key: given.pop(key) for key in list(given) if key in own or key in _OF_PATCH}
+        params, loading = split_parameters(stated.get("method"), given)
         if device is not None:
             loading.setdefault("device_map", device)
-        return cls(**given, loading=loading, harness={} if most is None else {"max_batch_size": most})
+        return cls(**stated, **params, loading=loading, harness={} if most is None else {"max_batch_size": most})
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> RopeHFLM:

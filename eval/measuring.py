@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.eval.perplexity_plans import with_keys
 from rope_ext_hf.eval.perplexity_results import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
@@ -23,6 +24,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
 from rope_ext_hf.runs.kinds import Results, Run, RunPlan
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 
 if TYPE_CHECKING:
@@ -38,12 +40,13 @@ def measure(
     methods: _Methods | MethodChoice | None = None,
     factors: float | Sequence[float] | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     chunk: int | None = None,
     offload_cache: bool = False,
     out: str | Path | None = None,
     progress: Progress | Callable[[str, int], object] | bool | None = None,
+    file: RunFile | None = None,
 ) -> Run[Any]:
     """Ask a model a question, and the model with each method.
 
@@ -62,6 +65,7 @@ def measure(
             already; default: no files.
         progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm; or what is
             told more, see `rope_ext_hf.runs.runner.Progress`.
+        file: what the run's folder keeps as its run.yaml; default: this question.
 
     Returns:
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
@@ -74,21 +78,24 @@ def measure(
     Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
     window is shorter than the longest input. A span with a loss that is not finite makes its whole result non-finite.
     """
-    model = model_by_name(model)
+    name, model = model, model_by_name(model)
     choice = methods
     if choice is not None and not isinstance(choice, MethodChoice):
         choice = MethodChoice(method=choice, factor=factors or (), over=over, context_length=context_length)
     plan = question.plan(model, choice, tokenizer=tokenizer, chunk=chunk, offload_cache=offload_cache)
+    if out is not None and file is None:
+        how: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
+        file = run_file(question, name, *([choice] if choice else []), tokenizer=tokenizer, **how)
     if isinstance(question, Perplexity):
         device, dtype = str(model.device), model.dtype
 
         def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
             evaluator = load_model(source, device=device, dtype=dtype)
             of_keys = planned(evaluator, load_tokenizer(source))
-            return carry_out(evaluator, of_keys, out=out), of_keys
+            return carry_out(evaluator, of_keys, out=out, file=file), of_keys
 
         plan = with_keys(plan, question, find)
-    return carry_out(model, plan, out=out, progress=Progress.of(progress))
+    return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
 
 
 @forward(Perplexity)

@@ -5,7 +5,7 @@ Nothing here reads a model, a run or a file; `needs.py` measures.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
 _MOST_RISE = 0.02
 """Nats per token by which the loss may be higher than at the context length."""
@@ -28,8 +28,8 @@ ALL_TASKS = "all these tasks"
 """The name of the prompts of several tasks that tell something, as one task."""
 
 
-@dataclass(frozen=True)
-class NeedReport:
+@dataclass(frozen=True, repr=False)
+class NeedReport(ShownAsTables):
     """The numbers of a measurement, and the conclusion from them.
 
     Attributes:
@@ -183,7 +183,8 @@ class NeedReport:
         follows = {"lengths": self.lengths, "reads_to": self.reads_to, "outcome": self.outcome}
         return asdict(self) | follows | {"conclusion": self.conclusion}
 
-    def __str__(self) -> str:
+    @property
+    def _rows(self) -> Rows:
         rises = list(self.rises.values())
         ends = [["-" if each[at] is None else f"{each[at]:+.3f}" for each in rises] for at in (1, 2)]
         rows = [
@@ -195,8 +196,18 @@ class NeedReport:
         for task, at in self.scores.items():
             cells = (f"{at[length].value:.0%}" if length in at else "-" for length in self.lengths)
             rows.append([f"{task}, answered", *cells])
+        return rows
+
+    def tables(self) -> Sequence[Rows]:
+        notes = [("architecture", "\n".join(self.architecture)), *(("note", each) for each in self.notes)]
+        return [[("conclusion", self.conclusion)], self._rows, notes]
+
+    def __repr__(self) -> str:
+        return f"<NeedReport: {self.conclusion}>"
+
+    def __str__(self) -> str:
         sentences = ["", *self.architecture, *self.notes, "", self.conclusion]
-        return "\n".join([text_table(rows, "r"), *map(wrapped, sentences)])
+        return "\n".join([text_table(self._rows, "r"), *map(wrapped, sentences)])
 
 
 def tells(score: Estimate) -> bool:

@@ -28,6 +28,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Tokens
 from rope_ext_hf.reading.spans import EvalPlan, tokenize
 from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share
 
@@ -57,6 +58,7 @@ def need(
     chunk: int | None = None,
     report: Callable[[str], None] | None = None,
     progress: Progress | bool | None = None,
+    file: RunFile | None = None,
 ) -> NeedReport:
     """Find out whether a model needs extending, by a short fixed plan.
 
@@ -72,14 +74,19 @@ def need(
         chunk: tokens per pass of the decoder, as in `perplexity`.
         report: called with a line before each part.
         progress: as `measure` takes it, for each part; True: a bar of tqdm.
+        file: what the folders keep as their run.yaml; default: this question.
 
     Raises:
         MethodError: a target length that is not above 0.
         CorpusError: documents that are not longer than the context length.
         UnsupportedModelError: a model without rotary embeddings.
     """
-    target_length = Need(target_length=target_length).target_length
-    model = model_by_name(model)
+    asked = Need(target_length=target_length, data=corpus)
+    target_length = asked.target_length
+    name, model = model, model_by_name(model)
+    if out is not None:
+        file = file or run_file(asked, name, tokenizer=tokenizer, tokens_per_pass=chunk, out=out)
+        file.write(Path(out))
     say, described = report or (lambda line: None), describe(model)
     short = described.extended_length or described.context_length
     tokenizer = tokenizer or load_tokenizer(model.config._name_or_path)
@@ -100,18 +107,18 @@ def need(
         max_spans=count,
     )
     plan = question.plan(model, tokenizer=tokenizer, chunk=chunk)
-    run = carry_out(model, plan, out=out, progress=Progress.of(progress))
+    run = carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
     by_length = {result.length: result for result in run.results}
     first = by_length[short]
     before = accumulate((len(document.ids) for document in documents), initial=0)
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
-    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out, "progress": progress}
-    asked: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
+    options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out, "progress": progress, "file": file}
+    answers: dict[str, Callable[[Sequence[int]], dict[int, list[float]]]] = {
         **{task: partial(_retrieval, model, task, haystack=hay, trials=count, **options) for task in _TASKS},
         "variable tracking": partial(_tracking, model, samples=count, **options),
     }
     shares: dict[str, dict[int, list[float]]] = {}
-    for task, answer in asked.items():
+    for task, answer in answers.items():
         say(f"asking: {task}")
         try:
             shares[task] = answer(lengths[:1])

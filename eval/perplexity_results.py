@@ -124,8 +124,8 @@ class Result:
         order = sorted(range(len(documents)), key=documents.__getitem__)
         documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
-        nats = math.fsum(document.nats for document in documents)
-        tokens = sum(document.tokens for document in documents)
+        nats = math.fsum([document.nats for document in documents])
+        tokens = sum([document.tokens for document in documents])
         loss, low, high, _ = estimate([d.nats for d in documents], [d.tokens for d in documents])
         keys: list[float | None] = [None] * 3
         if keyed := [document for document in documents if document.key_tokens]:

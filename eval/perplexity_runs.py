@@ -108,8 +108,9 @@ class PerplexityRuns(RunKind):
         unit = "nats per token"
         every = _items(run, lambda r: ((d.nats, float(d.tokens)) for d in r.documents))
         keys = _items(run, lambda r: ((d.key_nats, float(d.key_tokens)) for d in r.documents if d.key_tokens))
-        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE)
-        return [Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys), loss] if keys else [loss]
+        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE, exponential="perplexity")
+        of_keys = Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, exponential="LongPPL")
+        return [of_keys, loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
         # Without seconds, nothing was timed.
@@ -224,7 +225,8 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
 
     Nats per token with a 95% interval, paired by document; None where either was not measured.
     """
-    at = {method_key(result.method): result for result in run.results if result.length == run.context_length}
+    length = run.context_length
+    at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
     return difference(changed, plain) if plain and changed and changed is not plain else None
 

@@ -99,6 +99,7 @@ class Perplexity(LengthsQuestion):
 
     PANEL = "Text"
     planner = "rope_ext_hf.eval.perplexity_plans.plan_perplexity"
+    command = "ppl"
 
     data: Any = asked(
         "stdlib",
@@ -156,6 +157,8 @@ class Perplexity(LengthsQuestion):
 class Sweep(Perplexity):
     """Perplexity of methods x factors that are fitted to the lengths, and of the context length."""
 
+    command = "sweep"
+
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question with the context length, where it is below the longest, and every method with every factor.
 
@@ -177,6 +180,7 @@ class Passkey(LengthsQuestion):
     """
 
     planner = "rope_ext_hf.eval.retrieval_plans.plan_passkey"
+    command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
         (0.0, 0.25, 0.5, 0.75, 1.0),
@@ -213,6 +217,7 @@ class Tasks(LengthsQuestion):
     """
 
     planner = "rope_ext_hf.eval.task_plans.plan_tasks"
+    command = "tasks"
 
     suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
     tasks: tuple[str, ...] | Any | None = asked(
@@ -246,6 +251,7 @@ class Gain(LengthsQuestion):
     """
 
     planner = "rope_ext_hf.eval.gain_runs.plan_gain"
+    command = "gain"
 
     data: Any = asked(
         "docstrings",
@@ -271,6 +277,8 @@ class Gain(LengthsQuestion):
 @dataclass(frozen=True, kw_only=True)
 class Need(Question):
     """Whether a model needs a longer context at all, and how far it reads as it is."""
+
+    command = "need"
 
     target_length: int | Any | None = asked(
         None,

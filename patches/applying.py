@@ -6,6 +6,7 @@ both go when the patch is taken off.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -64,6 +65,13 @@ def apply_plan(plan: PatchPlan) -> None:
     elif method.depends_on_length(state.spec.rotary):
         install_forward_hooks(model, LengthHooks)
     attach_saving(model, modules[0])
+
+
+def patch_as_planned(plan: PatchPlan, *, stacklevel: int = 3) -> None:
+    """`apply_plan`, with the warning of the plan, if it has one, at the line that asked for the patch."""
+    apply_plan(plan)
+    if plan.state.warning is not None:
+        warnings.warn(plan.state.warning, stacklevel=stacklevel)
 
 
 def _attend_by(plan: PatchPlan) -> None:

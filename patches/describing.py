@@ -21,7 +21,7 @@ from rope_ext_hf.patches.recipes import recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import PatchState, Slot, patched_slots
-from rope_ext_hf.terminal import wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class _Scaling:
         return f"{_call(self.method, self.params)}, for {self.context_length:,} tokens"
 
 
-@dataclass(frozen=True)
-class Description:
+@dataclass(frozen=True, repr=False)
+class Description(ShownAsTables):
     """What a model's rotary embedding is and how a model saved now would be loaded.
 
     Attributes:
@@ -86,10 +86,12 @@ class Description:
         """JSON-ready; the wavelength of a pair that does not rotate is None."""
         return asdict(self) | {"wavelengths": [w if math.isfinite(w) else None for w in self.wavelengths]}
 
-    def __str__(self) -> str:
+    @property
+    def rows(self) -> Rows:
+        """What it says, each under a name."""
         longer = sum(wavelength > self.trained_length for wavelength in self.wavelengths)
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
-        named = [
+        return [
             ("method", _call(self.method, self.params)),
             *(("over", str(scaling)) for scaling in reversed(self.underneath)),
             ("pairing", self.pairing or "unknown (family not in the table)"),
@@ -106,8 +108,16 @@ class Description:
             *(("short inputs", text) for text in self.short_inputs),
             *(("note", note) for note in self.notes),
         ]
-        heading = f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
-        return "\n".join([heading, *(wrapped(text, f"  {name:<18}") for name, text in named)])
+
+    def tables(self) -> Sequence[Rows]:
+        return [[("model", self._heading), *self.rows]]
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
+
+    def __str__(self) -> str:
+        return "\n".join([self._heading, *(wrapped(text, f"  {name:<18}") for name, text in self.rows)])
 
 
 def _call(method: str, params: Mapping[str, Any]) -> str:
@@ -183,7 +193,10 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
         return f"{encoding.rope_type!r}; plain loading stops with that name"
     if not encoding.exact:
         return f"transformers' own {encoding.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
-    right = ", ".join(["transformers 5", *engine_agreement(state).agreeing])
+    engines = engine_agreement(state)
+    right = ", ".join(["transformers 5", *engines.agreeing])
+    if engines.by_source:
+        right += f"; by their source alone, not run, also by {', '.join(engines.by_source)}"
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
 
 

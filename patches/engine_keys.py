@@ -119,18 +119,21 @@ class EngineAgreement(NamedTuple):
     """Engines by what they make of a saved config.json.
 
     Attributes:
-        agreeing: known to run it as transformers 5 does.
+        agreeing: known to run it as transformers 5 does: by runs, or by the engine's own rotary classes.
         disagreeing: known to load it without an error and run another model.
+        by_source: those that run it as transformers 5 does by their source alone, which was read and not run.
     """
 
     agreeing: tuple[str, ...]
     disagreeing: tuple[str, ...]
+    by_source: tuple[str, ...] = ()
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:
     """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
     agreeing: list[str] = []
     disagreeing: list[str] = []
+    by_source: list[str] = []
     try:
         expected = expected_of(reference_engine(), config) if config["model_type"] in TRIED_FAMILIES else ()
     except (ServingError, ArithmeticError):
@@ -138,5 +141,6 @@ def compare_engines(config: _Settings) -> EngineAgreement:
     for engine in other_engines() if expected else ():
         with suppress(ServingError, ArithmeticError):
             same = runs_otherwise(engine, expected, config) is None
-            (agreeing if same else disagreeing).append(engine.label)
-    return EngineAgreement(tuple(agreeing), tuple(disagreeing))
+            known = by_source if engine.checked(config["model_type"]) == "read" else agreeing
+            (known if same else disagreeing).append(engine.label)
+    return EngineAgreement(tuple(agreeing), tuple(disagreeing), tuple(by_source))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.bounds import whole
+from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.config_keys.keys import rotated_dims
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -81,7 +81,7 @@ def _check_over(over: str, context_length: int | None) -> None:
         whole("context_length", context_length)
 
 
-def base_rope_of_config(described: ConfigRope, over: str, context_length: int | None, config: Any) -> BaseRope:
+def base_rope_of_config(described: ConfigRope, over: str, context_length: Length | None, config: Any) -> BaseRope:
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
     Args:
@@ -92,6 +92,7 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: int | 
     Raises:
         MethodError: an unknown `over`, "patched", or a `context_length` below 1.
     """
+    context_length = parse_length(context_length)
     _check_over(over, context_length)
     if over == "patched":
         raise MethodError("over='patched' needs the model itself, not its config alone")
@@ -236,7 +237,7 @@ def check_pairing(model: nn.Module) -> None:
     )
 
 
-def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int | None = None) -> Rotary:
+def patch_geometry(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> Rotary:
     """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`.
 
     Raises:
@@ -245,14 +246,14 @@ def patch_geometry(model: nn.Module, *, over: str = "own", context_length: int |
     return base_rope_of_model(model, over=over, context_length=context_length).rotary
 
 
-def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: int | None = None) -> BaseRope:
+def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> BaseRope:
     """What a patch of this model starts from; the arguments are those of `patch`.
 
     Raises:
         UnsupportedModelError: a model without rotary embeddings.
     """
     slots = find_slots(model)
-    return base_rope(model, slots, before_patches(slots[0].config), over, context_length)
+    return base_rope(model, slots, before_patches(slots[0].config), over, parse_length(context_length))
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:

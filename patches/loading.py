@@ -12,15 +12,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch import nn
 
-from rope_ext_hf.errors import CheckpointError, one_line, short
+from rope_ext_hf.bounds import Length
+from rope_ext_hf.downloads import only_cached
+from rope_ext_hf.errors import CheckpointError, MethodError, one_line, short
 from rope_ext_hf.files import check_regular
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
-from rope_ext_hf.patches.applying import replay
+from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
+from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading_code import without_loading_code
+from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -79,14 +85,29 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
         return *load_config(path, **kwargs), None
     kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
     with finding_base(adapter):
+        kwargs |= only_cached(adapter.base, kwargs)
         if find_adapter(adapter.base, **kwargs) is not None:
             raise CheckpointError(f"{short(adapter.base)!r} is an adapter itself; merge it into its model first")
         config, record = load_config(adapter.base, **kwargs)
     return config, dict(adapter.record) if adapter.record is not None else record, adapter
 
 
-def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs: Any) -> PreTrainedModel:
-    """Load a model with transformers, plus the patch saved with the folder, if there is one.
+def from_pretrained(
+    path: str | Path,
+    *,
+    auto_class: str | None = None,
+    method: str | RopeMethod | None = None,
+    factor: float | None = None,
+    target_length: Length | None = None,
+    over: str = "own",
+    context_length: Length | None = None,
+    layers: Layers | None = None,
+    native: bool = False,
+    **kwargs: Any,
+) -> PreTrainedModel:
+    """Load a model with transformers, plus the patch saved with the folder, if there is one; or with another method.
+
+        model = from_pretrained("meta-llama/Llama-3.2-1B", method="yarn", factor=4, dtype="bfloat16", device_map="auto")
 
     An adapter of PEFT is loaded onto its base model, which is patched first as the adapter's folder records; the result
     is a peft.PeftModel.
@@ -95,10 +116,13 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
         path: a local folder, a Hub id, or "reference" for the bundled model.
         auto_class: the class of transformers to load with, e.g. "AutoModel"; default: the class that the config names
             in `architectures`, AutoModelForCausalLM where it names none; of an adapter, what its task asks for.
-        **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), and of an adapter
-            PEFT's `is_trainable` and `adapter_name`.
+        method, factor, target_length, over, context_length, layers, native: as `rope_ext_hf.patch` takes them; what is
+            loaded is patched so, in place of a patch saved with the folder, or with over="patched" over it.
+        **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), of an adapter PEFT's
+            `is_trainable` and `adapter_name`, and parameters of the method.
 
     Raises:
+        MethodError, UnsupportedModelError: as `rope_ext_hf.patch` does; arguments of a patch without a method.
         CheckpointError: no such folder, its record of a patch contradicts its config, the config has more layers or
             wider heads than `limits` allows, the weights hold tensors that the class has no place for, or an adapter
             whose base model is missing or another one.
@@ -106,13 +130,39 @@ def from_pretrained(path: str | Path, *, auto_class: str | None = None, **kwargs
         FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
     """
     path = folder_of(path)
+    of_patch: dict[str, Any] = {"factor": factor, "target_length": target_length, "over": over, "native": native}
+    of_patch |= {"context_length": context_length, "layers": layers}
+    params, kwargs = split_parameters(method, kwargs)
+    kwargs |= only_cached(path, kwargs)
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
+    if method is None:
+        of_config = {key: params.pop(key) for key in list(params) if hasattr(config, key)}
+        kwargs |= of_config
+        changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
+        if given := [*changed, *params]:
+            raise MethodError(f"{', '.join(given)} given without a method; add method=...")
+    model = _load_found(path, config, record, adapter, auto_class, kwargs)
+    if method is not None:
+        patch_as_planned(plan_patch(model, method, **of_patch, **params))
+    return model
+
+
+def _load_found(
+    path: str | Path,
+    config: Any,
+    record: dict[str, Any] | None,
+    adapter: Adapter | None,
+    auto_class: str | None,
+    kwargs: dict[str, Any],
+) -> PreTrainedModel:
+    """The model of what `find_config` found."""
     if adapter is None:
         return _load_patched(path, config, record, auto_class, kwargs)
     own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
     kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
     chosen = auto_class or adapter.auto_class
-    base = _load_patched(adapter.base, config, record, chosen, kwargs | adapter.base_revision)
+    kwargs |= adapter.base_revision
+    base = _load_patched(adapter.base, config, record, chosen, kwargs | only_cached(adapter.base, kwargs))
     return cast("PreTrainedModel", adapter.load_onto(base, **own))
 
 

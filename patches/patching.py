@@ -8,7 +8,6 @@ What changes is planned first (planning.py), then applied (applying.py). A model
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length, whole
+from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.applying import apply_plan, replay, take_off
+from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import plan_patch
@@ -42,7 +41,7 @@ def patch(
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     layers: Layers | None = None,
     native: bool = False,
     **params: Any,
@@ -56,7 +55,7 @@ def patch(
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     layers: Layers | None = None,
     native: bool = False,
     **params: Any,
@@ -105,9 +104,7 @@ def patch(
         native=native,
         **params,
     )
-    apply_plan(plan)
-    if plan.state.warning is not None:
-        warnings.warn(plan.state.warning, stacklevel=2)
+    patch_as_planned(plan)
     return model
 
 
@@ -118,7 +115,7 @@ def profiles(
     method: str | RopeMethod = "yarn",
     *,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     layers: Layers | None = None,
     **params: Any,
 ) -> M:
@@ -176,7 +173,7 @@ def patched(model: M, method: str | RopeMethod, **kwargs: Any) -> Iterator[M]:
 
 
 @contextmanager
-def fixed_length(model: M, length: int) -> Iterator[M]:
+def fixed_length(model: M, length: Length) -> Iterator[M]:
     """Inside, length-dependent methods use the frequencies of an input of `length` tokens for every forward.
 
         with fixed_length(model, prompt_length + max_new_tokens):
@@ -188,7 +185,7 @@ def fixed_length(model: M, length: int) -> Iterator[M]:
         MethodError: a length below 1.
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
-    whole("length", length)
+    length = whole("length", parse_length(length))
     for name in _own_length_dependent(model):
         raise UnsupportedModelError(
             f"this model's own {name} follows the input inside transformers and cannot be held from here; patch it "

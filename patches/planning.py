@@ -61,7 +61,7 @@ def plan_patch(
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     layers: Layers | None = None,
     native: bool = False,
     **params: Any,
@@ -81,7 +81,7 @@ def plan_patch(
         length = target_length or stated_length(resolved, base.rotary, factor)
         return PatchSpec(resolved, base.rotary, length, native, chosen)
 
-    return _plan(model, chosen, make_spec, over=over, context_length=context_length)
+    return _plan(model, chosen, make_spec, over=over, context_length=parse_length(context_length))
 
 
 def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:

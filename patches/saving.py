@@ -7,7 +7,7 @@ import filecmp
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -203,22 +203,22 @@ def save_patched_folder(
     model: PreTrainedModel,
     source: Path,
     out: Path,
-    name: str | None = None,
     progress: Callable[[int, int], object] = lambda done, total: None,
     as_code: bool = False,
+    finish: Callable[[Path], object] = lambda folder: None,
 ) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
-    The copy of an adapter's folder gets the record of the patch instead. The model card of the source and its pictures
-    describe another model; a short card takes their place.
+    The copy of an adapter's folder gets the record of the patch instead. The source's model card and its results, which
+    are of another model, are left out.
 
     Args:
         model: patched; on any device.
         source: where the files are.
         out: the new folder.
-        name: what the card calls the source; default: the name of its folder.
         progress: called with the bytes that are copied, and those of all files.
         as_code: add code by which plain transformers loads the folder, see `write_loading_code`.
+        finish: called with the whole copy before it gets its name, to write its card.
 
     Raises:
         CheckpointError: a family that keeps its angles in the weights; `as_code` for a folder that needs no code, or
@@ -255,8 +255,7 @@ def save_patched_folder(
                 write_json(staging / file, with_record(read_json(staging / file), record))
         if as_code:
             write_loading_code(staging)
-        card = _card(state.record, name or source.name, adapter.base if adapter else None)
-        (staging / "README.md").write_text(card, encoding="utf-8")
+        finish(staging)
 
 
 def unlike_copies(source: Path, out: Path) -> list[str]:
@@ -292,17 +291,5 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
 
 
 def _left_out(name: Path) -> bool:
-    if "__pycache__" in name.parts or name.name in ("config.json", "README.md", "__init__.py"):
-        return True
-    return name.suffix in (".png", ".jpg", ".svg")
-
-
-def _card(record: Mapping[str, Any], name: str, base: str | None) -> str:
-    method = ", ".join(f"{key}={value}" for key, value in record["method"].items() if not isinstance(value, list))
-    library = "transformers" if base is None else f"peft\nbase_model: {json.dumps(base)}"
-    return (
-        f"---\nlibrary_name: {library}\ntags: [rope, long-context]\n---\n\n"
-        f"# {name}, patched\n\nThe weights of `{name}` with another RoPE method: {method}; extended "
-        f"length: {record['target_length'] or 'follows the input'}. Patched with rope_ext_hf; the model card of the "
-        "original describes the weights.\n"
-    )
+    apart = ("config.json", "README.md", "__init__.py", "run.yaml")
+    return name.name in apart or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)

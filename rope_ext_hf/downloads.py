@@ -1,20 +1,24 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
     folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
+    upload(Path("longer"), "me/longer")
 
 Every failure is a CheckpointError of one line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
-from functools import cache, partial
+from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files import read_json
@@ -29,7 +33,10 @@ WEIGHT_SUFFIXES = frozenset(
 )
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
-_SECONDS_TO_ANSWER = 5.0
+_SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
+_CONFIGS = ("config.json", "adapter_config.json")
+_asked: dict[str, tuple[float, bool]] = {}
+"""When a Hub was asked last, and whether it answered."""
 
 
 def download(
@@ -62,11 +69,7 @@ def download(
                     snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
                 )
             except LocalEntryNotFoundError as error:
-                raise CheckpointError(
-                    f"{short(name)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be "
-                    f"reached or has a fault.{did_you_mean(name, ['reference'])} The bundled model is called "
-                    "'reference'"
-                ) from error
+                raise _unreached(name) from error
         fetch = partial(_fetch, name, revision, info.sha)
         files = [file.rfilename for file in info.siblings or ()]
         own = [file for file in files if not file.startswith("original/")]  # a copy in Meta's format
@@ -144,16 +147,95 @@ def _model_info(name: str, revision: str) -> ModelInfo | None:
         return None
 
 
-@cache
+def _unreached(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{short(name)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be reached or "
+        f"has a fault.{did_you_mean(name, ['reference'])} The bundled model is called 'reference'"
+    )
+
+
+def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times.
+
+    Args:
+        name: a folder or Hub id.
+        given: arguments of transformers, such as revision and cache_dir.
+
+    Raises:
+        CheckpointError: a Hub id that is not in the cache, and no answer.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    name = str(name)
+    no_id = not name or name[0] in "./~" or name.count("/") > 1 or os.path.isdir(name)  # noqa: PTH112
+    if no_id or given.get("local_files_only") or hub_answers(constants.ENDPOINT):
+        return {}
+    where = {key: given[key] for key in ("revision", "cache_dir") if given.get(key)}
+    files = (f"{given['subfolder']}/{file}" if given.get("subfolder") else file for file in _CONFIGS)
+    try:
+        cached = any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files)
+    except ValueError:  # no valid name, which transformers refuses at once
+        return {}
+    if not cached:
+        raise _unreached(name)
+    return {"local_files_only": True}
+
+
 def hub_answers(endpoint: str) -> bool:
-    """Whether the Hub can be reached: asked once, with a time limit that snapshot_download does not have."""
+    """Whether the Hub can be reached: asked once a minute, with a time limit that snapshot_download does not have."""
     from huggingface_hub import get_session
 
+    asked, answers = _asked.get(endpoint, (-math.inf, False))
+    if time.monotonic() - asked > _SECONDS_UNTIL_ASKED:
+        try:
+            get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
+            answers = True
+        except Exception:  # as in _model_info, or offline mode
+            answers = False
+        _asked[endpoint] = time.monotonic(), answers
+    return answers
+
+
+def check_upload(name: str, *, private: bool = True) -> None:
+    """Refuse what would stop an upload, before there is anything to upload.
+
+    Raises:
+        CheckpointError: no name of a repository, a Hub that cannot be reached, nobody signed in, or a repository that
+            is public where a private one is asked for.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with _upload_errors(name):
+        HfApi().whoami()
+        try:
+            public = not HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).private
+        except RepositoryNotFoundError:
+            return
+    if private and public:
+        raise CheckpointError(f"{name!r} is on the Hub already, and public; give --public, or another name")
+
+
+def upload(folder: Path, name: str, *, private: bool = True) -> str:
+    """Upload a folder to a repository of the Hub, which is made where there is none; its address.
+
+    Raises:
+        CheckpointError: the Hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    with _upload_errors(name):
+        url = HfApi().create_repo(name, private=private, exist_ok=True)
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
+    return str(url)
+
+
+@contextmanager
+def _upload_errors(name: str) -> Iterator[None]:
     try:
-        get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
-    except Exception:  # as in _model_info, or offline mode
-        return False
-    return True
+        yield
+    except Exception as error:  # of the HTTP library, of the disk, of a name
+        raise CheckpointError(f"{short(name)!r} cannot be uploaded to the Hub: {one_line(error)}") from error
 
 
 @contextmanager

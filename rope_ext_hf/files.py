@@ -17,7 +17,6 @@ import errno
 import glob
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -206,15 +205,8 @@ def check_regular(folder: Path) -> None:
 
 def json_text(value: Any) -> str:
     """A value as JSON that every reader takes: a number that is not finite becomes null, an unknown object its text."""
-    return json.dumps(_finite_or_none(value), indent=1, default=str, allow_nan=False)
-
-
-def _finite_or_none(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite_or_none(inner) for key, inner in value.items()}
-    return [_finite_or_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    text = json.dumps(value, default=lambda other: dict(other) if isinstance(other, Mapping) else str(other))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------

@@ -90,6 +90,17 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
 
 
+def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
+    """The commit of a Hub id; None for a folder.
+
+    Raises:
+        CheckpointError: as `model_folder`.
+    """
+    if _is_folder(Path(model_source(name))):
+        return None
+    return model_folder(name, revision=revision, weights=False).name
+
+
 def source_digest(name: str | Path, *, revision: str | None = None) -> str:
     """A digest of a model by its name, in milliseconds: of a Hub id its commit, of a folder its files.
 
@@ -103,9 +114,9 @@ def source_digest(name: str | Path, *, revision: str | None = None) -> str:
         CheckpointError: as `model_folder`.
         FileError: a file that cannot be read.
     """
-    folder = model_folder(name, revision=revision, weights=False)
-    if not _is_folder(Path(model_source(name))):
-        return hashlib.sha256(f"{name} {folder.name}".encode()).hexdigest()
+    if (commit := model_commit(name, revision=revision)) is not None:
+        return hashlib.sha256(f"{name} {commit}".encode()).hexdigest()
+    folder = model_folder(name)
     digest = hashlib.sha256()
     with disk_errors(folder):
         for file in sorted(folder.iterdir()):
@@ -293,6 +304,17 @@ def find_dtype(name: str) -> torch.dtype | str:
             f"unknown dtype {short(name)!r}.{did_you_mean(name, _DTYPES)} Known dtypes: {', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
+
+
+def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
+    """The torch dtype that the weights of a model would have, loaded in that of this name.
+
+    Raises:
+        MethodError: an unknown name.
+    """
+    dtype = find_dtype(name)
+    own: torch.dtype = getattr(empty.config, "dtype", None) or empty.dtype
+    return own if isinstance(dtype, str) else dtype
 
 
 def find_device(name: str) -> torch.device:

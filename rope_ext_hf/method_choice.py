@@ -82,12 +82,14 @@ class MethodChoice(Question):
         parse=_factors,
         repeated=True,
         metavar="NUMBERS",
+        instead_of=("target_length",),
     )
     target_length: int | Any | None = asked(
         None,
         "The extended length in tokens, e.g. 32k. An alternative to --factor.",
         parse=parse_length,
         metavar="TOKENS",
+        instead_of=("factor",),
     )
     over: str = asked(
         "own",

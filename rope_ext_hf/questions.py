@@ -41,6 +41,7 @@ class Asked:
         among: the texts that are allowed.
         repeated: whether the option may be given several times.
         option: whether the command has it.
+        instead_of: the fields that say the same in another way: of these and this one, one is given.
     """
 
     help: str
@@ -54,6 +55,21 @@ class Asked:
     among: tuple[str, ...] = ()
     repeated: bool = False
     option: bool = True
+    instead_of: tuple[str, ...] = ()
+
+    def value(self, field: Field[Any], given: Any) -> Any:
+        """The value of a field, of what is given for it.
+
+        Raises:
+            MethodError: a value of another kind, or outside the limits; the message names the field.
+        """
+        if given is None and not self.parse:
+            return None
+        value = given if self.parse is None else self.parse(given)
+        kind = kind_of(field)
+        for one in value if kind.startswith("tuple") and value is not None else [value] * (value is not None):
+            self.check(field.name, kind.removeprefix("tuple[").removesuffix(", ...]"), one)
+        return value
 
     def check(self, name: str, kind: str, value: Any) -> None:
         """Refuse a value of another kind, or outside the limits.
@@ -82,12 +98,14 @@ class Question:
 
     Attributes:
         PANEL: the title under which the help of a command lists the fields; None: among the other options.
+        command: the command of `rope-ext` that asks it; empty: it is a part of what a command asks.
 
     Raises:
         MethodError: a value of another kind or outside its limits; the message names the field.
     """
 
     PANEL: ClassVar[str | None] = None
+    command: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the docstring list the fields, with their help."""
@@ -97,15 +115,7 @@ class Question:
 
     def __post_init__(self) -> None:
         for each, how in self.how_asked():
-            value = getattr(self, each.name)
-            if value is None and not how.parse:
-                continue
-            if how.parse is not None:
-                value = how.parse(value)
-                object.__setattr__(self, each.name, value)
-            kind = kind_of(each)
-            for one in value if kind.startswith("tuple") and value is not None else [value] * (value is not None):
-                how.check(each.name, kind.removeprefix("tuple[").removesuffix(", ...]"), one)
+            object.__setattr__(self, each.name, how.value(each, getattr(self, each.name)))
 
     @classmethod
     def how_asked(cls) -> list[tuple[Field[Any], Asked]]:

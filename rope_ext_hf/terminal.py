@@ -1,19 +1,38 @@
-"""Text as wide as the terminal: tables, and sentences on several lines."""
+"""Values as text that is as wide as the terminal, in tables and sentences, and as tables of HTML in notebooks."""
 
 from __future__ import annotations
 
+import html
 import shutil
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rope_ext_hf.errors import printable
+
+Rows = Sequence[Sequence[str]]
+"""The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
+_fixed: list[int] = []
+"""Columns that count instead of the terminal's; the last ones do."""
+
+
+@contextmanager
+def as_wide_as(columns: int) -> Iterator[None]:
+    """Inside, text is for a file or a page, so many columns wide whatever the terminal is."""
+    _fixed.append(columns)
+    try:
+        yield
+    finally:
+        _fixed.pop()
+
 
 def terminal_width() -> int:
     """Columns of the terminal, or of COLUMNS where that is set; 160 in a pipe."""
-    return shutil.get_terminal_size((160, 24)).columns
+    return _fixed[-1] if _fixed else shutil.get_terminal_size((160, 24)).columns
 
 
 def line_width() -> int:
@@ -67,3 +86,37 @@ def _printed(table: Table) -> str:
     with console.capture() as captured:
         console.print(table)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+class ShownAsTables:
+    """A value that a notebook shows as tables, and whose repr is one line."""
+
+    def tables(self) -> Iterable[Rows]:
+        """What a notebook shows; text of several lines, such as a command, stays as it is."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        first = str(self).partition("\n")[0].removeprefix("# ")
+        return f"<{type(self).__name__}: {printable(first)}>"
+
+    def _repr_html_(self) -> str:
+        return "\n".join(_html_table(rows) for rows in self.tables() if rows)
+
+
+_CELL = "text-align: left; vertical-align: top; overflow-wrap: break-word; white-space: normal"
+_LINES = "margin: 0; white-space: pre-wrap; overflow-wrap: anywhere"
+
+
+def _html_table(rows: Rows) -> str:
+    lines = []
+    for number, row in enumerate(rows):
+        names = len(row) if len(row) > 2 and not number else 1
+        tags = ["th"] * names + ["td"] * (len(row) - names)
+        cells = (f'<{tag} style="{_CELL}">{_html_text(text)}</{tag}>' for tag, text in zip(tags, row, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return f'<div style="overflow-x: auto"><table>{"".join(lines)}</table></div>'
+
+
+def _html_text(text: str) -> str:
+    escaped = html.escape(printable(text))
+    return f'<pre style="{_LINES}">{escaped}</pre>' if "\n" in text else escaped

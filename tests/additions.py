@@ -631,9 +631,9 @@ CHANGES = (
     ),
     Change(
         "a family that an engine runs",
-        f"{ENGINES}/exllamav3.py",
+        f"{ENGINES}/exllamav3.toml",
         engine_family,
-        [('        {"llama", "mistral",', '        {"granite", "llama", "mistral",')],
+        [("llama = {}\n", "granite = {}\nllama = {}\n")],
     ),
     Change(
         "a mistake that check-server names",

@@ -18,11 +18,13 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import json
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,18 +32,24 @@ from unittest.mock import MagicMock
 
 import torch
 from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import logging
 
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, SINGLE_TABLE
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.plugins import sglang, vllm
+from rope_ext_hf.serving.target import Model, make_target
+from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "engine-classes.json"
 TOLERANCE = 2e-5
 """The largest relative difference of frequencies that float32 tables explain."""
+ENTRY = re.compile(r"^EntryClass\s*=\s*(\[[^\]]*\]|\w+)", re.MULTILINE)
+"""The classes that a model file of SGLang is for."""
 HOOKS = "sglang.srt.plugins.hook_registry"
 OLDER = "Qwen2.5-VL, with the settings of Qwen3-VL"
 """A family whose model files leave the size of the table of M-RoPE positions at its default."""
@@ -125,18 +133,19 @@ def as_vllm(get_rope: Any, target: Target, settings: dict[str, Any], most: int) 
     if target.model_type == "gpt_oss":
         wanted = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
         settings = {key: settings[key] for key in wanted if key in settings} | {"rope_type": "yarn"}
-    if target.model_type == "deepseek_v3" and settings["rope_type"] != "default":
+    if target.model_type in DEEPSEEK_FAMILIES and settings["rope_type"] != "default":
         own = settings.get("attention_factor") == 1.0
         settings["rope_type"] = "deepseek_llama_scaling" if own else "deepseek_yarn"
-    half = target.model_type != "deepseek_v3"
-    single = {"mrope_positions_factor": 1} if target.model_type == "qwen3_vl_text" else {}
-    return get_rope(2 * len(target.inv_freq), most, half, settings, torch.float32, **single)
+    half = target.model_type not in INTERLEAVED_FAMILIES
+    single = {"mrope_positions_factor": 1} if target.model_type in SINGLE_TABLE else {}
+    head = round(2 * len(target.inv_freq) / settings.get("partial_rotary_factor", 1.0))
+    return get_rope(head, most, half, settings, torch.float32, **single)
 
 
 def as_sglang(get_rope: Any, target: Target, settings: dict[str, Any], most: int) -> Any:
     """The module that SGLang's model files build: models/llama.py, gpt_oss.py, deepseek_v2.py."""
-    dim, half = 2 * len(target.inv_freq), target.model_type != "deepseek_v3"
-    if not half and settings["rope_type"] != "default":
+    dim, half = 2 * len(target.inv_freq), target.model_type not in INTERLEAVED_FAMILIES
+    if target.model_type in DEEPSEEK_FAMILIES and settings["rope_type"] != "default":
         settings["rope_type"] = "deepseek_yarn"
     return get_rope(dim, dim, most, settings["rope_theta"], half, settings, torch.float32)
 
@@ -195,21 +204,47 @@ def served_by(engine: Engine, skipped: Sequence[str]) -> Iterator[tuple[dict[str
                 yield row, target, config
 
 
+def classes_of(engine: str, folder: Path) -> set[str]:
+    """The model classes that an engine has a file for."""
+    if engine == "vllm":
+        text = (folder / "vllm/model_executor/models/registry.py").read_text(encoding="utf-8")
+        return set(re.findall(r'"([A-Za-z0-9_]+)":\s*\(\s*"(?!transformers")', text))
+    texts = (file.read_text(encoding="utf-8") for file in (folder / "sglang/srt/models").glob("*.py"))
+    return {name for text in texts for entry in ENTRY.findall(text) for name in re.findall(r"[A-Z]\w+", entry)}
+
+
+def families_served(engine: Engine, folder: Path, skipped: Sequence[str]) -> Iterator[tuple[Any, Any, Any]]:
+    """YaRN on every family of the family table that an engine has a file for and serves."""
+    known = classes_of(engine.name, folder) if engine.name != "exllamav3" else None
+    tables = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")]
+    for family in WITH_A_CLASS:
+        names = [table[name] for table in tables for name in (family, family.removesuffix("_text")) if name in table]
+        if family in skipped or (known is not None and not known.intersection(names)):
+            continue
+        try:
+            model = Model(family, small_config(family), composite=False, specs=[])
+            target = make_target(model, "yarn", factor=4.0)
+            config = engine.config_for(target)
+        except RopeExtError:
+            continue
+        yield {"family": family, "over": "own", "method": "yarn", "encoding": config.encoding}, target, config
+
+
 def exllamav3_rope(home: ModuleType, target: Target, keys: Mapping[str, Any]) -> Any:
     """The module of ExLlamaV3 for a config.json, read as architecture/llama.py, gemma3.py, deepseek_v3.py read it."""
     rope = importlib.import_module("exllamav3.util.rope")
     config = {key: value for key, value in target.config.items() if key != "rope_parameters"}
     config |= keys.get("text_config", keys)
-    latent = target.model_type == "deepseek_v3"
+    latent, deepseek = "qk_rope_head_dim" in config, target.model_type == "deepseek_v3"
     head = config.get("qk_rope_head_dim") if latent else config.get("head_dim")
     reader = SimpleNamespace(
         config_dict=config, head_dim=head or config["hidden_size"] // config["num_attention_heads"]
     )
     settings = home.Config.read_rope_settings_default(
-        reader, rope.RopeStyle.GPTJ if latent else rope.RopeStyle.NEOX, yarn_mscale_ratio=latent
+        reader, rope.RopeStyle.GPTJ if latent else rope.RopeStyle.NEOX, yarn_mscale_ratio=deepseek
     )
     module = rope.RoPE("cpu", settings)
-    module.softmax_scale = rope.yarn_sm_scale_fold(settings.rope_scaling) if latent else 1.0
+    module.softmax_scale = rope.yarn_sm_scale_fold(settings.rope_scaling) if deepseek else 1.0
     return module
 
 
@@ -217,16 +252,18 @@ def compare_exllamav3(folder: Path) -> dict[str, Any]:
     """The classes of ExLlamaV3 beside what each configuration is meant to compute."""
     real = ("exllamav3.util.rope", "exllamav3.util.file", "exllamav3.model.config")
     sys.meta_path.insert(0, Finder("exllamav3", real, folder))
-    home, engine, rows = importlib.import_module(real[-1]), find_engine("exllamav3"), []
-    for row, target, config in served_by(engine, ()):
+    home, engine = importlib.import_module(real[-1]), find_engine("exllamav3")
+    rows: list[dict[str, Any]] = []
+    families: list[dict[str, Any]] = []
+    for row, target, config in chain(served_by(engine, ()), families_served(engine, folder, ())):
         module = exllamav3_rope(home, target, config.config_keys)
         expected = torch.tensor(target.inv_freq, dtype=torch.float64)
         row["frequencies"] = float(((module.inv_freq.double() - expected).abs() / expected).max())
         row["magnitude"] = abs(module.attn_factor / target.attention_factor - 1)
         row["softmax_scale"] = abs(module.softmax_scale / target.softmax_scale - 1)
-        rows.append(row)
+        (rows if row["family"] in SERVED or row["family"] == OLDER else families).append(row)
     sys.meta_path.pop(0)
-    return {"engine": engine.name, "version": engine.version, "rows": rows, "skipped": []}
+    return {"engine": engine.name, "version": engine.version, "rows": rows, "families": families, "skipped": []}
 
 
 def compare(
@@ -239,9 +276,9 @@ def compare(
     stock, engine = module.get_rope, find_engine(name)
     asked: list[tuple[Target, dict[str, Any], int]] = []
 
-    def measure(engine: Engine, get_rope: Any) -> list[dict[str, Any]]:
+    def measure(engine: Engine, get_rope: Any, served: Iterator[Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        for row, target, config in served_by(engine, skipped):
+        for row, target, config in served:
             settings, most = engine_settings(target, config.overrides, merge=name == "sglang")
             asked.append((target, dict(settings), most))
             if package == "vllm":
@@ -250,17 +287,22 @@ def compare(
             built = build(get_rope, target, settings, most)
             inv_freq, magnitude = read_table(built, most)
             expected = torch.tensor(target.inv_freq, dtype=torch.float64)
-            row["frequencies"] = float(((inv_freq - expected).abs() / expected).max())
+            if len(inv_freq) != len(expected):
+                raise SystemExit(f"{engine.name}: {row['family']} rotates {len(inv_freq)} pairs, not {len(expected)}")
+            row["frequencies"] = float(((inv_freq - expected).abs() / expected.where(expected > 0, 1.0)).max())
             row["magnitude"] = abs(magnitude / target.attention_factor - 1)
-            if "mrope_section" in settings and target.model_type == "qwen3_vl_text":
+            if "mrope_section" in settings and row["family"] in SERVED and target.model_type == "qwen3_vl_text":
                 row["positions"] = differs_on_images(built, target)
             rows.append(row)
         return rows
 
-    rows = measure(engine, stock)
+    rows = measure(engine, stock, served_by(engine, skipped))
     before = list(asked)
+    families = measure(engine, stock, families_served(engine, folder, skipped))
     with_plugin = register(module)
-    plugin = measure(engine.with_plugin(), with_plugin)
+    plugin = measure(engine.with_plugin(), with_plugin, served_by(engine.with_plugin(), skipped))
+    by_plugin = families_served(engine.with_plugin(), folder, [*skipped, *(row["family"] for row in families)])
+    families += [row | {"plugin": True} for row in measure(engine.with_plugin(), with_plugin, by_plugin)]
     untouched = sum(
         build(with_plugin, target, dict(settings), most) is build(stock, target, dict(settings), most)
         for target, settings, most in before
@@ -268,6 +310,7 @@ def compare(
     sys.meta_path.pop(0)
     return {
         "engine": name, "version": engine.version, "rows": rows, "skipped": list(skipped), "plugin": plugin,
+        "families": families,
         "untouched": untouched,
     }  # fmt: skip
 
@@ -305,7 +348,7 @@ def main() -> None:
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     wrong = 0
     for result in results:
-        rows = result["rows"] + result.get("plugin", [])
+        rows = result["rows"] + result.get("plugin", []) + result["families"]
         far = [
             row
             for row in rows

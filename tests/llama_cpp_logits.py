@@ -2,11 +2,11 @@
 
     python tests/llama_cpp_logits.py JOB.json
 
-The job names the file, the token ids and the positions to allocate, and the flags of `llama-server` in the fields that
-those set: `context` of llama_context_params, `overrides` of metadata (name -> [type, value]). It may state `rows`,
-token ids of several sequences, in place of the file of ids, and the sizes of `chunks` to decode one after another. The
-logits go to a .npy file, (positions, vocabulary) float32, in the order of decoding. An assertion of llama.cpp ends this
-process, and no other.
+The job, or each job of a list, names the file, the token ids and the positions to allocate, and the flags of `llama-
+server` in the fields that those set: `context` of llama_context_params, `overrides` of metadata (name -> [type,
+value]). It may state `rows`, token ids of several sequences, in place of the file of ids, and the sizes of `chunks` to
+decode one after another. The logits go to a .npy file, (positions, vocabulary) float32, in the order of decoding. An
+assertion of llama.cpp ends this process, and no other.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ def overrides(given: dict[str, list[str]]) -> object:
     return array
 
 
-def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+def compute(job: dict[str, Any]) -> None:
+    """Write the logits of one job."""
     rows = job.get("rows") or [np.load(job["ids"]).ravel().tolist()]
     longest = max(map(len, rows))
-    lib.llama_backend_init()
     loading = lib.llama_model_default_params()
     loading.n_gpu_layers = 0
     kept = overrides(job["overrides"])
@@ -78,6 +77,15 @@ def main() -> None:
             found.append(np.frombuffer(buffer, np.float32).copy())
         lib.llama_batch_free(batch)
     np.save(job["out"], np.stack(found))
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+
+
+def main() -> None:
+    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    lib.llama_backend_init()
+    for job in given if isinstance(given, list) else [given]:
+        compute(job)
     print("b" + version("xllamacpp").rpartition(".")[2])
 
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.forks import run_forked, run_script
+from docs.notebooks import NOTEBOOKS, differences, run
+from tests.support.forks import run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+RUNS = sorted((ROOT / "examples" / "runs").glob("*.yaml"))
 
 
 QUICK = ("patch_and_generate", "own_family", "rotary_in_own_model")
@@ -31,33 +30,51 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(notebook: Path, tmp_path: Path) -> None:
-    """Cell by cell as a script, without a kernel; the value that ends a cell is shown as a notebook would."""
-    script = tmp_path / f"{notebook.stem}.py"
-    script.write_text(SHOW + "".join(cells_of(notebook)), encoding="utf-8")
-    assert run_forked(run_script, script, folder=tmp_path, environment={"TMPDIR": str(tmp_path)})
+@pytest.mark.parametrize(
+    "notebook",
+    [pytest.param(path, marks=[pytest.mark.thorough] * path.stem.startswith("finetune")) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
+def test_a_notebook_shows_what_comes_out(notebook: Path, tmp_path: Path) -> None:
+    """What is committed is what its cells show, run one after the other without a kernel."""
+    run_forked(check_notebook, notebook, folder=tmp_path, environment={"TMPDIR": str(tmp_path), "COLUMNS": "100"})
 
 
-SHOW = """
-def show(value):
-    shown = [getattr(value, name)() for name in ("_repr_html_", "_repr_png_") if hasattr(value, name)]
-    assert any(shown) or not shown, value
-"""
+def check_notebook(notebook: Path) -> None:
+    committed = json.loads(notebook.read_text(encoding="utf-8"))
+    made = run(committed)
+    assert differences(committed, made) == []
+    assert sum(len(cell.get("outputs", [])) for cell in made["cells"]) > 3
 
 
-def cells_of(notebook: Path) -> Iterator[str]:
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            assert not cell["outputs"]  # figures are not kept by hand
-            tree = ast.parse("".join(cell["source"]))
-            if isinstance(last := tree.body[-1], ast.Expr):
-                last.value = ast.Call(ast.Name("show", ast.Load()), [last.value], [])
-            yield ast.unparse(ast.fix_missing_locations(tree)) + "\n"
+def test_another_output_of_a_notebook_is_noticed() -> None:
+    cell = {
+        "cell_type": "code",
+        "source": ["1"],
+        "outputs": [{"output_type": "stream", "text": ["loss 1.00 at 256\n"]}],
+    }
+    shown = {"cells": [cell]}
+    for text, differs in (("loss 1.01 at 256\n", 0), ("loss 1.10 at 256\n", 1), ("gain 1.00 at 256\n", 1)):
+        other = {"cells": [cell | {"outputs": [{"output_type": "stream", "text": [text]}]}]}
+        assert len(differences(shown, other)) == differs, text
+    assert len(differences(shown, {"cells": [cell | {"outputs": []}]})) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "file",
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("search", "finetune"))) for path in RUNS],
+    ids=lambda path: path.stem,
+)
+def test_run_file_runs(file: Path, tmp_path: Path) -> None:
+    spans = ["--max-spans", "2"] * (file.stem in ("perplexity", "sweep"))
+    assert run_forked(run_commands, [["run", str(file), *spans]], folder=tmp_path)
+    assert list(tmp_path.rglob("run.yaml"))
 
 
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    assert len(EXAMPLES) >= 7
-    for example in [*EXAMPLES, *NOTEBOOKS]:
-        assert f"[{example.name}]({example.name})" in listed
+    assert (len(EXAMPLES) >= 7, len(RUNS)) == (True, 5)
+    for example in [*EXAMPLES, *NOTEBOOKS, *RUNS]:
+        name = example.relative_to(ROOT / "examples")
+        assert f"[{name}]({name})" in listed

@@ -12,8 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import rope_ext_hf as rope
 from rope_ext_hf import CheckpointError, MethodError
 from rope_ext_hf.cli.app import app
+from rope_ext_hf.eval import perplexity
 from rope_ext_hf.hub import (
     find_device,
     find_dtype,
@@ -68,11 +70,28 @@ def test_a_misspelt_id_is_answered_at_once_without_a_network(monkeypatch: pytest
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     started = time.monotonic()
-    for load in (load_empty, load_model, load_tokenizer, model_folder):
+    for load in (load_empty, load_model, load_tokenizer, model_folder, rope.from_pretrained):
         with pytest.raises(
             CheckpointError, match=r"the Hub cannot be reached or has a fault. Did you mean 'reference'"
         ):
             load("referense")
+    with pytest.raises(CheckpointError, match="the Hub cannot be reached"):
+        rope.patch("org/name", "yarn", factor=2)
+    with pytest.raises(CheckpointError, match="the Hub cannot be reached"):
+        perplexity("org/name", "stdlib", lengths=["1k"])
+    assert time.monotonic() - started < 10
+
+
+def test_an_adapter_whose_model_is_not_here_is_answered_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/name", "peft_type": "LORA"}')
+    started = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"org/name.*the Hub cannot be reached"):
+        rope.from_pretrained(tmp_path)
     assert time.monotonic() - started < 10
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.serving.configs import as_text
-from rope_ext_hf.terminal import terminal_width, text_table, wrapped
+from rope_ext_hf.errors import printable
+from rope_ext_hf.eval.need_verdicts import NeedReport
+from rope_ext_hf.hub import load_empty
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.servers.checking import ServerReport
+from rope_ext_hf.terminal import as_wide_as, terminal_width, text_table, wrapped
 from tests.support.wrapped_text import unwrapped
 
 SENTENCE = "The same tokens are read at every length, each length with its own amount of context before them. " * 3
@@ -46,8 +54,78 @@ def test_a_pipe_is_160_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_commands_print_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     advice = str(rope.advise("reference", 4096))
-    assert len(advice.splitlines()) < 135
-    config = as_text(rope.serving_config("reference", "vllm", "yarn", factor=4))
+    assert len(advice.splitlines()) < 140
+    config = str(rope.serving_config("reference", "vllm", "yarn", factor=4))
     remarks = "\n".join(line for line in config.splitlines() if line.startswith("#"))
     for text in (advice, str(rope.audit(rope.reference.path())), remarks):
         assert max(len(line) for line in text.splitlines() if "/" not in line.strip() or " " in line.strip()) <= 80
+
+
+def test_text_for_a_file_is_as_wide_wherever_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    with as_wide_as(100):
+        assert 80 < max(map(len, wrapped(SENTENCE).splitlines())) <= 100
+    assert max(map(len, wrapped(SENTENCE).splitlines())) <= 40
+
+
+# --- what notebooks show ----------------------------------------------------------------------------------------------
+
+HOSTILE = "<script>alert('\x1b')</script>"
+
+
+def answers() -> dict[str, Any]:
+    """One answer of each kind that a notebook shows, with a hostile text in it."""
+    served = rope.serving_config("reference", "vllm", "yarn", factor=4)
+    gain = Estimate(0.5, 0.4, 0.6, 9)
+    differences = {HOSTILE: (0.001, 0.002), "the model as loaded": (0.3,)}
+    checked = ServerReport("http://here", "vLLM 1", "yarn x4", "as measured", "as measured", None, (), None, (8, 16),
+                           differences, {})  # fmt: skip
+    return {
+        "Description": replace(rope.describe(load_empty("reference")), notes=(HOSTILE,)),
+        "Advice": replace(rope.advise("reference", 2048), notes=(HOSTILE,)),
+        "ServingConfig": replace(served, notes=(HOSTILE,)),
+        "Audit": replace(rope.audit("reference"), problems=(HOSTILE,)),
+        "NeedReport": NeedReport(256, 512, 1.2, {512: gain}, gain, gain, {HOSTILE: {256: gain, 512: gain}}),
+        "ServerReport": checked,
+    }
+
+
+class Cells(HTMLParser):
+    """The rows of cells in HTML, and every tag."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.rows: list[list[str]] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.add(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_data(self, data: str) -> None:
+        if data.strip():
+            self.rows[-1][-1] += data
+
+
+def test_notebooks_show_tables_in_which_names_and_texts_are_text() -> None:
+    for kind, answer in answers().items():
+        shown = Cells(answer._repr_html_())
+        assert shown.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
+        assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in shown.rows for cell in row), kind
+        assert repr(answer).startswith(f"<{kind}: ")
+        assert repr(answer).isprintable()
+
+
+def test_notebooks_show_what_the_terminal_does() -> None:
+    """Every cell stands in the text; of commands to serve, the terminal has one for all engines."""
+    with as_wide_as(10_000):
+        for kind, answer in answers().items():
+            text = unwrapped(printable(str(answer)))
+            rows = [row for row in Cells(answer._repr_html_()).rows if not row[0].startswith("serve with")]
+            cells = [cell for row in rows for cell in row[1:] if row[0] != "engine"]
+            assert len(cells) > 3
+            assert not [cell for cell in cells if unwrapped(cell) not in text], kind

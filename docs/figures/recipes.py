@@ -45,7 +45,6 @@ def _commands(recipe: Recipe) -> str:
     """The command of each engine that takes flags, and what the others do."""
     from rope_ext_hf.engines.base import list_engines
     from rope_ext_hf.errors import ServingError, one_line
-    from rope_ext_hf.serving.configs import as_text
     from rope_ext_hf.serving.target import Model, make_target
 
     config = published_config(recipe)
@@ -63,7 +62,7 @@ def _commands(recipe: Recipe) -> str:
             refused.setdefault(one_line(error).partition("cannot serve ")[2], []).append(name)
             continue
         if name in BY_FLAGS:
-            shown[name] = as_text(served)
+            shown[name] = str(served)
         else:
             by_file.append(f"`{name}`")
     text = "```console\n" + "\n\n".join(shown[name] for name in BY_FLAGS if name in shown) + "\n```"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import tomllib
 from collections import Counter
+from contextlib import suppress
 from dataclasses import fields
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from docs.figures.registry import FIGURES, ROOT, Row, anchor, figure, markdown_table, names_in_lines, read_result
-from rope_ext_hf.engines.base import Target, find_engine, list_engines
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.engines.base import Engine, Target, find_engine, list_engines
+from rope_ext_hf.errors import RopeExtError, ServingError
+from rope_ext_hf.serving.target import Model, make_target
+from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 
 if TYPE_CHECKING:
@@ -83,6 +86,92 @@ def engines() -> str:
 
 
 @figure
+def engine_checks() -> str:
+    """How the rules of each engine were checked: families that were run, computed by its own classes, or read alone."""
+    rows = []
+    for name, engine in list_engines().items():
+        if not (engine.reference or engine.rules_of):
+            table = engine.table
+            counts = [len(table["run"]), len(set(table["classes"]) - set(table["run"]))]
+            read = [family for family in table["families"] if engine().checked(family) == "read"]
+            others = "all others" if not table["families"] else str(len(read))
+            rows.append((engine.title or name, engine.version, *map(str, counts), others, table["when"]))
+    return markdown_table(["engine", "version", "families run", "by its own classes", "read, not run", "when"], rows)
+
+
+@figure
+def family_runs() -> str:
+    """How far small models of every family lie apart in an engine that ran them and here."""
+    result = read_result("engine-families")
+    rows = []
+    for name, title in (("gguf", "llama.cpp, by file"), ("llama.cpp", "llama.cpp, by flags"), ("mlx", "mlx-lm")):
+        own = [row for row in result["rows"] if row["engine"] == name and "difference" in row]
+        families = {row["family"] for row in own if "4" in row["difference"]}
+        worst = max(max(row["difference"].values()) for row in own)
+        least = min(row["without"] for row in own if row["method"] != "as published")
+        refused = sum("refused" in row for row in result["rows"] if row["engine"] == name)
+        rows.append((title, len(families), len(own), refused, f"{worst:.0e}", f"{least:.2g}"))
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        "*Of logits over the context length and over four times that, as published and under linear, ntk, yarn and "
+        f"llama3 with a factor of 4, in standard deviations. Measured by `{result['command']}` with {versions}.*"
+    )
+    heads = ["engine", "families", "configurations", "refused", "largest difference", "the methods move them by"]
+    return markdown_table(heads, [tuple(map(str, row)) for row in rows], note)
+
+
+_BECAUSE = {
+    "is dropped": "its model file hands on theta alone; `theta` and `ntk` are served",
+    "is ignored": "its model file hands on theta alone; `theta` and `ntk` are served",
+    "stops at the rope type": "its model file stops at this rope type; `theta` and `ntk` are served",
+    "duplicate_data": "its table of a yarn holds every angle twice, so that position p gets the angles of floor(p / 2)",
+    "mixes its YaRN": "its graph mixes a yarn into the softmax scale, by rules that changed often",
+    "softmax scale would be": "its softmax scale does not follow the settings",
+    "cannot run longrope": "the magnitude cannot be stated for latent attention",
+    "config class of its own": "its model file reads settings of a config class of its own",
+    "reads no tensor of divisors": "its graph has no way to be told of these frequencies",
+}
+"""What the page says of a refusal, by words of its message; else what stands in its brackets."""
+_CELLS = {"run": "exact", "classes": "exact", "read": "read"}
+
+
+@figure
+def engine_families() -> str:
+    """Family x engine: YaRN x4 over the model as it is."""
+    names = [name for name, engine in list_engines().items() if not (engine.reference or engine.rules_of)]
+    reasons: dict[str, int] = {}
+    rows = []
+    for family in sorted(WITH_A_CLASS):
+        try:
+            target = make_target(Model("MODEL", small_config(family), composite=False, specs=[]), "yarn", factor=4.0)
+        except RopeExtError:
+            continue  # which the page says above
+        rows.append((f"`{family}`", *(_family_cell(name, family, target, reasons) for name in names)))
+    notes = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
+    heads = ["family", *(find_engine(name).title or name for name in names)]
+    return markdown_table(heads, rows) + f"Refused because:\n\n{notes}\n"
+
+
+def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]) -> str:
+    """How an engine serves a family."""
+    engine = find_engine(name)
+    try:
+        engine.config_for(target)
+    except ServingError as error:
+        if type(engine).with_plugin is not Engine.with_plugin:
+            with suppress(ServingError):
+                engine.with_plugin().config_for(target)
+                return "plug-in"
+        message = str(error)
+        if "not checked" in message or "not in the table" in message:
+            return "–"
+        stated = message.rpartition(" model (")[2].removesuffix(")")
+        reason = next((text for words, text in _BECAUSE.items() if words in message), stated)
+        return f"refused {reasons.setdefault(reason, len(reasons) + 1)}"
+    return _CELLS[engine.checked(family)]
+
+
+@figure
 def drafts() -> str:
     """What reaches the draft of speculative decoding, by engine."""
     rows = [(engine.title or name, engine.drafts) for name, engine in list_engines().items() if engine.drafts]
@@ -146,11 +235,15 @@ def _traps(engine: str) -> str:
 
 
 def _example(engine: str) -> str:
-    """What `rope-ext serve-config` prints for the bundled model under yarn x4."""
+    """What `rope-ext serve-config` prints for the bundled model under yarn x4, or linear where yarn is refused."""
     from rope_ext_hf.reference import path
-    from rope_ext_hf.serving.configs import as_text, serving_config
+    from rope_ext_hf.serving.configs import serving_config
 
-    printed = as_text(serving_config("reference", engine, "yarn", factor=4)).replace(str(path()), "MODEL")
+    try:
+        config = serving_config("reference", engine, "yarn", factor=4)
+    except ServingError:
+        config = serving_config("reference", engine, "linear", factor=4)
+    printed = str(config).replace(str(path()), "MODEL")
     return f"\n\n```\n{printed}\n```\n\n"
 
 

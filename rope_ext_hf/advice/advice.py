@@ -10,9 +10,11 @@ from rope_ext_hf.advice.reported import Reported
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
-from rope_ext_hf.terminal import line_width, text_table, wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, line_width, text_table, wrapped
 
 _SERVE = "serve with "
+_NOTHING_NEEDED = "No method is needed."
+_MEMORY = "Every generated token reads those of its own input once; weights and activations come on top."
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class MethodAdvice:
         return signed(self.measured)
 
 
-@dataclass(frozen=True)
-class Advice:
+@dataclass(frozen=True, repr=False)
+class Advice(ShownAsTables):
     """How a model gets to a length.
 
     Attributes:
@@ -107,26 +109,47 @@ class Advice:
         """JSON-ready."""
         return asdict(self)
 
-    def __str__(self) -> str:
-        named = [
+    @property
+    def _named(self) -> Rows:
+        return [
             ("made for", f"{self.context_length:,} tokens ({self.context_rule})"),
             *(("extended by", each) for each in self.extended_by or ("nothing",)),
             ("asked for", f"{self.target_length:,} tokens, {self.factor:.3g} times as many"),
             *(("note", note) for note in self.notes),
         ]
+
+    @property
+    def _candidates(self) -> Rows:
+        rows = [(key, ", ".join(names)) for key, names in self.choices.items()]
+        return [("for", "candidates"), *rows] if rows else []
+
+    @property
+    def _helped(self) -> Rows:
+        """The methods that fit, with what was measured."""
+        head = ("helped", "kind", "inputs within the context length", "rise at this length")
+        rows = [(m.method, m.kind, m.short_inputs, m.rises) for m in self.methods if m.fits]
+        return [head, *rows] if rows else []
+
+    def tables(self) -> Sequence[Rows]:
+        others = [("by others", str(each)) for each in self.reported]
+        commands = [(goal, "".join(f"{_broken(each)}\n" for each in own)) for goal, own in self.commands.items()]
+        nothing = [] if self.methods else [("methods", _NOTHING_NEEDED)]
+        named = [("model", f"{self.model} ({self.model_type})"), *self._named, *nothing]
+        return [named, self._candidates, self._helped, others, _memory_rows(self.memory), commands]
+
+    def __str__(self) -> str:
         lines = [f"{self.model} ({self.model_type})"]
-        lines += [wrapped(text, f"  {name:<16}") for name, text in named]
+        lines += [wrapped(text, f"  {name:<16}") for name, text in self._named]
         if not self.methods:
-            lines += ["", "No method is needed."]
+            lines += ["", _NOTHING_NEEDED]
         if self.choices:
-            rows = [("for", "candidates"), *((key, ", ".join(names)) for key, names in self.choices.items())]
-            lines += ["", text_table(rows)]
+            lines += ["", text_table(self._candidates)]
         if self.methods:
             lines += ["", *self._measured(), *self._served()]
         if self.reported:
             lines += ["", "by others, and not measured here"]
             lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
-        lines += ["", _memory_table(self.memory)]
+        lines += ["", text_table(_memory_rows(self.memory)), wrapped(_MEMORY)]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
                 lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]
@@ -158,9 +181,7 @@ class Advice:
             )
         )
         if fitting:
-            head = ("helped", "kind", "inputs within the context length", "rise at this length")
-            rows = ((m.method, m.kind, m.short_inputs, m.rises) for m in fitting)
-            lines += ["", text_table([head, *rows]), "", "take"]
+            lines += ["", text_table(self._helped), "", "take"]
             lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
             costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
             lines += ["time of a generated token", *_explained(costs)]
@@ -224,11 +245,9 @@ def _size(number: int) -> str:
     return f"{number / 1e9:,.2f} GB" if number >= 1e8 else f"{number / 1e6:,.2f} MB"
 
 
-def _memory_table(memory: Iterable[CacheMemory]) -> str:
+def _memory_rows(memory: Iterable[CacheMemory]) -> Rows:
     rows: dict[tuple[int, int], dict[str, str]] = {}
     for each in memory:
         rows.setdefault((each.tokens, each.batch), {})[each.dtype] = _size(each.bytes)
     head = ("keys and values", "inputs at a time", *next(iter(rows.values())))
-    table = [head, *((f"{tokens:,} tokens", str(batch), *cells.values()) for (tokens, batch), cells in rows.items())]
-    note = "Every generated token reads those of its own input once; weights and activations come on top."
-    return f"{text_table(table)}\n{wrapped(note)}"
+    return [head, *((f"{tokens:,} tokens", str(batch), *cells.values()) for (tokens, batch), cells in rows.items())]

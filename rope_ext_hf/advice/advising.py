@@ -50,7 +50,7 @@ def advise(
     target_length: Length,
     *,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     batches: Sequence[int] = (1, 8),
     reads_to: int | None = None,
     revision: str | None = None,
@@ -73,7 +73,7 @@ def advise(
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
-    target_length = parse_length(target_length)
+    target_length, context_length = parse_length(target_length), parse_length(context_length)
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
     for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
         whole(name, value, 1, MOST_TOKENS)

@@ -42,7 +42,7 @@ _CHARACTERS = 6
 
 
 @dataclass(frozen=True)
-class _Extension:
+class Extension:
     """How a model is extended and served.
 
     Attributes:
@@ -174,7 +174,7 @@ def plan_extension(
     reading: Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-) -> _Extension:
+) -> Extension:
     """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
     Args:
@@ -226,7 +226,7 @@ def plan_extension(
     }
     if not asked.measure:
         del steps["ppl"]
-    return _Extension(
+    return Extension(
         model=model,
         engine=engine,
         method=chosen.method,
@@ -270,7 +270,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     return chosen
 
 
-def carries(extension: _Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
+def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
 
     Its files are compared with those of the model, which takes as long as to copy them.
@@ -316,7 +316,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
-def judge(extension: _Extension, run: Run[Result]) -> ExtensionVerdict:
+def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:
     """What a measurement says of an extension."""
     loaded, context, target = method_key(run.settings["loaded"]), extension.context_length, extension.target_length
     items: dict[str, dict[int, list[tuple[float, float]]]] = {}

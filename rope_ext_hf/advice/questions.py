@@ -15,6 +15,8 @@ from rope_ext_hf.questions import Question, anything, asked
 class Extending(Question):
     """From a model to a folder that an engine serves."""
 
+    command = "extend"
+
     target_length: int | Any = asked(
         MISSING, "The length that you need, e.g. 128k.", parse=parse_length, metavar="TOKENS"
     )

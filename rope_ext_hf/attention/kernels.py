@@ -181,5 +181,7 @@ def _pad_head_dims(*tensors: Tensor) -> list[Tensor]:
     """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
     wide = -(-max([x.shape[-1] for x in tensors]) // multiple) * multiple
-    padded = [x if x.shape[-1] == wide else nn.functional.pad(x, (0, wide - x.shape[-1])) for x in tensors]
-    return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
+    return [
+        x if x.shape[-1] == wide and x.stride(-1) == 1 else nn.functional.pad(x, (0, wide - x.shape[-1])).contiguous()
+        for x in tensors
+    ]

@@ -18,13 +18,23 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, serving, training
+from rope_ext_hf.cli import (
+    checkpoints,
+    evaluation,
+    lm_eval,
+    models,
+    need,
+    publishing,
+    run_files,
+    serving,
+    training,
+)
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
-from rope_ext_hf.cli.options import ARGUMENTS, expand_options, unknown_option
+from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch),
+    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, publishing.card),
     "Measurements": (
         need.need,
         evaluation.demo,
@@ -33,6 +43,7 @@ _COMMANDS = {
         evaluation.passkey,
         evaluation.tasks,
         evaluation.gain,
+        run_files.run,
         evaluation.report,
         lm_eval.lm_eval,
         lm_eval.lm_eval_tasks,
@@ -51,7 +62,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }
@@ -63,7 +74,10 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 
 
 class _Command(TyperCommand):
-    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
+    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters.
+
+    Options may have underscores in place of dashes.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the methods' parameters out of the arguments, into `ctx.args`, and parse the others."""
@@ -90,21 +104,30 @@ class _Command(TyperCommand):
         rest = list(args)
         while rest:
             arg = rest.pop(0)
-            name, equals, _ = arg.partition("=")
             if arg == "--":
                 return [*ordinary, arg, *rest], parameters
+            name, equals, value = arg.partition("=")
+            if name not in options and (dashed := name.replace("_", "-")) in options:  # as lm-eval has them
+                name, arg = dashed, dashed + equals + value
             if name in options or not arg.startswith("--"):
                 ordinary.append(arg)
                 if name in options and not equals and not options[name].is_flag and rest:
                     ordinary.append(rest.pop(0))
                 continue
-            known = {f"--{parameter.replace('_', '-')}" for parameter in _method_parameters()} if takes_methods else {}
+            known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
             if name not in known and name.replace("_", "-") not in known:
                 ctx.fail(unknown_option(name, [*options, *known]))
             parameters.append(arg)
             if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):
                 parameters.append(rest.pop(0))
         return ordinary, parameters
+
+
+class _Repeated(_Command):
+    """A command whose first argument says which command takes the others."""
+
+    def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
+        return (["--help"], []) if "--help" in args else (args[:1], args[1:])
 
 
 _PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"
@@ -115,7 +138,6 @@ class _Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse its own options, which may stand anywhere on the line: errors advise to add one to what was typed."""
-        ctx.meta[ARGUMENTS] = list(args)
         own: list[str] = []
         rest: list[str] = []
         waiting = list(args)
@@ -182,15 +204,6 @@ def _message(error: RopeExtError | OSError) -> str:
     return f"{where} could not be read or written: {error.strerror or one_line(error)}"
 
 
-def _method_parameters() -> set[str]:
-    """The names of all parameters of all methods."""
-    import dataclasses
-
-    from rope_ext_hf.methods.registry import list_methods
-
-    return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
-
-
 app = typer.Typer(
     name="rope-ext",
     cls=_Group,
@@ -235,9 +248,8 @@ def _options(
 
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
-        app.command(_function.__name__.replace("_", "-"), cls=_Command, rich_help_panel=_panel)(
-            expand_options(_function)
-        )
+        _class = _Repeated if _function is run_files.run else _Command
+        app.command(_function.__name__.replace("_", "-"), cls=_class, rich_help_panel=_panel)(expand_options(_function))
 
 
 def main() -> None:

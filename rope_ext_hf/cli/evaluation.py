@@ -21,7 +21,7 @@ from rope_ext_hf.cli.console import (
     progress_bar,
     quiet_transformers,
 )
-from rope_ext_hf.cli.options import ARGUMENTS, EvalOptions, Json, Model, Out
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
 from rope_ext_hf.errors import MethodError, duration, short
 from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
@@ -33,7 +33,9 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
@@ -50,6 +52,7 @@ class RunOptions:
     methods: MethodChoice
     load: EvalOptions
     out: Out = _RESULTS
+    dry_run: DryRun = False
     as_json: Json = False
 
 
@@ -128,7 +131,6 @@ class ReaderOptions(_ProcessOptions):
 
 
 def demo(
-    context: typer.Context,
     out: Out = _RESULTS,
     spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
     trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
@@ -144,18 +146,22 @@ def demo(
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.runs.comparison import Comparison
+    from rope_ext_hf.runs.run_file import run_file
 
     quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
     lengths = [trained * 2**doublings for doublings in range(4)]
-    methods = MethodChoice(method=_DEMO_METHODS)
-    text = Perplexity(lengths=lengths, max_spans=spans).plan(model, methods)
-    questions = Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4).plan(model, methods)
-    make_folder(out)
-    loss = _measure(context.meta[ARGUMENTS], model, text, out)
+    methods, load = MethodChoice(method=_DEMO_METHODS), EvalOptions(dtype="float32", device=device)
+    asked = (
+        Perplexity(lengths=lengths, max_spans=spans),
+        Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4),
+    )
+    plans = [each.plan(model, methods) for each in asked]
+    files = [run_file(each, "reference", methods, load, out=out) for each in asked]
+    loss = _measure(files[0], model, plans[0], out)
     _stop_if_not_finite(loss)
-    retrieval = _measure(context.meta[ARGUMENTS], model, questions, out)
+    retrieval = _measure(files[1], model, plans[1], out)
     comparison = Comparison([loss, retrieval])
     page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
     try:
@@ -172,15 +178,15 @@ def demo(
     print_text(f"\n{wrapped(str(comparison.conclusion))}\n\nreport   {page}\npicture  {note}")
 
 
-def ppl(context: typer.Context, given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
+def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    prepare(given, question, reader, context.meta[ARGUMENTS]).measure()
+    prepare(given, question, reader).measure()
 
 
-def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
+def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
     """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
     Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
@@ -189,28 +195,28 @@ def sweep(context: typer.Context, given: RunOptions, question: Sweep, reader: Re
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    prepare(given, question, reader, context.meta[ARGUMENTS]).measure()
+    prepare(given, question, reader).measure()
 
 
-def passkey(context: typer.Context, given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
+def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
     """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
     if question.task is None and given.model == "reference":
         question = replace(question, task="key-value")
-    prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
+    prepare(given, question, shared).measure()
 
 
-def tasks(context: typer.Context, given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
+def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
     """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
+    prepare(given, question, shared).measure()
 
 
-def gain(context: typer.Context, given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
+def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
     """Whether the model uses its context: how much evidence in it lowers the loss of an answer, by length and distance.
 
     Each prompt is read twice, with the evidence and with other text in its place. No text is generated: base models
@@ -218,7 +224,7 @@ def gain(context: typer.Context, given: RunOptions, question: Gain, shared: _Pro
 
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
-    prepare(given, question, shared, context.meta[ARGUMENTS]).measure()
+    prepare(given, question, shared).measure()
 
 
 def report(
@@ -270,46 +276,60 @@ class _Prepared:
         load: how the model is loaded.
         plan: what is measured.
         workers: the processes that share it.
-        words: the command, which the run's folder keeps.
+        file: what was asked, which the run's folder keeps.
+        forecast: what a dry run takes.
     """
 
     given: RunOptions
     load: EvalOptions
     plan: RunPlan[Any]
     workers: Workers
-    words: Sequence[str]
+    file: RunFile
+    forecast: Forecast | None
 
     def measure(self) -> Run[Any]:
-        """Measure, and print from the first process."""
+        """Measure, and print from the first process; of a dry run print what it would take, and end."""
         from rope_ext_hf.hub import foreign_errors
+
+        if self.forecast is not None:
+            print_forecast(self.forecast, self.given.as_json)
+            raise typer.Exit
 
         name = self.given.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
-            run = _measure(self.words, self.load.model(name), self.plan, self.given.out, self.workers)
+            run = _measure(self.file, self.load.model(name), self.plan, self.given.out, self.workers)
         if self.workers.rank == 0:
             _print_run(run, self.given.as_json)
         _stop_if_not_finite(run)
         return run
 
 
-def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions, words: Sequence[str]) -> _Prepared:
+def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions) -> _Prepared:
     """Plan a measurement from the model on the meta device, and print what it needs."""
     from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.runs.run_file import run_file
 
     workers, load = shared.launched(given.load)
     quiet_transformers()
     with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
+        file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
         if isinstance(question, Perplexity):
-            plan = _with_keys(plan, question, load, given.out, workers, words)
+            plan = _with_keys(plan, question, given, load, workers, file)
         plan, workers = shared.reading(plan, given.model, empty, load, workers)
-        _preflight(empty, load, plan, workers, getattr(question, "max_spans", None))
-    return _Prepared(given, load, plan, workers, words)
+        most_spans = getattr(question, "max_spans", None)
+        forecast = _preflight(empty, load, plan, workers, most_spans, given)
+    return _Prepared(given, load, plan, workers, file, forecast)
 
 
 def _with_keys(
-    plan: RunPlan[Any], question: Perplexity, load: EvalOptions, out: Path, workers: Workers, words: Sequence[str]
+    plan: RunPlan[Any],
+    question: Perplexity,
+    given: RunOptions,
+    load: EvalOptions,
+    workers: Workers,
+    file: RunFile,
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
     from rope_ext_hf.eval.key_token_runs import KEYS_FILE
@@ -320,15 +340,21 @@ def _with_keys(
     def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
         empty = evaluator.empty_model(source)
         of_keys = planned(empty, evaluator.tokenizer(source))
-        _preflight(empty, evaluator, of_keys, workers)
-        run = _measure(words, evaluator.model(source), of_keys, out, workers)
+        forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
+        if forecast is not None:
+            print_forecast(forecast, given.as_json)
+            raise _DryRunError
+        run = _measure(file, evaluator.model(source), of_keys, given.out, workers)
         if workers.rank == 0:
             (found,) = run.results
             text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
             print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
         return run, of_keys
 
-    return with_keys(plan, question, find, write=workers.rank == 0)
+    try:
+        return with_keys(plan, question, find, write=workers.rank == 0)
+    except _DryRunError:
+        return plan  # which reads as much
 
 
 def _preflight(
@@ -336,9 +362,12 @@ def _preflight(
     load: EvalOptions,
     plan: RunPlan[Any],
     workers: Workers,
-    most_spans: int | None = None,
-) -> None:
+    most_spans: int | None,
+    given: RunOptions,
+) -> Forecast | None:
     """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
+
+    Of a dry run they are returned instead, also where it cannot fit.
 
     Args:
         empty: the model on the meta device.
@@ -346,24 +375,37 @@ def _preflight(
         plan: what is measured.
         workers: the processes that share it; the first one prints.
         most_spans: how many spans per length were asked for, None for all.
+        given: whether it is a dry run, and where results would be.
     """
-    from rope_ext_hf.hub import find_device, find_dtype
-    from rope_ext_hf.reading.preflight import check_memory, measure_flops
+    import torch
 
-    device, given = find_device(load.device), find_dtype(load.dtype)
-    dtype = (getattr(empty.config, "dtype", None) or empty.dtype) if isinstance(given, str) else given
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.reading.preflight import Forecast, check_memory, estimate_memory, measure_flops
+    from rope_ext_hf.runs.labels import label
+
+    device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
-    needed = check_memory(
-        empty,
-        max(passes),
-        dtype,
-        device,
-        spread=load.device_map is not None,
-        offload_cache=load.offload_cache,
-        together=workers.count if workers.together else 1,
-    )
+    how: dict[str, Any] = {"offload_cache": load.offload_cache, "together": workers.count if workers.together else 1}
+    if given.dry_run:
+        needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
+    else:
+        needed = check_memory(empty, max(passes), dtype, device, spread=load.device_map is not None, **how)
     work = repeats * _work(empty, plan.measurement, passes) / workers.count
     seconds = work / measure_flops(device, dtype)
+    if given.dry_run:
+        named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
+        lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
+        at = ", ".join(f"{length:,}" for length in lengths)
+        return Forecast(
+            does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(named)}",),
+            tokens=repeats * sum(passes),
+            seconds=seconds,
+            device=device,
+            memory=needed,
+            gpu=estimate_memory(empty, max(passes), dtype, device=torch.device("cuda"), **how),
+            disk=0,
+            folder=str(given.out),
+        )
     if workers.rank == 0:
         print_note("needs", str(needed))
         times = f" {repeats} times" if repeats > 1 else ""
@@ -374,6 +416,16 @@ def _preflight(
         print_note(
             "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
         )
+    return None
+
+
+class _DryRunError(Exception):
+    """Ends what a dry run leaves out."""
+
+
+def print_forecast(forecast: Forecast, as_json: bool) -> None:
+    """Print what a run would take."""
+    print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:
@@ -386,25 +438,19 @@ def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int
 
 
 def _measure(
-    words: Sequence[str], model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
+    file: RunFile, model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
 ) -> Run[Any]:
-    """Carry out a plan in a run's folder, which keeps the words of the command, and show progress."""
+    """Carry out a plan in a run's folder, which keeps what was asked, and show progress."""
     from rope_ext_hf.runs.runner import carry_out
     from rope_ext_hf.runs.workers import Workers
 
     workers = workers or Workers()
     make_folder(out)
-    return carry_out(model, plan, out=out, workers=workers, progress=shown_progress(words, workers))
+    return carry_out(model, plan, out=out, workers=workers, progress=shown_progress(workers), file=file)
 
 
-def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
-    """The progress of runs on standard error, of the first process: a bar, and the time that is left.
-
-    Args:
-        words: the command, which the folder of each run keeps.
-        workers: the processes that share a run.
-    """
-    from rope_ext_hf.runs.commands import add_command
+def shown_progress(workers: Workers) -> Progress:
+    """The progress of runs on standard error, of the first of the processes that share one: a bar, the time left."""
     from rope_ext_hf.runs.runner import Progress
 
     first = workers.rank == 0
@@ -421,7 +467,6 @@ def shown_progress(words: Sequence[str], workers: Workers) -> Progress:
         def started(self, folder: Path, done: int, units: int) -> None:
             self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
             if first:
-                add_command(folder, words)
                 self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 

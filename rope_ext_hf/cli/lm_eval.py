@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model
-from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.files import atomic_file, json_text
+from rope_ext_hf.errors import FileError, MethodError, short
+from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import LayerChoice
 
@@ -51,15 +51,20 @@ def lm_eval(
     chat_template: Annotated[
         str, typer.Option(help="auto: the tokenizer's, for suites of long inputs; always; never.")
     ] = "auto",
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the results into this JSON file.")
+    output_path: Annotated[
+        Path | None,
+        typer.Option("--output-path", "-o", metavar="PATH", help="Keep the results there, as lm-eval does."),
     ] = None,
+    log_samples: Annotated[
+        bool, typer.Option("--log-samples", "-s", help="Also keep every prompt with its answers and scores.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
 
     The suites of this package, rope_ruler, rope_json_kv, rope_graphwalks and rope_babilong, fetch nothing; lm-eval's
-    own (ruler, longbench2, babilong and others) do, which is said first.
+    own (ruler, longbench2, babilong and others) do, which is said first. Options may also be written as lm-eval has
+    them, such as --output_path.
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
@@ -70,8 +75,11 @@ def lm_eval(
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
     if chat_template not in _TEMPLATE:
         raise MethodError(f"--chat-template must be {', '.join(_TEMPLATE)}, got {short(chat_template)!r}")
+    if log_samples and output_path is None:
+        raise MethodError("--log-samples needs a place for the samples; give --output-path")
     length = parse_length(max_length)
     try:
+        from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
 
         from rope_ext_hf.eval.lm_eval_adapter import evaluate
@@ -85,6 +93,8 @@ def lm_eval(
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
     apply_choice(methods, loaded)
+    tracker = EvaluationTracker(None if output_path is None else str(output_path))
+    tracker.general_config_tracker.log_experiment_args("rope-ext", {"pretrained": model}, None, None, False)
     results = evaluate(
         loaded,
         tokenizer,
@@ -95,16 +105,33 @@ def lm_eval(
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         max_length=length,
         apply_chat_template=_TEMPLATE[chat_template],
+        log_samples=log_samples,
     )
-    text = json_text(results)
-    if out is not None:
-        make_folder(out.parent)
-        with atomic_file(out) as part:
-            part.write_text(text + "\n", encoding="utf-8")
+    samples = results.pop("samples", {})
+    written = [] if output_path is None else _keep(tracker, output_path, results, samples)
     if as_json:
-        print_text(text)
+        print_text(json_text(results))
         return
     print_text(make_table(results))
     if results.get("groups"):
         print_text(make_table(results, "groups"))
-    print_text(f"read up to {results['max_length']:,} tokens" + (f"\nresults  {out}" if out is not None else ""))
+    print_text("\n".join([f"read up to {results['max_length']:,} tokens", *(f"written to {each}" for each in written)]))
+
+
+def _keep(tracker: Any, path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
+    """Have lm-eval write results and samples; the files.
+
+    Raises:
+        FileError: the disk refuses, of which lm-eval would say nothing.
+    """
+    folder = path.parent if path.suffix == ".json" else path
+    make_folder(folder)
+    before = set(folder.rglob("*.json*"))
+    with disk_errors(folder):
+        tracker.save_results_aggregated(results=dict(results), samples=samples)
+        for task, own in samples.items():
+            tracker.save_results_samples(task_name=task, samples=own)
+    written = sorted({*folder.rglob("*.json*")} - before)
+    if len(written) < 1 + len(samples):
+        raise FileError(f"lm-eval could not write all of its results below {str(folder)!r}")
+    return written

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
@@ -246,6 +248,7 @@ def patch(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
     methods: LayerChoice,
     source: SourceOptions,
+    publish: PublishOptions,
     native: Annotated[
         bool,
         typer.Option(
@@ -262,15 +265,18 @@ def patch(
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
 
-    The copy of an adapter's folder carries the method beside the settings of the adapter.
+    The copy of an adapter's folder carries the method beside the settings of the adapter. Its card keeps the one of the
+    model, with its licence.
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
     methods.check_single(required=True)
+    publish.check()
     description = write_patched(model, out, methods, source, native=native, as_code=as_code)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
+    publish.upload(out, trust_remote_code=source.trust_remote_code)
 
 
 def write_patched(
@@ -283,18 +289,19 @@ def write_patched(
     as_code: bool = False,
 ) -> Description:
     """Write a copy of a model folder that carries a method, and describe it."""
-    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
+    from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.choosing import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
+    from rope_ext_hf.serving.model_card import made_from, write_card
 
     quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
-        folder = model_folder(model, revision=source.revision)
-        is_folder = folder == Path(model_source(model))  # else of the Hub's cache, where it is named after a commit
+        origin = made_from(model, **source.version)
+        finish = partial(write_card, name=out.name, **origin)
         with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, folder, out, folder.name if is_folder else model, bar.set, as_code)
+            save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)
         return _describe(empty, model, source)
 
 

@@ -11,7 +11,7 @@ import typer
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.evaluation import shown_progress
-from rope_ext_hf.cli.options import ARGUMENTS, EvalOptions, Json, Model
+from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.questions import Need
 from rope_ext_hf.files import json_text, read_json, write_json
@@ -25,7 +25,6 @@ _NEED_FILE = "need.json"
 
 
 def need(
-    context: typer.Context,
     model: Model,
     load: EvalOptions,
     question: Need,
@@ -48,6 +47,7 @@ def need(
     """
     from rope_ext_hf.eval.needs import need as find_need
     from rope_ext_hf.hub import foreign_errors, source_digest
+    from rope_ext_hf.runs.run_file import run_file
     from rope_ext_hf.runs.workers import Workers
 
     digest = source_digest(model, revision=load.revision)
@@ -63,7 +63,8 @@ def need(
             out=out,
             chunk=load.tokens_per_pass,
             report=lambda line: print_note("need", line),
-            progress=shown_progress(context.meta[ARGUMENTS], Workers()),
+            progress=shown_progress(Workers()),
+            file=run_file(question, model, load, out=out),
         )
     record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
     write_json(out / _NEED_FILE, record)

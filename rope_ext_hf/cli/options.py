@@ -17,7 +17,7 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -40,10 +40,14 @@ Model = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights."),
+]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
-ARGUMENTS = "rope_ext_hf.arguments"
-"""Where a context's `meta` has everything that was typed after `rope-ext`."""
+FROM_FILE = "rope_ext_hf.from_file"
+"""Where a context's `meta` has the options of a run file, by name."""
 _MOST_NESTING = 100  # of brackets in a value
 
 
@@ -112,13 +116,42 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each for each in _options_of(command) if each.name != "context")]
 
+    instead = {each.name: how.instead_of for group in questions_of(command) for each, how in group.how_asked()}
+
     @wraps(command)
     def run(context: typer.Context, **values: Any) -> Any:
-        return _call(command, values | {"context": context})
+        return _call(command, _over_file(context, values, instead) | {"context": context})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run
+
+
+def questions_of(group: Any) -> list[type[Question]]:
+    """The questions that a command takes, those inside of other dataclasses too."""
+    types = get_type_hints(group)
+    found: list[type[Question]] = []
+    for each in (types[name] for name in inspect.signature(group).parameters):
+        if dataclasses.is_dataclass(each):
+            found += [each] if isinstance(each, type) and issubclass(each, Question) else questions_of(each)
+    return found
+
+
+def _over_file(
+    context: typer.Context, values: dict[str, Any], instead: Mapping[str, tuple[str, ...]]
+) -> dict[str, Any]:
+    """The values of the options, those of a run file in place of what was not typed.
+
+    Args:
+        instead: by option, the options that say the same in another way.
+    """
+    of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
+    for name in values:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            for other in (name, *instead.get(name, ()), *(["parameters"] if name == "method" else [])):
+                of_file.pop(other, None)
+    return values | of_file
 
 
 def _options_of(group: Any) -> list[inspect.Parameter]:
@@ -174,7 +207,7 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
         names = [each.name for each, _ in group.how_asked()]  # one that is no option may be another group's, as model
         given = {name: values[name] for name in names if values.get(name) is not None}
         if issubclass(group, MethodChoice):
-            given["parameters"] = parse_parameters(values["context"].args)
+            given["parameters"] = given.get("parameters", {}) | parse_parameters(values["context"].args)
         try:
             return group(**given)
         except MethodError as error:  # its fields stand as options
@@ -218,6 +251,13 @@ def _parse_value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def method_parameters() -> set[str]:
+    """The names of all parameters of all methods."""
+    from rope_ext_hf.methods.registry import list_methods
+
+    return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
 
 
 def unknown_option(option: str, known: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,24 +13,31 @@ import typer
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
-from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare
+from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
 from rope_ext_hf.cli.options import (
+    DryRun,
     EvalOptions,
     Json,
     LoadOptions,
     Model,
     SourceOptions,
 )
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
+    from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.servers.baselines import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
 
@@ -43,7 +51,8 @@ def extend(
     model: Model,
     load: EvalOptions,
     question: Extending,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before the first step.")] = False,
+    publish: PublishOptions,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
@@ -55,18 +64,26 @@ def extend(
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
     from rope_ext_hf.advice.extending import carries, judge, plan_extension
-    from rope_ext_hf.serving.configs import as_text, serving_config
+    from rope_ext_hf.runs.run_file import run_file
+    from rope_ext_hf.serving.configs import serving_config
+    from rope_ext_hf.serving.model_card import write_card
 
+    publish.check()
     quiet_transformers()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
-    written, verdict = carries(plan, **load.version), None
+    chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
+    given = RunOptions(model, plan.patch, load, dry_run=dry_run)
+    if dry_run:
+        forecast = prepare(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
+        _print_extension(plan, chosen, forecast, load.empty_model(model), as_json)
+        return
+    written, verdict, runs = carries(plan, **load.version), None, list[Any]()
     with results_to(sys.stderr) if as_json else nullcontext():
-        print_text(f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}")
+        print_text(chosen)
         if plan.perplexity is not None:
-            given = RunOptions(model, plan.patch, load)
-            prepared = prepare(given, plan.perplexity, ReaderOptions(), plan.steps["ppl"])
-        if not yes:
+            prepared = prepare(given, plan.perplexity, ReaderOptions())
+        if not publish.yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")
             print_text("\n".join(plan.commands.values()))
@@ -74,18 +91,42 @@ def extend(
                 raise typer.Exit(1)
         if plan.perplexity is not None:
             print_text(f"\n$ {plan.commands['ppl']}")
-            verdict = judge(plan, prepared.measure())
+            runs = [prepared.measure()]
+            verdict = judge(plan, runs[0])
             print_text(wrapped(str(verdict), "verdict   "))
             if verdict.refusal and not question.anyway:
                 raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
         if not written:
             print_text(f"\n$ {plan.commands['patch']}")
             print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
+        if runs:
+            print_text(f"\n$ {command_line('card', plan.out, *(run.folder for run in runs))}")
+            print_text(f"  written to        {write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)}")
+        run_file(question, model, load, out=plan.out).write(Path(plan.out))
         serving = serving_config(plan.out, plan.engine)
-        print_text(f"\n$ {plan.commands['serve-config']}\n{as_text(serving)}")
+        print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:
         measured = verdict.to_dict() if verdict else None
         print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
+    publish.upload(Path(plan.out), trust_remote_code=load.trust_remote_code)
+
+
+def _print_extension(
+    plan: Extension, chosen: str, reading: Forecast | None, empty: PreTrainedModel, as_json: bool
+) -> None:
+    """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
+    size = empty.num_parameters() * empty.dtype.itemsize
+    if as_json:
+        taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
+        print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
+        return
+    print_text("\n".join([chosen, *plan.commands.values()]))
+    if reading is None:
+        print_text(
+            wrapped(f"about {size_text(size)} would be written to {plan.out}; no weights were read", "disk     ")
+        )
+    else:
+        print_forecast(replace(reading, disk=size, folder=plan.out), as_json=False)
 
 
 def advise(
@@ -148,11 +189,9 @@ def serve_config(
 
     Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
     """
-    from rope_ext_hf.serving.configs import as_text
-
     methods.check_single()
     config = _configure(model, methods, source, engine, engine_version, plugin=plugin)
-    print_text(json_text(config.to_dict()) if as_json else as_text(config))
+    print_text(json_text(config.to_dict()) if as_json else str(config))
 
 
 def check_server(
@@ -239,7 +278,6 @@ def gguf(
 
     Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
     """
-    from rope_ext_hf.serving.configs import as_text
     from rope_ext_hf.serving.gguf_files import rewrite
 
     methods.check_single()
@@ -247,7 +285,7 @@ def gguf(
     if config.shorter:
         raise MethodError("one file has one set of frequencies: write one for each profile, such as --method yarn")
     rewrite(file, out, config)
-    print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{as_text(config)}\n# written to {out}")
+    print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
 
 
 def audit(

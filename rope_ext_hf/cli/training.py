@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
-from rope_ext_hf.cli.evaluation import shown_progress
-from rope_ext_hf.cli.options import ARGUMENTS, Json, LoadOptions, Model
+from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
@@ -21,11 +21,12 @@ _RunFolder = Annotated[
 
 
 def finetune(
-    context: typer.Context,
     model: Model,
     question: Finetuning,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
@@ -35,15 +36,16 @@ def finetune(
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out("finetune", context.meta[ARGUMENTS], question, source, out, as_json)
+    _carry_out(question, source, publish, out, dry_run, as_json)
 
 
 def search(
-    context: typer.Context,
     model: Model,
     question: Searching,
     source: LoadOptions,
+    publish: PublishOptions,
     out: _RunFolder,
+    dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Search the method and the divisors with which a model reads your text best at a longer length.
@@ -54,25 +56,34 @@ def search(
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """
-    _carry_out("search", context.meta[ARGUMENTS], question, source, out, as_json)
+    _carry_out(question, source, publish, out, dry_run, as_json)
 
 
 def _carry_out(
-    name: str, words: Sequence[str], question: OfModel, source: LoadOptions, out: Path, as_json: bool
+    question: OfModel, source: LoadOptions, publish: PublishOptions, out: Path, dry_run: bool, as_json: bool
 ) -> None:
-    """Do what is asked by the words of a command, in the folder of a run, and print the report."""
+    """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
+    name = question.command
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
+    publish.check()
     quiet_transformers()
     from rope_ext_hf import training
+
+    if dry_run:
+        from rope_ext_hf.training.forecasts import forecast
+
+        print_forecast(forecast(question, out), as_json)
+        return
     from rope_ext_hf.runs.workers import Workers
 
     report: Any
     try:
         arguments = question.arguments
         arguments |= arguments.pop("parameters", {})
-        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress(words, Workers())}
+        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress(Workers())}
         report = getattr(training, name)(out=out, **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))
+    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

@@ -10,20 +10,38 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
+import shlex
+import tomllib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Config
-from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean
+from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
+from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 
 class NotCheckedError(ServingError):
     """A family whose rules in an engine are not written down here."""
+
+
+@functools.cache
+def engine_table(file: str) -> dict[str, Any]:
+    """The table of an engine in `file`.toml: which families it runs, and how each of them was checked.
+
+    `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
+    run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
+    of all others were read in its source.
+    """
+    path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return {"families": {}, "refused": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +77,7 @@ class Target:
     notes: tuple[str, ...] = ()
     remapping: str | None = None
 
-    @property
+    @functools.cached_property
     def model_type(self) -> str:
         """The model type of the text config."""
         return str(self.config.get("model_type", ""))
@@ -100,9 +118,16 @@ class Encoding:
     """Further keys of the text config."""
 
 
-@dataclass(frozen=True)
-class ServingConfig:
-    """How to have an engine serve what was measured.
+_ROUTING = (
+    "No engine has several sets of frequencies: start an instance for each length, on a port of its own, and have a "
+    "router send a request to the first whose length covers its prompt and its max_tokens. A conversation that "
+    "outgrows its instance goes on in the next, which reads it anew; prefix caches are not shared."
+)
+
+
+@dataclass(frozen=True, repr=False)
+class ServingConfig(ShownAsTables):
+    """How to have an engine serve what was measured; as text it is a block to copy.
 
     Attributes:
         engine, version: the engine, and the version whose source its rules were taken from.
@@ -144,6 +169,59 @@ class ServingConfig:
         """JSON-ready."""
         return asdict(self)
 
+    @property
+    def instances(self) -> tuple[ServingConfig, ...]:
+        """One for each instance of the engine, shortest first."""
+        return (*self.shorter, replace(self, shorter=()))
+
+    @property
+    def _heading(self) -> str:
+        return f"{self.method}, {self.length:,} tokens, {self.engine} {self.version}: {self.encoding}"
+
+    @property
+    def _command(self) -> str:
+        """Variables and the command line; empty: there is none."""
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        words = map(shlex.quote, self.command)
+        return (variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)).strip()
+
+    @property
+    def _files(self) -> Rows:
+        """What goes into files, each under a name."""
+        keys = self.config_keys if self.config_keys != self.overrides else {}
+        tensors = (
+            (f"GGUF tensor {name}, {len(values)} x float32", short(", ".join(map(str, values)), 60))
+            for name, values in self.gguf_tensors.items()
+        )
+        named = [
+            ("Shorter, a folder that carries the method", "\n".join(self.by_folder)),
+            ("config.json", json.dumps(keys, indent=2) if keys else ""),
+            ("GGUF metadata", "\n".join(f"{key} = {value}" for key, value in self.gguf_keys.items())),
+            *tensors,
+            ("GGUF tensors to leave out, where they are there", ", ".join(self.gguf_removed)),
+        ]
+        return [(name, text) for name, text in named if text]
+
+    def tables(self) -> Sequence[Rows]:
+        routing = [[("note", _ROUTING)]] if self.shorter else []
+        return [*routing, *(each._rows for each in self.instances)]
+
+    @property
+    def _rows(self) -> Rows:
+        command = [("command", self._command)] if self.command else []
+        return [("serves", self._heading), *(("note", note) for note in self.notes), *command, *self._files]
+
+    def __str__(self) -> str:
+        if self.shorter:
+            return "\n\n".join([_remark(_ROUTING), *map(str, self.instances)])
+        blocks = [f"# {name}:\n{text}" if "\n" in text else _remark(f"{name}: {text}") for name, text in self._files]
+        return "\n".join(filter(None, [*map(_remark, (self._heading, *self.notes)), self._command, *blocks]))
+
+
+def _remark(text: str) -> str:
+    """A comment of a shell."""
+    return wrapped(text, "# ", "# ")
+
 
 class Engine(ABC):
     """Base of all engines; `computes` holds the rules of one version of the engine."""
@@ -157,6 +235,8 @@ class Engine(ABC):
     """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
+    newest: ClassVar[tuple[str, str] | None] = None
+    """The first version with other rules, in words that go on after it."""
     reference: ClassVar[bool] = False
     """Whether the others are compared with it."""
     usual_server: ClassVar[bool] = False
@@ -171,6 +251,8 @@ class Engine(ABC):
     """Whether the engine runs remapping methods."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that the engine reads."""
+    table: ClassVar[Mapping[str, Any]] = engine_table("")
+    """What is known of families in it, see `engine_table`; by default nothing."""
 
     @property
     def label(self) -> str:
@@ -208,7 +290,44 @@ class Engine(ABC):
 
     def serving(self, target: Target, encoding: str, computed: Computed, **how: Any) -> ServingConfig:
         """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
+        how["notes"] = (*how.get("notes", ()), *self.caveat(target.model_type))
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
+
+    def checked(self, model_type: str) -> str:
+        """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""
+        if model_type in self.table["run"]:
+            return "run"
+        return "classes" if model_type in self.table["classes"] else "read"
+
+    def tried(self) -> bool:
+        """Whether any family was run in it, or computed by its own classes."""
+        return self.reference or bool(self.table["run"] or self.table["classes"])
+
+    def caveat(self, model_type: str) -> tuple[str, ...]:
+        """A sentence where the rules for a family were read in the engine's source, and nothing was run."""
+        if self.checked(model_type) != "read":
+            return ()
+        return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
+
+    def check_family(self, target: Target) -> None:
+        """Refuse a family that the engine does not run as transformers does.
+
+        Raises:
+            ServingError: it does not; the message gives the reason.
+        """
+        for reason, model_types in self.table["refused"].items():
+            if target.model_type in model_types:
+                raise ServingError(
+                    f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model "
+                    f"({reason})"
+                )
+
+    def moved_theta(self, target: Target, theta: float) -> str | None:
+        """How a theta changes the sliding-window layers, which the method leaves alone; None: it does not."""
+        if self.table["families"].get(target.model_type, {}).get("sliding") != "theta" or target.layer_type is None:
+            return None
+        own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
+        return None if theta == own else "it takes one theta for all layers, and the method is for some of them"
 
     def check_version(self, version: str | None) -> tuple[str, ...]:
         """Notes on serving with this version of the engine; None: the one that the rules were taken from.
@@ -222,6 +341,8 @@ class Engine(ABC):
             raise ServingError(f"{version!r} is no version; give one such as {self.version}")
         if self.oldest is not None and _numbers(version) < _numbers(self.oldest[0]):
             raise ServingError(f"{self.name} before {self.oldest[0]}: {self.oldest[1]}")
+        if self.newest is not None and _numbers(version) >= _numbers(self.newest[0]):
+            raise ServingError(f"{self.name} from {self.newest[0]} on: {self.newest[1]}")
         return (f"These rules were read in {self.name} {self.version}; whether {version} has them was not checked.",)
 
 
@@ -330,6 +451,8 @@ class ConfigEngine(Engine):
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
                 reason = f"its table of angles ends at position {computed.table:,}"
+            if reason is None:
+                reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
             if reason is None:
                 served = self.served(target, encoding, computed)
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"

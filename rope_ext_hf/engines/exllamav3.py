@@ -14,12 +14,9 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, needed, rotated_dims
-from rope_ext_hf.engines.base import Encoding, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.errors import ServingError
-
-_THETA = {"gemma3_text": 1e6, "qwen3_vl_text": 5e6, "qwen3_vl": 5e6}
-"""The theta of families where the config has none at its top level or in flat rope settings; else 10,000."""
 
 _USUAL: dict[str, dict[str, float]] = {
     "linear": {"factor": 1.0},
@@ -39,10 +36,8 @@ class ExLlamaV3(FormerSpellingEngine):
 
     title = "ExLlamaV3"
     version = "1.6.5"
+    table = engine_table("exllamav3")
     aliases: ClassVar = {"su": "longrope", "mrope": "default"}
-    families = frozenset(
-        {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "gpt_oss", "deepseek_v3", *_THETA}
-    )
     where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -61,10 +56,12 @@ class ExLlamaV3(FormerSpellingEngine):
         if dict in map(type, settings.values()):
             notes = ("rope_parameters by layer type is not read: no scaling, and theta by default.",)
             settings = {}
-        theta = text.get("rope_theta") or settings.get("rope_theta") or _THETA.get(model_type, 1e4)
+        theta = (
+            text.get("rope_theta") or settings.get("rope_theta") or self.table["families"][model_type].get("theta", 1e4)
+        )
         settings = {**settings, "rope_theta": needed({"rope_theta": theta}, "rope_theta", above=1.0)}
-        if text.get("partial_rotary_factor") is not None:
-            settings["partial_rotary_factor"] = text["partial_rotary_factor"]
+        partial = text.get("partial_rotary_factor") or (text.get("rope_parameters") or {}).get("partial_rotary_factor")
+        settings["partial_rotary_factor"] = partial or 1.0
         kind = settings.get("rope_type") or settings.get("type") or "default"
         dim, softmax_scale = rotated_dims(text, settings), 1.0
         if model_type == "deepseek_v3" and kind != "default" and settings.get("mscale_all_dim"):

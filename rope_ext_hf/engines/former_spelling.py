@@ -10,37 +10,43 @@ from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude
 from rope_ext_hf.config_keys.keys import Config, length_setting, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
+from rope_ext_hf.errors import ServingError
 
 
 class FormerSpellingEngine(ConfigEngine):
     """Base of engines for which the keys are written into a copy of the folder."""
 
-    families: ClassVar[frozenset[str]]
-    """Families whose model file was read."""
     where: ClassVar[str] = "Write these keys into config.json of a copy of the model, FOLDER."
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
+        self.check_family(target)
         for encoding in super().encodings(target):
             settings = {key: value for key, value in encoding.settings.items() if key != "rope_theta"}
             theta = encoding.settings["rope_theta"]
             changed: dict[str, Any] = {"max_position_embeddings": target.length, "rope_theta": theta}
+            if "partial_rotary_factor" in settings:
+                changed["partial_rotary_factor"] = settings["partial_rotary_factor"]
             if settings["rope_type"] == "yarn":
                 self.write_yarn(target, settings, changed)
             magnitude = target.attention_factor
             if encoding.name != "native" and magnitude >= 1:  # the original length from which it computes this
-                settings["original_max_position_embeddings"] = target.length ** (1 / magnitude**2)
+                reach = target.length ** (1 / magnitude**2)
+                settings["original_max_position_embeddings"] = int(reach) if reach == int(reach) else reach
             yield Encoding(encoding.name, settings, changed)
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         """Change the settings of a yarn, and the further keys, so that the engine computes the target's magnitude."""
 
     def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        kept = {key: value for key, value in target.config.items() if key != "rope_parameters"}
-        return kept | self.keys(target, encoding)
+        keys = self.keys(target, encoding)
+        return {key: value for key, value in target.config.items() if key != "rope_parameters"} | keys
 
     def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         """The keys of the text config that carry an encoding."""
         kind = encoding.settings["rope_type"]
+        if self.spells_parameters(target.model_type):
+            settings = encoding.settings | {"rope_theta": encoding.config["rope_theta"]}
+            return {"max_position_embeddings": target.length, "rope_parameters": settings}
         scaling = None if kind == "default" else encoding.settings | {"type": kind}
         local = {}
         if target.layer_type is not None:
@@ -70,9 +76,32 @@ class FormerSpellingEngine(ConfigEngine):
         """
         text = text_settings(config)
         model_type, most = str(text.get("model_type")), length_setting(text)
-        if model_type not in self.families:
+        if model_type not in self.table["families"]:
             raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
+        inside = text.get("rope_parameters") or {}
+        if self.spells_parameters(model_type):
+            text |= {"rope_scaling": inside, "rope_theta": None}
+        elif self.table["families"][model_type].get("rope_parameters") == "else":
+            scaling, theta = text.get("rope_scaling") or inside, text.get("rope_theta") or inside.get("rope_theta")
+            text |= {"rope_scaling": scaling, "rope_theta": theta}
         return text, model_type, most
+
+    def spells_parameters(self, model_type: str) -> bool:
+        """Whether the engine's file for a family reads `rope_parameters`, and no key of the former spelling."""
+        return self.table["families"].get(model_type, {}).get("rope_parameters") is True
+
+    def reached(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
+        """The rope type that reaches the rotary class of a family's file, with a note where it is another one.
+
+        Raises:
+            ServingError: the file stops at the rope type.
+        """
+        types = self.table["families"][model_type].get("types")
+        if types is None or kind in types or kind == "default":
+            return kind, ()
+        if self.table["families"][model_type].get("stops"):
+            raise ServingError(f"its file for {model_type!r} stops at the rope type {kind!r}")
+        return "default", (f"{model_type}: the rope type {kind} is dropped.",)
 
     def longrope(self, rope: RopeKeys) -> Computed:
         """One list for every input."""

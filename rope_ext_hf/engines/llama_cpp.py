@@ -25,25 +25,19 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, register_engine
+from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, engine_table, register_engine
 from rope_ext_hf.errors import ServingError, short
 
+_FAMILIES = engine_table("llama_cpp")["families"]
 ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "llama": ("llama", ("rope_freqs.weight",)),
-    "mistral": ("llama", ("rope_freqs.weight",)),
-    "mixtral": ("llama", ("rope_freqs.weight",)),
-    "phi3": ("phi3", ("rope_factors_long.weight", "rope_factors_short.weight")),
-    "qwen2": ("qwen2", ()),
-    "qwen3": ("qwen3", ()),
-    "gemma3_text": ("gemma3", ()),
-    "gpt_oss": ("gpt-oss", ()),
-    "qwen3_vl_text": ("qwen3vl", ()),
-    "deepseek_v2": ("deepseek2", ()),
-    "deepseek_v3": ("deepseek2", ()),
+    model_type: (each["architecture"], tuple(each.get("tensors", ()))) for model_type, each in _FAMILIES.items()
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
 _TENSORS = dict(ARCHITECTURES.values())
 """The tensors by architecture."""
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+_LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
+"""The converter's multiple of mscale_all_dim, by architecture; the magnitude is divided by that of this mscale."""
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
@@ -81,13 +75,15 @@ def converted(config: Config) -> FileRope:
     _check_layers(text)
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
+    if kind == "default" and _FAMILIES[model_type].get("scaling") == "none":
+        keys["rope.scaling.type"] = "none"
     divisors: dict[str, tuple[float, ...]] = {}
     if kind in ("linear", "yarn"):
         keys |= _scaling_keys(settings)
-        if kind == "yarn" and settings.get("mscale_all_dim") and architecture == "deepseek2":
-            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * needed(settings, "mscale_all_dim")
+        if kind == "yarn" and settings.get("mscale_all_dim") and architecture in _LOG_MULTIPLIERS:
+            keys[_LOG_MULTIPLIER] = _LOG_MULTIPLIERS[architecture] * needed(settings, "mscale_all_dim")
     elif kind == "llama3":
-        if not tensors:
+        if "rope_freqs.weight" not in tensors:
             raise ServingError(f"the graph of {architecture!r} reads no rope_freqs.weight, so llama3 is lost")
         theta, factor = settings["rope_theta"], needed(settings, "factor")
         low, high = needed(settings, "low_freq_factor", 1.0), needed(settings, "high_freq_factor", 4.0)
@@ -95,7 +91,7 @@ def converted(config: Config) -> FileRope:
         scaled = llama3(theta, dim, factor, original, low, high)
         divisors[tensors[0]] = tuple(a / b for a, b in zip(plain(theta, dim), scaled, strict=True))
     elif kind in ("longrope", "su"):
-        if architecture != "phi3":
+        if architecture not in ("phi3", "phimoe"):
             raise ServingError(f"the converter writes no lists of a longrope for {architecture!r}")
         original = int(needed(settings, "original_max_position_embeddings"))
         scale = length_setting(text) / original
@@ -161,7 +157,7 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     if kind == "yarn":
         fast, slow = [needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items()]
         inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
-        magnitude *= yarn_magnitude(factor)
+        magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
     else:
         inv_freq = linear(theta, file.dim, factor)
     if not by_flags:
@@ -236,12 +232,14 @@ class _GGUFEngine(Engine):
     """Base of the programs that run a GGUF file."""
 
     version = "b11549"
+    table = engine_table("llama_cpp")
     file_suffix = ".gguf"
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         return file_computes(converted(config), length)
 
     def config_for(self, target: Target) -> ServingConfig:
+        self.check_family(target)
         _check_layers(target.config)
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
@@ -258,6 +256,8 @@ class _GGUFEngine(Engine):
                     reason = "the softmax scale of this family is not in these rules"
                 if reason is None and target.layer_type and "rope.scaling.attn_factor" in candidate.file.keys:
                     reason = "the magnitude would reach the sliding-window layers too"
+                if reason is None:
+                    reason = self.moved_theta(target, candidate.file.keys["rope.freq_base"])
                 if reason is None:
                     return self.served(target, candidate, computed)
                 reasons.append(f"{candidate.name}: {reason}")
@@ -322,13 +322,14 @@ def _candidates(target: Target) -> tuple[_ServedFile, ...]:
         files.append(("native", FileRope(architecture, dim, keys), tensors))
     if tensors:
         keys = plain_keys | {"rope.freq_base": target.theta}
-        if architecture == "phi3":
+        if tensors == _FACTOR_LISTS:
             keys |= {"rope.scaling.type": "longrope", "rope.scaling.original_context_length": target.original}
         if target.attention_factor != 1.0:
             keys["rope.scaling.attn_factor"] = target.attention_factor
         divisors = dict.fromkeys(tensors, tuple(target.divisors))
         files.append((f"divisors in {tensors[0]}", FileRope(architecture, dim, keys, divisors), ()))
-    return tuple([_ServedFile(name, file, removed, _flags(own, file, removed)) for name, file, removed in files])
+    by_file = _FAMILIES[target.model_type].get("sliding") == "file" and target.layer_type is None
+    return tuple([_ServedFile(*each, _flags(own, each[1], each[2], by_file=by_file)) for each in files])
 
 
 def _ratio(own: FileRope, target: Target) -> float | None:
@@ -364,8 +365,12 @@ class LlamaCpp(_GGUFEngine):
         return self.serving(target, candidate.name, computed, command=command, notes=notes)
 
 
-def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Flags that turn the model's own file into another one; None where tensors must change."""
+def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by_file: bool) -> tuple[str, ...] | None:
+    """Flags that turn the model's own file into another one; None where tensors must change.
+
+    Args:
+        by_file: whether flags would leave sliding-window layers as the file has them, and the method is for these too.
+    """
     if own is None or file.tensors != own.tensors or any(name in own.tensors for name in removed):
         return None
     keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
@@ -378,11 +383,14 @@ def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...]) -> tu
         "rope.scaling.yarn_beta_slow": "--yarn-beta-slow",
     }
     kind = keys.get("rope.scaling.type", "linear")
-    if kind != own.keys.get("rope.scaling.type", "linear") and not (kind == "none" and len(own.keys) == 2):
+    stated = "rope.scaling.type" in own.keys or len(own.keys) > 2
+    if kind != own.keys.get("rope.scaling.type", "linear") and (kind != "none" or stated):
         flags += ["--rope-scaling", kind]
     for key, flag in names.items():
         if key in keys and keys[key] != before.get(key):
             flags += [flag, repr(keys[key])]
+    if (flags and by_file) or keys.get(_LOG_MULTIPLIER) != own.keys.get(_LOG_MULTIPLIER):
+        return None
     if keys.get("rope.scaling.attn_factor") != own.keys.get("rope.scaling.attn_factor"):
         value = keys.get("rope.scaling.attn_factor", 1.0)
         flags += ["--override-kv", f"{arch}.rope.scaling.attn_factor=float:{value!r}"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, check_sliding_layers, needed, rope_settings, rotated_dims
-from rope_ext_hf.engines.base import Encoding, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
 from rope_ext_hf.errors import ServingError
 
@@ -30,11 +30,8 @@ class MLX(FormerSpellingEngine):
 
     title = "mlx-lm"
     version = "0.32.2"
+    table = engine_table("mlx")
     aliases: ClassVar = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
-    families = frozenset(
-        {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3"}
-        | {"qwen3_vl", "qwen3_vl_text"}
-    )
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         if not target.config.get("qk_rope_head_dim"):
@@ -66,12 +63,10 @@ class MLX(FormerSpellingEngine):
             check_sliding_layers(text, pattern, "mlx-lm")
             if needed(text, "num_hidden_layers", pattern) < pattern:
                 raise ServingError(f"its Gemma 3 file stops at fewer layers than {pattern}")
-        if model_type == "phi3" and scaling:
-            if not {"long_factor", "type"} <= set(scaling):
-                raise ServingError("its Phi-3 file wants the keys long_factor and type")
-            if kind not in ("longrope", "su", "linear"):
-                notes += (f"Phi-3: the rope type {kind} is dropped.",)
-                kind = "default"
+        if model_type == "phi3" and scaling and not {"long_factor", "type"} <= set(scaling):
+            raise ServingError("its Phi-3 file wants the keys long_factor and type")
+        kind, dropped = self.reached(model_type, str(kind))
+        notes += dropped
         if text.get("qk_rope_head_dim") and scaling and scaling.get("mscale_all_dim"):
             factor = needed(settings, "factor")
             softmax_scale = yarn_magnitude(factor, needed(settings, "mscale_all_dim")) ** 2

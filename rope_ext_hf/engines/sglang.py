@@ -23,7 +23,7 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, register_engine
+from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
@@ -46,6 +46,7 @@ class SGLang(OverridingEngine):
         "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."
     )
     version = "0.5.23"
+    table = engine_table("sglang")
 
     def with_plugin(self) -> Engine:
         return _SGLangWithPlugin()

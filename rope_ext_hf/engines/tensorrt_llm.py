@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import plain, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Config, needed, rope_settings, rotated_dims
-from rope_ext_hf.engines.base import NotCheckedError, Target, register_engine
-from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor, write_mscale
+from rope_ext_hf.engines.base import NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
@@ -37,15 +37,17 @@ class TensorRTLLM(FormerSpellingEngine):
 
     title = "TensorRT-LLM"
     version = "1.2.0rc2"
+    table = engine_table("tensorrt_llm")
+    newest = (
+        "1.2.1",
+        "it reads other keys and builds other tables than 1.2.0rc2, by whose source the rules here were written",
+    )
     aliases: ClassVar = {}
-    families = frozenset({"llama", "mistral", "qwen2", "gemma3_text", "deepseek_v3"}) | _FUSED
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         if target.model_type in _FUSED:
             settings["attention_factor"] = target.attention_factor
             later_factor(settings, changed)
-        elif target.model_type != "deepseek_v3":
-            write_mscale(settings, target.attention_factor)
 
     def command(self, target: Target) -> tuple[str, ...]:
         return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
@@ -59,8 +61,7 @@ class TensorRTLLM(FormerSpellingEngine):
         kind = settings.get("type") or settings["rope_type"]
         if kind == "default" and text.get("rope_scaling"):
             raise ServingError("it has no rope type 'default': rope_scaling must be null")
-        if model_type == "qwen2" and text.get("rope_scaling") and "type" not in settings:
-            raise ServingError("its Qwen2 file wants the key type in rope_scaling")
+        kind, _ = self.reached(model_type, str(kind))
         dim = rotated_dims(old, settings)
         return RopeKeys(text, settings, kind, dim, most, asked=length, length=most, table=most, usual=_USUAL)
 
@@ -75,14 +76,25 @@ class TensorRTLLM(FormerSpellingEngine):
         return self.by_type(rope)
 
     def yarn(self, rope: RopeKeys) -> Computed:
+        if rope.model_type != "deepseek_v3":
+            raise ServingError(
+                "its table of a yarn holds every angle twice but for latent attention (duplicate_data), so that "
+                "position p gets the angles of floor(p / 2)"
+            )
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=True)
         notes = [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in rope.settings]
         computed = rope.computed(inv_freq, rope.mscale_ratio(factor), *notes)
-        if rope.model_type != "deepseek_v3":
-            return computed
         scale = yarn_magnitude(factor, float(rope.settings.get("mscale_all_dim", 0))) ** 2
         return replace(computed, softmax_scale=scale)
+
+    def longrope(self, rope: RopeKeys) -> Computed:
+        original = rope.number("original_max_position_embeddings")
+        if original != int(original):
+            raise ServingError(
+                f"original_max_position_embeddings must be a whole number there; for this magnitude it is {original:g}"
+            )
+        return super().longrope(rope)
 
     def _fused(self, rope: RopeKeys) -> Computed:
         """A yarn, as the kernel of Qwen3 computes it whatever the rope type is."""

@@ -24,7 +24,15 @@ from rope_ext_hf.config_keys.keys import (
     rotated_dims,
     text_settings,
 )
-from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, ServingConfig, Target, register_engine
+from rope_ext_hf.engines.base import (
+    Encoding,
+    Engine,
+    NotCheckedError,
+    ServingConfig,
+    Target,
+    engine_table,
+    register_engine,
+)
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
@@ -73,6 +81,7 @@ class VLLM(OverridingEngine):
     )
     usual_server = True
     version = "0.33.0"
+    table = engine_table("vllm")
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 
     def with_plugin(self) -> Engine:
@@ -108,12 +117,16 @@ class VLLM(OverridingEngine):
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         text = text_settings(config)
-        settings = rope_settings(text)
+        settings, notes = rope_settings(text), tuple[str, ...]()
+        if str(text.get("model_type")) in self.table["theta_inside"]:
+            inside = text.get("rope_parameters") or text.get("rope_scaling") or {}
+            settings["rope_theta"] = needed(inside, "rope_theta", 10000.0, above=1.0)
+            notes = ("rope_theta beside the rope settings is not read (vLLM #56066); write it into them.",)
         kind, most, dim = settings["rope_type"], length_setting(text), rotated_dims(text, settings)
         derived = most
         if not _length_stated(kind, str(text.get("model_type"))):
             derived = int(most * needed(settings, "factor", 1.0))
-        return RopeKeys(text, settings, kind, dim, most, asked=length, length=derived, table=derived)
+        return RopeKeys(text, settings, kind, dim, most, asked=length, length=derived, table=derived, notes=notes)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)

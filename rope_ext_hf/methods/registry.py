@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
-from rope_ext_hf.bounds import MOST_TOKENS, limit, whole
+from rope_ext_hf.bounds import MOST_TOKENS, Length, limit, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 
@@ -41,7 +42,7 @@ def resolve_method(
     rotary: Rotary | None,
     *,
     factor: float | None = None,
-    target_length: int | None = None,
+    target_length: Length | None = None,
     **params: Any,
 ) -> RopeMethod:
     """A method object from what a user may write: a name and parameters, or an object and nothing beside it.
@@ -64,6 +65,7 @@ def resolve_method(
         return method
     if not isinstance(method, str):
         raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
+    target_length = parse_length(target_length)
     cls, implied = _find(method)
     name = cls.name
     accepted = {item.name: item for item in fields(cls)}
@@ -77,12 +79,7 @@ def resolve_method(
         factor = factor if shared else None
     elif isinstance(values.get("frequency"), Mapping):
         values["frequency"] = method_from_dict(values["frequency"])
-    for key in values:
-        if key not in accepted:
-            parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
-            raise MethodError(
-                f"{name} has no parameter {key!r}.{did_you_mean(key, list(accepted))} It takes: {parameters}"
-            )
+    _check_known(name, values, accepted)
     if factor is not None and target_length is not None:
         raise MethodError(f"factor={factor} and target_length={target_length} both state the extended length; give one")
     if target_length is not None:
@@ -101,7 +98,31 @@ def resolve_method(
     return resolved
 
 
-def _check_nothing_beside(method: RopeMethod, given: Mapping[str, Any], target_length: int | None) -> None:
+def split_parameters(
+    method: str | RopeMethod | None, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments that are parameters of methods, also misspelt ones of this method, and all others.
+
+    Raises:
+        MethodError: an unknown method, or one that lacks a parameter that another has.
+    """
+    own = () if method is None or isinstance(method, RopeMethod) else [item.name for item in fields(_find(method)[0])]
+    known = {item.name for each in _METHODS.values() for item in fields(each)}
+    near = [key for key in given if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
+    params = {key: value for key, value in given.items() if key in known or key in near}
+    if own and "frequency" not in own:  # else they may be of the method inside
+        _check_known(_find(str(method))[0].name, params, own)
+    return params, {key: value for key, value in given.items() if key not in params}
+
+
+def _check_known(name: str, given: Iterable[str], accepted: Collection[str]) -> None:
+    for key in given:
+        if key not in accepted:
+            parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
+            raise MethodError(f"{name} has no parameter {key!r}.{did_you_mean(key, accepted)} It takes: {parameters}")
+
+
+def _check_nothing_beside(method: RopeMethod, given: Mapping[str, Any], target_length: Length | None) -> None:
     kind = type(method).__name__
     if extra := sorted(key for key, value in given.items() if value is not None):
         raise TypeError(f"{', '.join(extra)} given beside a {kind} object; put it into the object")
@@ -178,7 +199,9 @@ def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
             whole(f"not a saved rotary embedding: {key}", value, 0, limit_)
 
 
-def frequencies(method: str | RopeMethod, rotary: Rotary, *, length: int | None = None, **params: Any) -> Frequencies:
+def frequencies(
+    method: str | RopeMethod, rotary: Rotary, *, length: Length | None = None, **params: Any
+) -> Frequencies:
     """A method's frequencies, no model needed.
 
     Args:
@@ -193,4 +216,4 @@ def frequencies(method: str | RopeMethod, rotary: Rotary, *, length: int | None 
     Raises:
         MethodError: see `resolve_method`.
     """
-    return resolve_method(method, rotary, **params).frequencies(rotary, length)
+    return resolve_method(method, rotary, **params).frequencies(rotary, parse_length(length))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -121,10 +121,12 @@ def paragraph(text: str) -> str:
     return f"<p>{html.escape(printable(text))}</p>"
 
 
-def commands_section(title: str, commands: Sequence[str]) -> str:
-    """Commands under a title; empty without any."""
-    lines = "".join(f"<p><code>{html.escape(printable(command))}</code></p>\n" for command in commands)
-    return f"<h2>{html.escape(title)}</h2>\n{lines}" if lines else ""
+def command_section(title: str, command: str, text: str) -> str:
+    """A command under a title, and the text of the file that it reads; empty without one."""
+    if not text:
+        return ""
+    lines = "\n".join(map(printable, text.splitlines()))
+    return f"{heading(title)}<p><code>{html.escape(printable(command))}</code></p>\n<pre>{html.escape(lines)}</pre>"
 
 
 def embedded_picture(name: str, data: bytes) -> str:

@@ -8,17 +8,20 @@ Also a warning about layers whose sliding window is shorter than the context.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 
-from rope_ext_hf.errors import CheckpointError, MethodError, size_text
+from rope_ext_hf.errors import CheckpointError, MethodError, duration, size_text
 from rope_ext_hf.patches.layer_types import sliding_layers
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
+from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,23 +40,82 @@ class MemoryEstimate:
     Attributes:
         weights: the weights.
         cache: keys and values on the device, of one span.
-        working: activations and logits.
+        working: activations.
         offloaded: keys and values in main memory, where they are offloaded.
+        logits: the logits.
+        training: gradients, and what the optimizer keeps.
     """
 
     weights: int
     cache: int
     working: int
     offloaded: int = 0
+    logits: int = 0
+    training: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.working
+        return self.weights + self.cache + self.working + self.logits + self.training
 
     def __str__(self) -> str:
-        parts = ((self.weights, "weights"), (self.cache, "keys and values"), (self.working, "activations"))
-        text = f"{size_text(self.total)}: " + ", ".join(f"{size_text(size)} {name}" for size, name in parts)
+        parts = {"weights": self.weights, "gradients and optimizer": self.training, "keys and values": self.cache}
+        parts |= {"activations": self.working, "logits": self.logits}
+        text = f"{size_text(self.total)}: " + ", ".join(
+            f"{size_text(each)} {name}" for name, each in parts.items() if each
+        )
         return f"{text}; and {size_text(self.offloaded)} of main memory" if self.offloaded else text
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run would do and take, by its config and its text alone.
+
+    Attributes:
+        does: what would be done, line by line.
+        tokens: that would be read, of all methods; 0: the time decides.
+        seconds: at least, by the floating-point operations on the device, or as was asked for.
+        device: where it would run.
+        memory: what that must hold at most.
+        gpu: the same on a GPU, whose spans are read in larger parts.
+        disk: bytes that would be written, results aside.
+        folder: where.
+    """
+
+    does: tuple[str, ...]
+    tokens: int
+    seconds: float
+    device: torch.device
+    memory: MemoryEstimate
+    gpu: MemoryEstimate
+    disk: int
+    folder: str
+
+    @property
+    def room(self) -> int:
+        """Bytes that are free on the disk."""
+        path = Path(self.folder).absolute()
+        return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; sizes in bytes."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        sizes = {name: asdict(values[name]) | {"total": values[name].total} for name in ("memory", "gpu")}
+        free = {"free_memory": available(self.device), "free_disk": self.room}
+        return values | sizes | free | {"device": str(self.device)}
+
+    def __str__(self) -> str:
+        free = available(self.device)
+        fits = f"{size_text(free)} are free" if self.memory.total <= free else f"NOT ENOUGH: {size_text(free)} are free"
+        written = size_text(self.disk) if self.disk else "results only"
+        rows = {
+            "would": "; ".join(self.does),
+            "reads": f"{self.tokens:,} tokens" if self.tokens else "",
+            "time": f"at least {duration(self.seconds)} on {self.device}",
+            "memory": f"{self.device}: {self.memory}; {fits}",
+            "gpu": "" if self.device.type == "cuda" else f"would hold {self.gpu}",
+            "disk": f"{written}, in {self.folder}, where {size_text(self.room)} are free",
+        }
+        return "\n".join(wrapped(text, f"{name:<9}") for name, text in rows.items() if text)
 
 
 def available(device: torch.device) -> int:
@@ -67,7 +129,9 @@ def available(device: torch.device) -> int:
 
 def budgets(device: torch.device) -> tuple[int, int]:
     """Bytes for the activations of one chunk of tokens in the decoder, and for as many logits as are made at once."""
-    working = min(_WORKING_BYTES.get(device.type, GPU_WORKING_BYTES), available(device) // _WORKING_SHARE)
+    working = _WORKING_BYTES.get(device.type, GPU_WORKING_BYTES)
+    if device.type != "cuda" or torch.cuda.is_available():  # else of a GPU that is not here
+        working = min(working, available(device) // _WORKING_SHARE)
     return working * 2 // 3, working // 3
 
 
@@ -92,18 +156,19 @@ def estimate_memory(
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
     cache = cached_bytes(config, longest, width=width)
-    working = sum(budgets(device or torch.device("cpu")))
+    working, logits = budgets(device or torch.device("cpu"))
     weights = model.num_parameters() * width
     if together > 1:  # what is gathered of one layer, apart and joined; and a part of the tokens in one pass
         gathered = 2 * max(layer.per_token for layer in cached_layers(config)) * longest * width
-        return MemoryEstimate(weights, gathered, 4 * widest_activation(config) * width * longest // together + working)
+        working += 4 * widest_activation(config) * width * longest // together
+        return MemoryEstimate(weights, gathered, working, logits=logits)
     if offload_cache:
         # Layers without a window alone are offloaded, and the keys of one of them at a time are on the device.
         moved = [layer.per_token * longest * width for layer in cached_layers(config) if layer.window is None]
         # keys, or values: torch pins a power of two of bytes
         pinned = sum(2 << (size // 2 - 1).bit_length() for size in moved if size)
-        return MemoryEstimate(weights, cache - sum(moved) + max(moved, default=0), working, pinned)
-    return MemoryEstimate(weights, cache, working)
+        return MemoryEstimate(weights, cache - sum(moved) + max(moved, default=0), working, pinned, logits)
+    return MemoryEstimate(weights, cache, working, logits=logits)
 
 
 def check_memory(
@@ -146,7 +211,7 @@ def check_memory(
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:
         offers.append("--dtype bfloat16 (half of it)")
-    room = free - needed.weights - needed.working
+    room = free - (needed.total - needed.cache)
     if together == 1 and (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(

@@ -27,17 +27,17 @@ from rope_ext_hf.pictures.charts import draw_side_by_side
 from rope_ext_hf.pictures.html_page import (
     as_json,
     collapsed,
-    commands_section,
+    command_section,
     heading,
     html_page,
     html_table,
     paragraph,
     side_by_side,
 )
-from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.measures import Measure, kendall_tau
+from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
@@ -293,6 +293,6 @@ def _run_section(run: Run[Any]) -> str:
         f"{run.kind.name}: {run.title}, {run.folder}",
         paragraph(str(run.conclusion)),
         "" if table is None else html_table(table),
-        commands_section("To repeat or continue it", read_commands(run.folder)),
+        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         as_json(run.settings),
     )

@@ -51,7 +51,7 @@ _OF_WHAT = {"original": "without its own scaling", "patched": "with its present 
 """What methods extend, in words, by `over`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run(Generic[R_co]):
     """What a run's folder holds.
 
@@ -199,6 +199,9 @@ class Run(Generic[R_co]):
             raise ValueError(f"runs of the kind {self.kind.name!r} have no picture")
         return self.chart.draw(path, self.title)
 
+    def __repr__(self) -> str:
+        return f"<Run: {self.kind.name} of {self.title}>"
+
     def __str__(self) -> str:
         """The table and the conclusion, as wide as the terminal."""
         if (table := self.table()) is None:
@@ -240,6 +243,9 @@ class Results(list[R]):
     def plot(self, path: str | Path | None = None) -> Any:
         """As `Run.plot`."""
         return self.run.plot(path)
+
+    def __repr__(self) -> str:
+        return repr(self.run)
 
     def __str__(self) -> str:
         return str(self.run)

@@ -58,6 +58,7 @@ class Measure:
         chance: the value by luck, of shares and gains.
         least: documents or prompts that it takes to decide anything.
         rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
+        exponential: what the exponential of a loss is called, such as perplexity; empty: it has no name.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Measure:
     chance: float = 0.0
     least: int = FEWEST
     rise: float | None = None
+    exponential: str = ""
 
     @property
     def shares(self) -> bool:

@@ -42,8 +42,8 @@ _NOT_IN_CONFIGS = frozenset(
 _NOT_IN_MODULES = frozenset(
     # where it came from, and where it is
     {"name_or_path", "hf_device_map", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit", "model_tags"}
-    # which warnings were given
-    | {"warnings_issued"}
+    # which warnings were given, and that a trainer had it
+    | {"warnings_issued", "_is_accelerate_prepared"}
 )
 _LEFT_BEHIND = re.compile(r"(?!.*original).*inv_freq|.*max_seq_len_cached")
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children and hooks
@@ -120,7 +120,8 @@ def _add_configs(digest: _Digest, model: nn.Module) -> None:
         configs.setdefault(id(config), config)
 
     def settings(config: Any) -> dict[str, Any]:
-        values = vars(config) | changed.get(id(config), {})
+        # which way of loading it leaves model_type in the instance, beside the one of its class, differs
+        values = {"model_type": config.model_type} | vars(config) | changed.get(id(config), {})
         return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
 
     def inner(value: Any) -> Any:

@@ -19,17 +19,17 @@ from rope_ext_hf.errors import FileError, one_line
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures.html_page import (
     MAX_PICTURE_BYTES,
-    commands_section,
+    command_section,
     embedded_picture,
     html_page,
     html_table,
     paragraph,
     provenance_section,
 )
-from rope_ext_hf.runs.commands import read_commands
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.run_file import how_to_repeat
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _page(run: Run[Any]) -> str:
         *(_embedded(path) for path in others),
         "" if table is None else html_table(table),
         paragraph(summary),
-        commands_section("To repeat or continue it", read_commands(run.folder)),
+        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
 

@@ -42,6 +42,7 @@ from rope_ext_hf.runs.journal import (
 from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
 from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.workers import Workers
 
 if TYPE_CHECKING:
@@ -202,6 +203,7 @@ def carry_out(
     out: str | Path | None = None,
     workers: Workers | None = None,
     progress: Progress | None = None,
+    file: RunFile | None = None,
 ) -> Run[Any]:
     """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
 
@@ -211,6 +213,7 @@ def carry_out(
         out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
         workers: the processes that share the run; default: this one alone.
         progress: told what happens.
+        file: what was asked, which the run's folder keeps.
 
     Returns:
         The run, with the results of these methods; complete where the workers waited for each other.
@@ -243,6 +246,8 @@ def carry_out(
             with disk_errors(folder):
                 workers.agree({"the folder of --out": str(folder.stat().st_ino)})  # its number is the same everywhere
             _write_settings(folder, settings)
+            if file is not None and workers.rank == 0:
+                file.write(folder, beside_others=True)
             _add_to_folder(job, folder, workers, shown)
             workers.agree()
             run = read_run(folder)

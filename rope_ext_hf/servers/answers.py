@@ -11,13 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.servers.clients import Answer, Client
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import Rows, text_table, wrapped
 
 _SAMPLE = 2000  # characters of a text whose tokens are compared
 _PARTS = 8  # of the length of a server, of which prompts are one, two, four and eight
@@ -63,7 +64,7 @@ class Collected:
 
 
 def collect(
-    client: Client, model: str | Path | None, lengths: Sequence[int] | None, data: str, source: Mapping[str, Any]
+    client: Client, model: str | Path | None, lengths: Sequence[Length] | None, data: str, source: Mapping[str, Any]
 ) -> Collected:
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
@@ -71,6 +72,7 @@ def collect(
         ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
         CheckpointError, CorpusError: as other functions raise them.
     """
+    lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]
     made = Collected(client.title, [], stated=client.stated(), text=text)
     cut: Callable[[str], list[int]] = partial(client.tokens, special=False)
@@ -175,8 +177,13 @@ def read_answers(path: Path) -> Collected:
 
 
 def as_text(sentences: Sequence[str], lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> str:
-    """Sentences, and a table of differences in nats by length; those that were not computed come last."""
+    """Sentences, and a table of differences in nats by length."""
+    return "\n".join([*map(wrapped, sentences), "", text_table(difference_rows(lengths, differences), "lr")])
+
+
+def difference_rows(lengths: Sequence[int], differences: Mapping[str, Sequence[float]]) -> Rows:
+    """A head, and differences in nats by length; those that were not computed come last."""
     rows = [("difference in nats", *(f"{length:,}" for length in lengths))]
     for name, values in differences.items():
         rows.append((name, *(f"{value:.4f}" for value in values), *[""] * (len(lengths) - len(values))))
-    return "\n".join([*map(wrapped, sentences), "", text_table(rows, "lr")])
+    return rows

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.files import check_destination
 from rope_ext_hf.hub import fingerprint
@@ -92,7 +93,7 @@ def record_server(
     path: str | Path,
     model: str | Path | None = None,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[Length] | None = None,
     data: str = "stdlib",
     served_name: str | None = None,
     seconds: float = 300.0,

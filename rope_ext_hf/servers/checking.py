@@ -19,10 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.servers.answers import Collected, Prompt, as_text, collect, differing_tokens, read_answers
+from rope_ext_hf.servers.answers import (
+    Collected,
+    Prompt,
+    as_text,
+    collect,
+    difference_rows,
+    differing_tokens,
+    read_answers,
+)
 from rope_ext_hf.servers.clients import connect
 from rope_ext_hf.servers.mistakes import (
     AS_MEASURED,
@@ -31,6 +40,7 @@ from rope_ext_hf.servers.mistakes import (
     slightly_wrong,
 )
 from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.terminal import Rows, ShownAsTables
 
 _CERTAIN = 6.0
 """Standard errors by which a configuration fits worse than another before it is excluded."""
@@ -45,8 +55,8 @@ _KEYS = "{}-bit keys and values"
 _Context = Callable[[], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class ServerReport:
+@dataclass(frozen=True, repr=False)
+class ServerReport(ShownAsTables):
     """The configuration that a server runs.
 
     Attributes:
@@ -99,7 +109,9 @@ class ServerReport:
         """JSON-ready."""
         return asdict(self) | {"agrees": self.agrees}
 
-    def __str__(self) -> str:
+    @property
+    def sentences(self) -> list[str]:
+        """What it comes to, and what remains open."""
         if self.runs == AS_MEASURED:
             reach = "" if self.refused is None else f" up to {self.lengths[-1]:,} tokens"
             verdict = f"serves what was measured{reach}: {self.method}"
@@ -131,15 +143,26 @@ class ServerReport:
             )
         if self.untold:
             sentences.append(f"a strict check has to show {_STRICT:g}%: more prompts than there are would be needed")
-        differences = self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
-        return as_text(sentences, self.lengths, differences)
+        return sentences
+
+    @property
+    def _differences(self) -> dict[str, tuple[float, ...]]:
+        return self.differences | {f"allowed for {name}": values for name, values in self.explained.items()}
+
+    def tables(self) -> Sequence[Rows]:
+        first, *others = self.sentences
+        rows = [("verdict", first), *(("note", each) for each in others)]
+        return [rows, difference_rows(self.lengths, self._differences)]
+
+    def __str__(self) -> str:
+        return as_text(self.sentences, self.lengths, self._differences)
 
 
 def check_server(
     url: str,
     model: str | Path,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[Length] | None = None,
     data: str = "stdlib",
     served_name: str | None = None,
     dtype: str = "float32",

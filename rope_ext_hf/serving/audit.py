@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from rope_ext_hf.engines.base import (
     reference_engine,
     runs_otherwise,
 )
-from rope_ext_hf.engines.llama_cpp import file_computes
+from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, file_computes
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
@@ -35,7 +35,7 @@ from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.gguf_files import read_file_rope
 from rope_ext_hf.serving.target import refuse_adapter
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class _EngineReport:
         computed: None where the engine refuses the file, or its rules for this family are unknown.
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
         unknown: why nothing can be stated; None: something can.
+        caveat: that the rules were read in the engine's source, and not run.
+        tried: whether anything was run in the engine; what its source alone says does not count for `agrees`.
     """
 
     engine: str
@@ -54,6 +56,8 @@ class _EngineReport:
     computed: Computed | None
     differs: str | None = None
     unknown: str | None = None
+    caveat: tuple[str, ...] = ()
+    tried: bool = True
 
     @property
     def verdict(self) -> str:
@@ -63,8 +67,8 @@ class _EngineReport:
         return self.differs or "the same"
 
 
-@dataclass(frozen=True)
-class Audit:
+@dataclass(frozen=True, repr=False)
+class Audit(ShownAsTables):
     """The numbers that serving engines compute from one config.json or GGUF file.
 
     Attributes:
@@ -82,13 +86,15 @@ class Audit:
     @property
     def agrees(self) -> bool:
         """Whether all engines whose rules are known compute the same, and nothing is wrong with the file."""
-        return not self.problems and not any(report.differs for report in self.engines)
+        return not self.problems and not any(report.differs for report in self.engines if report.tried)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self) | {"agrees": self.agrees}
 
-    def __str__(self) -> str:
+    @property
+    def _rows(self) -> Rows:
+        """Of each engine name, version and verdict, and its notes in rows of their own."""
         rows = []
         for report in self.engines:
             figures, notes = "", tuple[str, ...]()
@@ -98,8 +104,16 @@ class Audit:
                 length = f"{computed.length:,}" if computed.length else "as asked"
                 figures = f"longest wavelength {longest}, magnitude {computed.attention_factor:.5g}, length {length}; "
                 notes = computed.notes
-            rows.append((f"  {report.engine}", report.version, figures + report.verdict))
-            rows += [("", "", note) for note in notes]
+            rows.append((report.engine, report.version, figures + report.verdict))
+            rows += [("", "", note) for note in (*notes, *report.caveat)]
+        return rows
+
+    def tables(self) -> Sequence[Rows]:
+        remarks = [*(("note", each) for each in self.notes), *(("problem", each) for each in self.problems)]
+        return [[("file", self.path), *remarks], [("engine", "version", "computes"), *self._rows]]
+
+    def __str__(self) -> str:
+        rows = [(f"  {name}" if name else "", *others) for name, *others in self._rows]
         lines = [self.path, text_table(rows), *(wrapped(note, "  note         ") for note in self.notes)]
         return "\n".join([*lines, *(wrapped(problem, "  problem      ") for problem in self.problems)])
 
@@ -146,6 +160,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
     reports = [_too_long(_report(engine, config, against), most) for engine in engines]
+    reports = [replace(each, tried=engine.tried()) for engine, each in zip(engines, reports, strict=True)]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
@@ -186,7 +201,8 @@ def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None 
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
-        return _EngineReport(engine.name, engine.version, computed, differs)
+        caveat = engine.caveat(str(text_settings(config).get("model_type")))
+        return _EngineReport(engine.name, engine.version, computed, differs, caveat=caveat)
     except NotCheckedError as error:
         return _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
     except ServingError as error:
@@ -236,7 +252,7 @@ def _audit_gguf(path: Path) -> Audit:
     if not path.is_file():
         raise CheckpointError(f"no such file: {str(path)!r}")
     file = read_file_rope(path)
-    engine = next(each for each in list_engines().values() if each.file_suffix == path.suffix)
+    engine = next(each() for each in list_engines().values() if each.file_suffix == path.suffix)
     computed, differs, unknown = None, None, None
     try:
         computed = file_computes(file)
@@ -244,5 +260,7 @@ def _audit_gguf(path: Path) -> Audit:
         unknown = one_line(error)
     except (RopeExtError, ArithmeticError) as error:  # numbers of any size
         differs = f"cannot be served: {one_line(error)}"
-    report = _EngineReport(engine.name, engine.version, computed, differs, unknown)
+    families = [name for name, (architecture, _) in ARCHITECTURES.items() if architecture == file.architecture]
+    caveats = [engine.caveat(name) for name in families]
+    report = _EngineReport(engine.name, engine.version, computed, differs, unknown, min(caveats, default=()))
     return Audit(str(path), (report,), computed.notes if computed else ())

@@ -15,14 +15,13 @@ from torch import nn
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.errors import ServingError, short
+from rope_ext_hf.errors import ServingError
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.target import make_targets, open_model
-from rope_ext_hf.terminal import wrapped
 
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
@@ -37,7 +36,7 @@ def serving_config(
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
-    context_length: int | None = None,
+    context_length: Length | None = None,
     engine_version: str | None = None,
     plugin: bool = False,
     revision: str | None = None,
@@ -129,40 +128,3 @@ def _as_saved(target: Target) -> Target | None:
     if not isinstance(text, dict) or any(text.get(key) != stated.get(key) for key in SAVED_KEYS):
         return None
     return replace(target, config=stated, patched=stated)
-
-
-def as_text(config: ServingConfig) -> str:
-    """A block to copy: variables and the command line, then what goes into files."""
-    if config.shorter:
-        blocks = [as_text(each) for each in (*config.shorter, replace(config, shorter=()))]
-        return "\n\n".join([_remark(_ROUTING), *blocks])
-    heading = f"{config.method}, {config.length:,} tokens, {config.engine} {config.version}: {config.encoding}"
-    lines = [*map(_remark, (heading, *config.notes))]
-    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in config.environment.items())
-    if config.command:
-        words = map(shlex.quote, config.command)
-        lines.append(variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words))
-    if config.by_folder:
-        lines += [_remark("Shorter: a folder that carries the method."), *config.by_folder]
-    if config.config_keys and config.config_keys != config.overrides:
-        lines += ["# config.json:", json.dumps(config.config_keys, indent=2)]
-    if config.gguf_keys:
-        lines.append("# GGUF metadata:")
-        lines += [f"{key} = {value}" for key, value in config.gguf_keys.items()]
-    for name, values in config.gguf_tensors.items():
-        lines.append(f"# GGUF tensor {name}, {len(values)} x float32: {short(', '.join(map(str, values)), 60)}")
-    if config.gguf_removed:
-        lines.append(_remark(f"GGUF tensors to leave out, where they are there: {', '.join(config.gguf_removed)}"))
-    return "\n".join(lines)
-
-
-_ROUTING = (
-    "No engine has several sets of frequencies: start an instance for each length, on a port of its own, and have a "
-    "router send a request to the first whose length covers its prompt and its max_tokens. A conversation that "
-    "outgrows its instance goes on in the next, which reads it anew; prefix caches are not shared."
-)
-
-
-def _remark(text: str) -> str:
-    """A comment of a shell."""
-    return wrapped(text, "# ", "# ")

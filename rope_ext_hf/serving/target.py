@@ -189,6 +189,8 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
     layer_type, config = model.layer_types[0], model.config
     patched = copy.deepcopy(config)
     values = config.to_dict()
+    if "rope_parameters" not in values:
+        raise ServingError(f"the config of {config.model_type!r} has no rope settings, so no engine reads any from it")
     length = spec.target_length or spec.method.extended_length(spec.rotary) or spec.rotary.context_length
     if not changes_nothing:
         model.layers.check_rotating(spec.layers)

@@ -27,7 +27,7 @@ from rope_ext_hf.patches.patching import check_context_parallel, patched_method
 from rope_ext_hf.runs.labels import label
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, TrainingArguments
+    from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
 _FILE = "rope_fingerprint.json"
@@ -55,6 +55,10 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         FingerprintError: from the training, where the model or a saved folder rotates otherwise; the message names how.
 
     Losses are in the trainer's log as `loss_at_4096`, in nats per token. Works with transformers' and TRL's trainers.
+
+    Attributes:
+        trainer: set it to the trainer, and its loggers (`report_to`) get the losses too: what calls a callback does not
+            say which trainer it is.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self.data, self.lengths = data, parse_lengths(lengths) if lengths else []
         self.every, self.max_spans = every, max_spans
         self.tokenizer = tokenizer
+        self.trainer: Trainer | None = None
         self._first = True
 
     def on_train_begin(
@@ -136,7 +141,12 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         tokenizer = self.tokenizer or kwargs.get("processing_class")
         results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
         losses = {f"loss_at_{result.length}": result.loss for result in results}
-        state.log_history.append({"step": state.global_step, **losses})
+        if self.trainer is not None:
+            due = self.trainer.control.should_log
+            self.trainer.log(losses)
+            self.trainer.control.should_log = due  # what is logged counts as the loss of this step, too
+        else:
+            state.log_history.append({"step": state.global_step, **losses})
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
@@ -30,11 +31,15 @@ from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
+from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
-from rope_ext_hf.terminal import text_table, wrapped
+from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
+from rope_ext_hf.terminal import as_wide_as, text_table, wrapped
+from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
@@ -45,7 +50,9 @@ if TYPE_CHECKING:
 
 _HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
-_RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
+_LOGGED_EVERY, _LOGGED_SPANS = 20, 8
+"""Steps between measurements for a logger, and spans of each."""
+RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 
@@ -89,7 +96,9 @@ class FinetuneReport:
         """JSON-ready; an estimate is its value, the ends of its interval, and the number of documents or prompts."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    @property
+    def findings(self) -> str:
+        """What was measured, and what follows from it."""
         lengths = list(self.losses["trained"])
         heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
         rows = [[name, *(f"{loss[length]:.4f}" for length in lengths)] for name, loss in self.losses.items()]
@@ -106,8 +115,10 @@ class FinetuneReport:
         if any(BEYOND in head for head in heads):
             lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
         ran = self.training["trained"]
-        lines += ["", f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes; the model is in {self.folder}"]
-        return "\n".join(lines)
+        return "\n".join([*lines, "", f"{ran['steps']} steps in {ran['seconds'] / 60:.1f} minutes"])
+
+    def __str__(self) -> str:
+        return f"{self.findings}; the model is in {self.folder}"
 
 
 def _share_text(share: Estimate) -> str:
@@ -119,6 +130,7 @@ def _settings(asked: Finetuning) -> dict[str, Any]:
     (method,) = asked.method
     values = settings_of(asked) | {"factor": asked.factor[0] if asked.factor else None}
     values["params"] = values.pop("parameters")
+    del values["report_to"]  # a run may be continued with another one
     return values | {"method": method if isinstance(method, str) else method.to_dict()}
 
 
@@ -159,6 +171,8 @@ def finetune(
     question = Finetuning(model=str(model), parameters=of_method, **fields)
     if not question.train_all and find_spec("peft") is None:
         raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
+    if question.report_to not in ("none", *get_available_reporting_integrations()):
+        raise ImportError(f"report_to={question.report_to!r} needs its package: pip install {question.report_to}")
     return _answer(question, Path(out), report or (lambda line: None), progress)
 
 
@@ -172,12 +186,17 @@ def _answer(
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
+    with as_wide_as(CARD_COLUMNS):
+        about = made.findings
+    write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=about, **run.origin)
     write_text(out / "report.json", json_text(made.to_dict()) + "\n")
     return made
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
-    """Find the lengths, cut the text and open the folder, before anything is measured."""
+def lengths_and_texts(
+    asked: Finetuning,
+) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
+    """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
     described = describe(patch(load_empty(asked.model, **asked.source), **asked.arguments_of_patch))
@@ -188,9 +207,17 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Fi
     training, held_out = split_texts(asked, tokenizer, _HELD_OUT)
     if (tokens := sum(len(each.ids) for each in training)) < long:
         raise CorpusError(f"the text to train on has {tokens:,} tokens, and a row {long:,}; give longer text")
+    return short, long, tokenizer, (training, held_out)
+
+
+def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
+    """Find the lengths, cut the text and open the folder, before anything is measured."""
+    short, long, tokenizer, (training, held_out) = lengths_and_texts(asked)
     base = _load(asked)
     open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base)
+    origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=folder)
+    file.write(folder)
+    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base, file, origin)
 
 
 @dataclass
@@ -205,7 +232,9 @@ class _FinetuningRun:
         training, held_out: the texts that are trained on, and measured.
         short, long: the context length and the extended one, in tokens.
         base: the model as loaded, until it is measured.
-        measured: results by model.
+        file: what was asked.
+        origin: what the card of the trained model is told of it.
+        runs, measured: what measured it, and the results of the text, by model.
         answered: by model, the share of each prompt that is answered exactly, over its depths.
         trained: steps, seconds and losses, by model.
     """
@@ -219,6 +248,9 @@ class _FinetuningRun:
     short: int
     long: int
     base: Any
+    file: RunFile
+    origin: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, list[Run[Any]]] = field(default_factory=dict)
     measured: dict[str, list[Result]] = field(default_factory=dict)
     answered: dict[str, list[float]] = field(default_factory=dict)
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -233,18 +265,21 @@ class _FinetuningRun:
     def _measure(self, name: str, model: Any) -> None:
         self.say(f"measuring: {name}")
         asked = self.asked
-        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "progress": self.progress}
-        self.measured[name] = perplexity(
+        kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "file": self.file}
+        kept["progress"] = self.progress
+        results = perplexity(
             model,
             self.held_out,
-            lengths=_doubling(self.short, self.long),
+            lengths=doubling(self.short, self.long),
             targets=self.short // 2,
             max_spans=asked.max_spans,
             data=corpus_name(asked.data if asked.eval_data is None else asked.eval_data),
             **kept,
         )
+        self.measured[name], self.runs[name] = results, [results.run]
         if asked.retrieval is not None and name not in ("as loaded", "control"):
-            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=_RETRIEVAL_TRIALS, **kept)
+            cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
+            self.runs[name].append(cells.run)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
 
@@ -268,6 +303,8 @@ class _FinetuningRun:
             accumulate=asked.accumulate,
             guard=asked.guard,
             device="cpu" if next(model.parameters()).device.type == "cpu" else asked.device,
+            report_to=asked.report_to,
+            checks=None if asked.report_to == "none" else self._measuring(length),
             report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,
         )
@@ -277,6 +314,11 @@ class _FinetuningRun:
             save_model(model, self.tokenizer, self.folder / "model")
         else:
             self._measure("control, patched", patch(model, **asked.arguments_of_patch))
+
+    def _measuring(self, length: int) -> RopeCallback:
+        """Losses at the context length and the one that is trained at, for a logger."""
+        few = {"every": _LOGGED_EVERY, "max_spans": _LOGGED_SPANS}
+        return RopeCallback(data=self.held_out, lengths=sorted({self.short, length}), tokenizer=self.tokenizer, **few)
 
     def report(self) -> FinetuneReport:
         """Compare the models that were measured."""
@@ -305,7 +347,7 @@ class _FinetuningRun:
         )
 
 
-def _doubling(short: int, long: int) -> list[int]:
+def doubling(short: int, long: int) -> list[int]:
     """The context length, doubled up to twice the extended length."""
     lengths = [short]
     while lengths[-1] < 2 * long:

@@ -129,8 +129,10 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._since = time.monotonic()
 
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.seconds += time.monotonic() - self._since  # what is measured at the end of a step does not count
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.seconds += time.monotonic() - self._since
         self.steps = state.global_step
         if self.budget.share_used(self.seconds, self.steps) >= 1:
             control.should_training_stop = control.should_save = True
@@ -204,6 +206,8 @@ def train(
     device: str = "auto",
     report: Callable[[int, float, float], object] | None = None,
     say: Callable[[str], object] = lambda line: None,
+    report_to: str = "none",
+    checks: RopeCallback | None = None,
 ) -> dict[str, Any]:
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
@@ -214,6 +218,8 @@ def train(
         save_every: steps between checkpoints.
         report: as `Clock` takes it.
         say: called with a sentence on each checkpoint that is left out.
+        report_to: the logger, as `TrainingArguments` takes it.
+        checks: checks the model, and may measure losses by length for the logger.
 
     Returns:
         The steps, the seconds, and the mean loss of every ten steps.
@@ -237,21 +243,24 @@ def train(
         save_steps=save_every,
         save_total_limit=2,
         logging_steps=10,
-        report_to=[],
+        report_to=report_to,
+        run_name=f"{folder.resolve().parent.name}, {folder.name}",
         disable_tqdm=True,
         remove_unused_columns=False,
         use_cpu=device == "cpu",
     )
+    checks = checks or RopeCallback()
     trainer = _GuardedTrainer(
         model,
         arguments,
         train_dataset=rows,
         data_collator=Rows.collate,
         optimizers=(optimizer, schedule),
-        callbacks=[RopeCallback(), clock],
+        callbacks=[checks, clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
         guard=guard,
     )
+    checks.trainer = trainer
     trainer.remove_callback(PrinterCallback)
     if budget.share_used(clock.seconds, clock.steps) < 1 or last is None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))

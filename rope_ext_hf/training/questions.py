@@ -14,6 +14,7 @@ from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import Question, anything, asked, option_text, several
 
+_LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 _UNITS = {"s": 1 / 60, "m": 1.0, "h": 60.0}
 
 
@@ -57,6 +58,7 @@ class Finetuning(OfModel, PatchChoice):
     """
 
     PANEL = None
+    command = "finetune"
 
     dtype: str = asked(
         "float32", "Of the weights.", option=False, parse=lambda given: "float32" if given == "auto" else given
@@ -64,8 +66,10 @@ class Finetuning(OfModel, PatchChoice):
     data: Any = asked(
         MISSING, "The text to train on, as in `rope-ext ppl`; 'stdlib' is for a trial.", parse=anything, metavar="TEXT"
     )
-    minutes: float | None = asked(None, "How long is trained, measurements left out.", least=0, metavar="N")
-    steps: int | None = asked(None, "Steps instead of minutes.", least=1, metavar="N")
+    minutes: float | None = asked(
+        None, "How long is trained, measurements left out.", least=0, metavar="N", instead_of=("steps",)
+    )
+    steps: int | None = asked(None, "Steps instead of minutes.", least=1, metavar="N", instead_of=("minutes",))
     eval_data: Any = asked(
         None, "What is measured. Default: a tenth of --data that is not trained on.", parse=anything, metavar="TEXT"
     )
@@ -87,6 +91,12 @@ class Finetuning(OfModel, PatchChoice):
         None, "Measure a task of `rope-ext passkey` at the extended length, e.g. needle.", metavar="TASK"
     )
     max_spans: int = asked(48, "Spans of text measured at each length.", least=1, metavar="N")
+    report_to: str = asked(
+        "none",
+        f"Where the training is logged, with losses by length: {', '.join(_LOGGERS)}.",
+        among=_LOGGERS,
+        metavar="NAME",
+    )
     seed: int = asked(0, "Of what is drawn.", metavar="N")
 
     def __post_init__(self) -> None:
@@ -106,6 +116,8 @@ class Searching(OfModel):
         MethodError: not one of minutes and trials.
     """
 
+    command = "search"
+
     target_length: int | Any = asked(MISSING, "The longer length, e.g. 32k.", parse=parse_length, metavar="TOKENS")
     data: Any = asked(
         MISSING,
@@ -120,8 +132,9 @@ class Searching(OfModel):
         parse=_minutes,
         show=lambda minutes: f"{option_text(minutes)}m",
         metavar="TIME",
+        instead_of=("trials",),
     )
-    trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N")
+    trials: int | None = asked(None, "Candidates instead of a time.", least=1, metavar="N", instead_of=("minutes",))
     methods: tuple[str, ...] | Any | None = asked(
         None,
         "Methods to begin with. Default: linear, ntk, by-parts, yarn, llama3 and mrrope.",

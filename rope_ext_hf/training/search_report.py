@@ -105,7 +105,9 @@ class SearchReport:
         fixed = [name for name in self.losses if name not in _UNMEASURED]
         return min(fixed, key=lambda name: self.losses[name][str(self.target_length)])
 
-    def __str__(self) -> str:
+    @property
+    def findings(self) -> str:
+        """What was measured, and what follows from it."""
         tables = [_table("nats per token", self.losses, self.gains)]
         if self.key_losses:
             tables += ["", _table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
@@ -119,11 +121,16 @@ class SearchReport:
             "passages of it.",
             f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
             f"({self.cpu_seconds:.0f} CPU seconds)",
+        )
+        return "\n".join([*tables, "", *map(wrapped, sentences)])
+
+    def __str__(self) -> str:
+        where = wrapped(
             f"The model, extended {self.target_length / self.context_length:g} times, is in {self.folder}, as "
-            f"{self.save_route}. `rope_ext_hf.from_pretrained` loads it; measure it on other text:",
+            f"{self.save_route}. `rope_ext_hf.from_pretrained` loads it; measure it on other text:"
         )
         command = command_line("ppl", self.folder, lengths=(self.context_length, self.target_length), data="TEXT")
-        return "\n".join([*tables, "", *map(wrapped, sentences), f"  {command}"])
+        return "\n".join([self.findings, where, f"  {command}"])
 
 
 def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Estimate]) -> str:

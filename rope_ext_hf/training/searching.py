@@ -31,12 +31,15 @@ from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.spans import prepare
-from rope_ext_hf.runs.folder import read_whole, write_whole
+from rope_ext_hf.runs.folder import read_run, read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
+from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
 from rope_ext_hf.training.passages import (
     Passage,
@@ -125,11 +128,14 @@ def _answer(
     progress: Progress,
 ) -> SearchReport:
     target, context, underneath = asked.target_length, rotary.context_length, asked.underneath
+    origin = made_from(asked.model, **asked.source)
     targets = scored_tokens(context)
     settings = settings_of(asked) | {"methods": list(asked.methods or fixed_methods(rotary)), "targets": targets}
     searched, held_out = split_texts(asked, tokenizer, 2)
     inputs = digest_inputs(model, tokenizer, searched, held_out) | {"the code of this package": code_digest(model)}
     open_run(out, settings, inputs, may_differ=("minutes", "trials"))
+    file = run_file(asked, asked.model, out=out)
+    file.write(out)
     read_before = _read_candidates(out / _CANDIDATES)  # a damaged file is refused before anything is measured
     if sum(len(each.ids) >= target for each in held_out) < _FEW_DOCUMENTS:
         held_out = pieces(held_out, target, asked.max_spans)
@@ -151,14 +157,17 @@ def _answer(
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
     reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
     budget = Budget(asked.minutes, asked.trials)
-    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress)
+    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress, file)
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
     best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
-    best, made = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
+    best, made, folder = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
     _patch(model, method_from_dict(best.method), target, underneath)
     made = replace(made, save_route=describe(model).save_route)
     save_model(model, tokenizer, out / "model")
+    with as_wide_as(CARD_COLUMNS):
+        about = made.findings
+    write_card(out / "model", [read_run(folder)], name=out.resolve().name, about=about, **origin)
     run.draw(best)
     write_whole(out / "report.json", made.to_dict())
     return made
@@ -172,6 +181,7 @@ class _Search:
         candidates: those that were read, in an earlier run or in this one.
         budget: how long is searched.
         progress: of the measurement.
+        file: what was asked.
         target: the target length in tokens.
         bound: the most nats per token that may be lost at the context length.
         fixed: the fixed methods, by their labels.
@@ -185,6 +195,7 @@ class _Search:
     candidates: list[Candidate]
     budget: Budget
     progress: Progress
+    file: RunFile
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
@@ -295,16 +306,17 @@ class _Search:
 
     def measured(
         self, found: Candidate, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
-    ) -> tuple[Candidate, SearchReport]:
+    ) -> tuple[Candidate, SearchReport, Path]:
         """Read text that the search did not read, and choose between what was found and the best fixed method.
 
         Args:
             asked: prompts in that text, where answers count; else none.
 
         Returns:
-            What is written, and the report.
+            What is written, the report, and the folder of the run.
         """
-        held = _HeldOut(self.reader, measurement, data, asked, self.target, self.folder / "measured", self.progress)
+        kept = (self.folder / "measured", self.progress, self.file)
+        held = _HeldOut(self.reader, measurement, data, asked, self.target, *kept)
         held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
         tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
@@ -321,7 +333,7 @@ class _Search:
         context = min(held.results["chosen"])
         at_target = {name: row[self.target] for name, row in held.results.items()}
         others = [name for name in held.results if name != "chosen"]
-        return chosen, SearchReport(
+        report = SearchReport(
             settings=self.settings,
             context_length=context,
             target_length=self.target,
@@ -340,6 +352,7 @@ class _Search:
             cpu_seconds=round(sum(each.cpu_seconds for each in self.candidates), 1),
             folder=str(self.folder / "model"),
         )
+        return chosen, report, held.run.folder
 
     def _write_table(self) -> None:
         columns = ("stage", "label", "loss", "lost", "most_lost", "stopped", "seconds")
@@ -379,6 +392,7 @@ class _HeldOut:
     target: int
     folder: Path
     progress: Progress
+    file: RunFile
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
     answers: dict[str, list[float]] = field(default_factory=dict)
 
@@ -386,7 +400,7 @@ class _HeldOut:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
         model, underneath = self.reader.model, self.reader.underneath
         plan = RunPlan(self.measurement, self.data, tuple(dict.fromkeys(methods.values())), **underneath)
-        run = carry_out(model, plan, out=self.folder, progress=self.progress)
+        self.run = run = carry_out(model, plan, out=self.folder, progress=self.progress, file=self.file)
         for name, method in methods.items():
             saved = run.settings["loaded"] if method is None else method.to_dict()
             self.results[name] = {each.length: each for each in run.results if each.method == saved}

@@ -48,10 +48,13 @@ def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, mo
     text = extend(*arguments)
     assert text.exit_code == 0, text.output
     steps = [shlex.split(line)[2:] for line in text.stdout.splitlines() if line.startswith("$ rope-ext")]
-    assert [words[0] for words in steps] == ["ppl", "patch", "serve-config"]
+    assert [words[0] for words in steps] == ["ppl", "patch", "card", "serve-config"]
     assert "vllm serve reference-512 \\\n  --max-model-len 512" in text.stdout
-    for words in (steps[0], steps[2]):  # each step is a command of its own
+    card = (tmp_path / "reference-512" / "README.md").read_text()
+    assert "## Measured: perplexity on stdlib" in card
+    for words in (steps[0], steps[2], steps[3]):  # each step is a command of its own
         assert CliRunner().invoke(app, words).exit_code == 0
+    assert (tmp_path / "reference-512" / "README.md").read_text() == card
     patched = extend("reference-512", "--target-length", "1k")
     assert patched.exit_code == 2
     assert "carries a patch, yarn x2" in patched.stderr

@@ -171,7 +171,7 @@ def test_an_option_with_nothing_in_it_is_refused(
         for c in app.registered_commands
         if c.name
         # their examples need files or a server that is not there
-        not in ("detect", "gguf", "check-server", "finetune", "search")
+        not in ("detect", "gguf", "check-server", "finetune", "run", "search")
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them

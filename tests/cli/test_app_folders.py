@@ -47,7 +47,6 @@ ANSWERS = {
     # The config of the bundled model is plain, without the former spelling that mlx-lm reads: engines disagree on it.
     ("audit", "plain"): (1, ""),
     ("audit", "converted"): (1, ""),
-    ("audit", "vision"): (1, ""),
 }
 """Exit code and part of the error line, where a command cannot do what it is asked on a kind of folder."""
 

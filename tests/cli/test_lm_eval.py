@@ -45,14 +45,20 @@ def test_the_score_of_a_task_is_that_of_plain_transformers(tmp_path: Path) -> No
     (tmp_path / "endings.yaml").write_text(TASK.format(folder=tmp_path))
     (tmp_path / "data.json").write_text(json.dumps([{"text": text, "rest": rest} for text, rest in ROWS]))
     asked = ("lm-eval", "reference", "--tasks", "endings", "--include-path", tmp_path, "--dtype", "float32")
-    written = tmp_path / "results.json"
-    said = run_json(*asked, "--method", "ntk", "--factor", "2", "--out", written)
+    kept = tmp_path / "kept"
+    said = run_json(*asked, "--method", "ntk", "--factor", "2", "--output_path", kept, "--log_samples")
     ntk = {"rope_type": "default", "rope_theta": 10000.0 * 2 ** (64 / 62)}
     model = AutoModelForCausalLM.from_pretrained(path(), rope_parameters=ntk, dtype=torch.float32).eval()
     right = [is_greedy(model, AutoTokenizer.from_pretrained(path()), *row) for row in ROWS]
     assert 0 < sum(right) < len(ROWS)
     assert said["results"]["endings"]["acc,none"] == pytest.approx(sum(right) / len(ROWS))
-    assert json.loads(written.read_text()) == said
+    (results,), (samples,) = kept.glob("reference/results_*.json"), kept.glob("reference/samples_endings_*.jsonl")
+    written = json.loads(results.read_text())
+    assert said.items() <= written.items()
+    assert (written["model_source"], written["model_name"]) == ("rope-ext", "reference")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [row["doc"]["text"] for row in rows] == [text for text, _ in ROWS]
+    assert [row["acc"] for row in rows] == right
     assert said["max_length"] == 512
 
 
@@ -72,6 +78,7 @@ def test_the_tasks_that_are_written_are_found(tmp_path: Path) -> None:
         (["--batch-size", "0"], "--batch-size must be a number of at least 1 or 'auto', got '0'"),
         (["--chat-template", "sometimes"], "--chat-template must be"),
         (["--max-length", "x"], "not a length in tokens"),
+        (["--log-samples"], "--log-samples needs a place for the samples; give --output-path"),
     ],
 )
 def test_refused(given: list[str], said: str) -> None:

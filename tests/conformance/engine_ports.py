@@ -183,7 +183,8 @@ class ExLlama:
 
     def _module(self, config: Config, layer_type: str | None, length: int | None) -> Any:
         text = config.get("text_config", config)
-        if text["model_type"] not in ExLlamaV3.families or layer_type == "sliding_attention" or length is not None:
+        known = text["model_type"] in ExLlamaV3.table["families"]
+        if not known or layer_type == "sliding_attention" or length is not None:
             raise NotImplementedError
         return exllamav3_rope(self.home, SimpleNamespace(config=text, model_type=text["model_type"]), text)  # type: ignore[arg-type]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,43 @@ def test_a_missing_folder(path: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         rope.from_pretrained(tmp_path)
+
+
+# --- with a method ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_method_is_patched_in_beside_the_arguments_of_transformers(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"target_length": "1k", "beta_fast": 16.0}
+    loaded = rope.from_pretrained("reference", method="yarn", dtype="float32", attn_implementation="eager", **asked)
+    expected = rope.patch(rope.from_pretrained("reference", dtype=torch.float32), "yarn", **asked)
+    assert (loaded.dtype, loaded.config._attn_implementation) == (torch.float32, "eager")
+    assert not rope.fingerprint(loaded).differences(rope.fingerprint(expected))
+    loaded.save_pretrained(tmp_path)
+    replaced = rope.from_pretrained(tmp_path, method="ntk", factor=2)
+    assert not rope.fingerprint(replaced).differences(rope.fingerprint(rope.patch("reference", "ntk", factor=2)))
+    above = rope.from_pretrained(tmp_path, method="ntk", factor=2, over="patched")
+    assert rope.describe(above).extended_length == 2048
+    assert rope.describe(rope.unpatch(above)).method == "yarn"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"method": "yarrn"}, "unknown method 'yarrn'. Did you mean 'yarn'?"),
+        (
+            {"method": "yarn", "factor": 2, "beta_fats": 3},
+            "yarn has no parameter 'beta_fats'. Did you mean 'beta_fast'?",
+        ),
+        ({"method": "ntk", "factor": 2, "beta_fast": 3}, "ntk has no parameter 'beta_fast'"),
+        ({"factor": 4}, "factor given without a method"),
+        ({"over": "original", "beta_fast": 3}, "over, beta_fast given without a method"),
+        ({"method": "yarn", "target_length": "4x"}, "not a length in tokens: '4x'"),
+    ],
+)
+def test_a_mistake_in_a_method_is_one_sentence(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(rope.MethodError, match=re.escape(said)):
+        rope.from_pretrained("reference", **given)
 
 
 # --- other classes than causal language models ----------------------------------------------------------------------

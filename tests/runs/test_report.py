@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
 from html.parser import HTMLParser
@@ -22,10 +23,10 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.pictures import charts
 from rope_ext_hf.reading.spans import Setting
-from rope_ext_hf.runs.commands import add_command, read_commands
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import label, labels
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run_file import RunFile, how_to_repeat
 
 SETTING = Setting("matched", 5, 256, False, 0)
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -256,35 +257,40 @@ def test_results_beyond_the_extended_length_are_marked_everywhere(tmp_path: Path
     assert "Measured beyond the length that it is for: yarn x4 (256 tokens)." in page
 
 
-def test_the_page_has_the_methods_and_the_commands(tmp_path: Path) -> None:
+def test_the_page_has_the_methods_and_how_to_repeat_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
-    assert "To repeat" not in Page(write_files(run).page).text  # run from Python
-    for data in ("my text.txt", "$(reboot)", "my text.txt"):
-        add_command(tmp_path, ["ppl", "model", "--data", data])
+    assert "To repeat" not in Page(write_files(run).page).text
+    for data in ("my text.txt", "<b>", "my text.txt"):
+        RunFile("ppl", "model", {"data": data}).write(tmp_path, beside_others=True)
     text = Page(write_files(run).page).text
     assert "To repeat or continue it" in text
-    assert text.count("rope-ext ppl model --data 'my text.txt'") == 1
-    assert "rope-ext ppl model --data '$(reboot)'" in text
+    assert f"rope-ext run {shlex.quote(str(tmp_path / 'run.yaml'))}" in text
+    assert text.count("data: my text.txt") == 1
+    assert "data: <b>" in text
     assert json.loads(text[text.index("{\n") :])["methods"] == [None, YARN]
 
 
-@pytest.mark.parametrize("held", ["; reboot", '"reboot"', '[["reboot"]]', "[1]", "\xff", "[" * 10_000, "{}"])
-def test_commands_of_somebody_else_are_left_out(tmp_path: Path, held: str) -> None:
-    (tmp_path / "commands.jsonl").write_bytes(held.encode("latin-1"))
-    assert read_commands(tmp_path) == []
+@pytest.mark.parametrize(
+    "held", ["; reboot", '"reboot"', "[1]", "\xff", "[" * 10_000, "{}", "a: !!python/name:os.system"]
+)
+def test_a_damaged_run_file_of_somebody_else_is_left_out(tmp_path: Path, held: str) -> None:
+    (tmp_path / "run.yaml").write_bytes(held.encode("latin-1"))
+    assert how_to_repeat(tmp_path) == ("", "")
 
 
-def test_commands_of_somebody_else_are_quoted(tmp_path: Path) -> None:
-    arguments = ["ppl", "; reboot", "`reboot`", "a\nreboot"]
-    (tmp_path / "commands.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
-    (command,) = read_commands(tmp_path)
-    assert subprocess.run(
-        ["sh", "-c", command.replace("rope-ext", "printf '%s|'", 1)], capture_output=True, text=True, check=True
-    ).stdout == "".join(f"{each}|" for each in arguments)
-    (tmp_path / "commands.jsonl").unlink()
-    (tmp_path / "other.jsonl").write_text(json.dumps(arguments), encoding="utf-8")
-    (tmp_path / "commands.jsonl").symlink_to(tmp_path / "other.jsonl")
-    assert read_commands(tmp_path) == []
+def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
+    (folder := tmp_path / "; reboot `reboot`").mkdir()
+    RunFile("ppl", "model", {}).write(folder)
+    command, _ = how_to_repeat(folder)
+    assert (
+        subprocess.run(
+            ["sh", "-c", command.replace("rope-ext", "printf '%s|'", 1)], capture_output=True, text=True, check=True
+        ).stdout
+        == f"run|{folder / 'run.yaml'}|"
+    )
+    (folder / "run.yaml").rename(tmp_path / "other.yaml")
+    (folder / "run.yaml").symlink_to(tmp_path / "other.yaml")
+    assert how_to_repeat(folder) == ("", "")
 
 
 # --- labels

@@ -38,9 +38,11 @@ def rows(config: dict[str, Any]) -> dict[str, Any]:
 def test_audit_finds_what_engines_ignore() -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     extended = BASE | {"max_position_embeddings": 131072, "rope_scaling": yarn | {"type": "yarn"}}
-    assert audit_config(extended).agrees
+    assert [name for name, report in rows(extended).items() if report.differs] == ["tensorrt-llm"]
+    assert "floor(p / 2)" in rows(extended)["tensorrt-llm"].differs
+    assert audit_config(extended).agrees  # nobody ran that engine
     short = rows(BASE | {"rope_scaling": yarn})  # ExLlamaV3 divides max_position_embeddings by the original length
-    assert [name for name, report in short.items() if report.differs] == ["exllamav3"]
+    assert [name for name, report in short.items() if report.differs] == ["exllamav3", "tensorrt-llm"]
     assert short["exllamav3"].computed.notes == (
         "yarn: the factor is 1, max_position_embeddings over the original length.",
     )

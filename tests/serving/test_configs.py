@@ -24,7 +24,6 @@ from rope_ext_hf.errors import (
 )
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.patching import patched_method
-from rope_ext_hf.serving.configs import as_text
 from rope_ext_hf.serving.target import make_target, open_model
 from tests.support.commands import run
 from tests.support.every_model import tiny
@@ -228,4 +227,4 @@ def test_a_folder_that_is_patched_as_told_is_served_as_told(
     assert config.computed is not None
     assert by_folder.computed.inv_freq == pytest.approx(config.computed.inv_freq, rel=1e-6)
     assert by_folder.computed.attention_factor == pytest.approx(config.computed.attention_factor, rel=1e-6)
-    assert f"{patch}\n{serve}" in as_text(config)
+    assert f"{patch}\n{serve}" in str(config)

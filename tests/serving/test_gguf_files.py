@@ -69,6 +69,20 @@ def test_a_rewritten_file_computes_what_was_measured(source: Path, tmp_path: Pat
         rewrite(source, out, plain)
 
 
+@pytest.mark.parametrize(("architecture", "run"), [("llama", True), ("qwen35", True), ("gemma3n", False)])
+def test_audit_says_of_a_file_whose_graph_was_read_alone(architecture: str, run: bool, tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "in.gguf", architecture)
+    writer.add_context_length(4096)
+    writer.add_rope_dimension_count(64)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    result = rope.audit(tmp_path / "in.gguf")
+    assert ("not run" in str(result)) is not run
+    assert result.engines[0].computed is not None
+
+
 def test_audit_of_a_file(source: Path, tmp_path: Path) -> None:
     assert rope.audit(source).agrees
     out = tmp_path / "out.gguf"

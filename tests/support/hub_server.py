@@ -6,13 +6,15 @@
         subprocess.run(command, env=os.environ | hub.environment(cache))
         hub.requests                             # [("HEAD", "/owner/name/resolve/main/config.json"), ...]
 
-It answers what huggingface_hub, transformers and datasets ask: repositories, revisions, trees, paths and files. Small
-files come from the Hub itself after a relative redirect, large ones from another host, as on huggingface.co.
+It answers what huggingface_hub, transformers and datasets ask: repositories, revisions, trees, paths and files, and
+uploads by whoever has the token, of large files by the protocol of git LFS (`HF_HUB_DISABLE_XET=1`). Small files come
+from the Hub itself after a relative redirect, large ones from another host, as on huggingface.co.
 `HF_ENDPOINT` is read when huggingface_hub is imported, so that clients run in a process of their own.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import threading
@@ -33,6 +35,7 @@ MISSING_REPOSITORY = (401, "RepoNotFound", "Repository not found")
 MISSING_REVISION = (404, "RevisionNotFound", "Invalid rev id")
 MISSING_FILE = (404, "EntryNotFound", "Entry not found")
 NOT_SIGNED_IN = (401, "GatedRepo", "Access to this model is restricted. Please log in.")
+NO_TOKEN = (401, "", "Invalid username or password.")
 NOT_ADMITTED = (403, "GatedRepo", "Access to this model is restricted and you are not in the authorized list.")
 
 
@@ -60,6 +63,7 @@ class _Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     gated: bool = False
+    private: bool = False
 
 
 def read_folder(folder: Path) -> dict[str, bytes]:
@@ -83,7 +87,8 @@ class HubServer:
         faults: what goes wrong, by pattern of paths in a repository, or of paths of the API that begin with "/".
         requests: method and path of every request.
         authorized: what the requests for large files had in their Authorization header; it must not leave the Hub.
-        token: opens gated repositories.
+        token: opens gated repositories, and lets upload.
+        received: large files that were uploaded, by their SHA-256.
     """
 
     token = "hf_right"
@@ -94,6 +99,7 @@ class HubServer:
         self.authorized: list[str | None] = []
         self._repositories: dict[tuple[str, str], _Repository] = {}
         self._blobs: dict[str, tuple[str, bytes]] = {}
+        self.received: dict[str, bytes] = {}
         self._lock = threading.Lock()
         hub = self
 
@@ -131,6 +137,23 @@ class HubServer:
         repository.branches[branch] = commit
         repository.gated = gated
         return commit
+
+    def files(self, name: str) -> dict[str, bytes]:
+        """The files of a model's repository, on its branch main."""
+        repository = self._repositories["models", name]
+        return repository.commits[repository.branches["main"]]
+
+    def make(self, name: str, *, private: bool) -> bool:
+        """Make an empty repository of a model; False: there is one."""
+        if ("models", name) in self._repositories:
+            return False
+        self.add("models", name, {})
+        self._repositories["models", name].private = private
+        return True
+
+    def is_private(self, name: str) -> bool:
+        """Whether a model's repository is private."""
+        return self._repositories["models", name].private
 
     def environment(self, cache: Path, **more: str) -> dict[str, str]:
         """Environment variables under which a process asks this Hub, and keeps what it gets below `cache`."""
@@ -192,9 +215,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._respond()
 
+    def do_PUT(self) -> None:
+        self._respond()
+
     def _respond(self) -> None:
         address = urlsplit(self.path)
-        self._body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self._body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         hub = self.server_hub
         hub.requests.append((self.command, address.path))
         try:
@@ -213,6 +239,26 @@ class _Handler(BaseHTTPRequestHandler):
         match parts:
             case [""]:
                 self._answer(b"the Hub", {})
+            case ["api", "whoami-v2" | "repos" | "validate-yaml", *_] | [_, _, "info", *_] if not self._signed_in():
+                self._fail(*NO_TOKEN)
+            case ["api", "whoami-v2"]:
+                self._json({"type": "user", "name": "me"})
+            case ["api", "validate-yaml"]:
+                self._json({"errors": [], "warnings": []})
+            case ["api", "repos", "create"]:
+                asked = json.loads(self._body)
+                name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+                made = hub.make(name, private=asked.get("visibility") == "private")
+                self._json({"url": f"{hub.endpoint}/{name}"}, status=200 if made else 409)
+            case ["api", "models", owner, name, "preupload" | "commit" as action, "main"]:
+                self._upload(f"{owner}/{name}", action) if self._signed_in() else self._fail(*NO_TOKEN)
+            case [_, _, "info", "lfs", "objects", "batch"]:
+                objects = json.loads(self._body)["objects"]
+                to = [{"upload": {"href": f"{hub.endpoint}/received/{each['oid']}"}} for each in objects]
+                self._json({"objects": [each | {"actions": act} for each, act in zip(objects, to, strict=True)]})
+            case ["received", digest]:
+                hub.received[digest] = self._body
+                self._answer(b"", {})
             case ["api", ("models" | "datasets") as kind, owner, name, *rest]:
                 self._api(kind, f"{owner}/{name}", rest, query)
             case ["api", "models" | "datasets", _] | ["api", "models" | "datasets", _, "revision", _]:
@@ -232,6 +278,28 @@ class _Handler(BaseHTTPRequestHandler):
             case _:
                 self._fail(404, "", "no such page")
 
+    def _signed_in(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {self.server_hub.token}"
+
+    def _upload(self, name: str, action: str) -> None:
+        hub = self.server_hub
+        if action == "preupload":
+            modes = {
+                each["path"]: "lfs" if each["size"] >= LARGE else "regular" for each in json.loads(self._body)["files"]
+            }
+            told = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+            self._json({"files": told})
+            return
+        files = dict(hub.files(name))
+        for line in self._body.splitlines():
+            match json.loads(line):
+                case {"key": "file", "value": {"path": path, "content": content}}:
+                    files[path] = base64.b64decode(content)
+                case {"key": "lfsFile", "value": {"path": path, "oid": digest}}:
+                    files[path] = hub.received[digest]
+        commit = hub.add("models", name, files)
+        self._json({"commitUrl": f"{hub.endpoint}/{name}/commit/{commit}", "commitOid": commit, "success": True})
+
     def _api(self, kind: str, name: str, rest: list[str], query: Mapping[str, list[str]]) -> None:
         action, revision, *inner = rest or ["revision", "main"]
         match self.server_hub.find(kind, name, revision):
@@ -242,8 +310,9 @@ class _Handler(BaseHTTPRequestHandler):
                 pass
         if action == "revision":
             gated = "manual" if self.server_hub.is_gated(kind, name) else False
+            private = kind == "models" and self.server_hub.is_private(name)
             siblings = [{"rfilename": path} for path in sorted(files)]
-            self._json({"_id": "0", "id": name, "sha": commit, "private": False, "gated": gated, "disabled": False}
+            self._json({"_id": "0", "id": name, "sha": commit, "private": private, "gated": gated, "disabled": False}
                        | {"downloads": 0, "likes": 0, "tags": [], "siblings": siblings})  # fmt: skip
         elif self._refused(kind, name):
             return
@@ -251,7 +320,7 @@ class _Handler(BaseHTTPRequestHandler):
             recursive = query.get("recursive", [""])[0].lower() == "true"
             self._tree(files, "/".join(inner), recursive, commit)
         elif action == "paths-info":
-            wanted = parse_qs(self._body).get("paths", [])
+            wanted = parse_qs(self._body.decode()).get("paths", [])
             entries = {str(entry["path"]): entry for entry in _entries(files, "", recursive=True)}
             self._json([entries[path] for path in wanted if path in entries])
         else:
@@ -316,8 +385,8 @@ class _Handler(BaseHTTPRequestHandler):
         cut = None if fault is None else fault.cut
         self._answer(content[begin:end], {"Accept-Ranges": "bytes", **headers}, status=status, cut=cut)
 
-    def _json(self, value: Any) -> None:
-        self._answer(json.dumps(value).encode(), {"Content-Type": "application/json"})
+    def _json(self, value: Any, *, status: int = 200) -> None:
+        self._answer(json.dumps(value).encode(), {"Content-Type": "application/json"}, status=status)
 
     def _fail(self, status: int, code: str, message: str, commit: str | None = None) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})

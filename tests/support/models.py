@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rope_ext_hf.patches.families import families, family
+from tests.support import every_model
 from tests.support.oracles import mrrope, plain
 from tests.support.tiers import OLDER
 
@@ -464,6 +465,27 @@ def known_config(model_type: str, **overrides: Any) -> Any:
     keys = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in (_SIZES | keys).items() if key in known}
     return cls(**copy.deepcopy(sizes | _OF_ITS_OWN.get(model_type, {}) | overrides))
+
+
+_AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+}
+"""Patterns of layers that engines take for given."""
+
+
+def without_window(model_type: str) -> dict[str, Any]:
+    """Settings of a family whose layers would all have a sliding window, as few published models have them."""
+    config = known_config(model_type)
+    alike = getattr(config, "sliding_window", None) and not getattr(config, "layer_types", None)
+    return {"sliding_window": None} if alike else {}
+
+
+def small_config(model_type: str) -> Any:
+    """`known_config`, or where that misses sections of multimodal RoPE, the one of tests/support/every_model.py."""
+    if model_type not in every_model.data()["sections"]:
+        return known_config(model_type, **without_window(model_type) | _AS_PUBLISHED.get(model_type, {}))
+    cls = transformers.CONFIG_MAPPING[model_type]
+    return cls(**every_model.settings(cls))
 
 
 def build_known(model_type: str, **overrides: Any) -> Any:

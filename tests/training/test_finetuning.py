@@ -9,12 +9,16 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
@@ -22,12 +26,17 @@ from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.verdicts import Outcome
+from rope_ext_hf.serving.model_card import CARD_COLUMNS
+from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.training import finetune
-from rope_ext_hf.training.finetuning import _FinetuningRun
+from rope_ext_hf.training.finetuning import FinetuneReport, _FinetuningRun
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
+from tests.support.commands import run as command
 from tests.support.forks import kill_when
 from tests.support.inputs import write_inputs, write_model
 from tests.support.models import TRAINED, logits, tokens
@@ -74,12 +83,82 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
+    check_card(tmp_path / "run" / "model", report)
 
     with pytest.raises(FileError, match="holds a run with other settings: seed"):
         finetune(
             small, tmp_path / "run", data="stdlib?max_documents=30", method="yarn", factor=4, steps=3, max_spans=2,
             learning_rate=1e-3, train_all=train_all, control=True, seed=1,
         )  # fmt: skip
+
+
+def check_card(folder: Path, report: FinetuneReport) -> None:
+    """The card has the report and the results of the trained model, and its run is known to be of these weights."""
+    card: Any = ModelCard.load(folder / "README.md")
+    assert card.data.to_dict()["tags"] == ["rope", "long-context", "yarn"]
+    assert card.text.startswith("\n<!-- rope-ext: card -->\n# run\n")
+    assert "vllm serve run" in card.text
+    with as_wide_as(CARD_COLUMNS):
+        assert f"## How it was made\n\n```\n{report.findings}\n```" in card.text
+    results = folder / ".eval_results" / "rope-ext-perplexity-1.yaml"
+    entries = parse_eval_result_entries(yaml.safe_load(results.read_text()))
+    losses = {entry.task_id.removeprefix("perplexity_"): math.log(entry.value) for entry in entries}
+    assert losses == {length: pytest.approx(loss, abs=1e-5) for length, loss in report.losses["trained"].items()}
+    runs = [each.parent for each in (folder.parent / "measured").glob("*/run.json")]
+    taken = [run_of for run_of in runs if command("card", folder, run_of)[0] == 0]
+    assert len(taken) == 1  # the other models that were measured have other weights, or no patch
+    assert {f"{n}": each.loss for each in read_run(taken[0]).results if (n := each.length)} == report.losses["trained"]
+
+
+@pytest.mark.slow
+def test_a_training_is_logged_with_losses_by_length(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a stand-in for the callback of trackio, which the Trainer makes as it makes its own."""
+    logged: list[tuple[int, dict[str, float], str]] = []
+
+    class Recorder(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            logged.append((state.global_step, dict(logs), args.run_name))
+
+    (tmp_path / "libraries").mkdir()
+    (tmp_path / "libraries" / "trackio.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path / "libraries")
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "trackio", Recorder)
+    asked: dict[str, Any] = {"data": "stdlib?max_documents=30", "method": "yarn", "factor": 4, "train_all": True}
+    report = finetune(
+        small, tmp_path / "run", steps=20, max_spans=1, accumulate=1, guard=0, **asked, report_to="trackio"
+    )
+    by_step = {step: logs for step, logs, _ in logged if f"loss_at_{TRAINED}" in logs}
+    assert list(by_step) == [0, 20]
+    assert all(0 < logs[f"loss_at_{length}"] < 10 for logs in by_step.values() for length in (TRAINED, LONG))
+    assert by_step[20][f"loss_at_{LONG}"] < by_step[0][f"loss_at_{LONG}"]
+    assert [step for step, logs, _ in logged if "loss" in logs] == [10, 20]
+    assert {name for *_, name in logged} == {"run, checkpoints of trained"}
+    assert "report_to" not in report.settings
+
+
+def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) -> None:
+    assert find_spec("wandb") is None
+    asked = (
+        "finetune",
+        small,
+        "--method",
+        "yarn",
+        "--factor",
+        "4",
+        "--steps",
+        "1",
+        "--data",
+        "stdlib",
+        "--train-all",
+    )
+    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandb")
+    assert (code, err) == (2, "rope-ext: report_to='wandb' needs its package: pip install wandb\n")
+    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandbb")
+    assert code == 2
+    assert "--report-to must be 'none' or 'tensorboard' or 'trackio' or 'wandb', got 'wandbb'" in err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
@@ -249,7 +328,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _FinetuningRun(asked, Path("c"), print, tokenizer, [], [], 64, 256, None)
+    run = _FinetuningRun(asked, Path("c"), print, tokenizer, [], [], 64, 256, None, RunFile("finetune", "a", {}))
     measured = {"as loaded": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
@@ -88,6 +90,10 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert json.loads((run / "report.json").read_text())["losses"] == report.losses
     assert f"rope-ext ppl {run / 'model'} --lengths 64,256" in str(report).splitlines()[-1]
     assert any("trial 1, methods: linear x4" in line for line in said)
+    results = yaml.safe_load((run / "model" / ".eval_results" / "rope-ext-perplexity-1.yaml").read_text())
+    losses = {int(each["dataset"]["task_id"].rpartition("_")[2]): math.log(each["value"]) for each in results}
+    assert losses == {int(n): pytest.approx(loss, abs=1e-5) for n, loss in report.losses["chosen"].items()}
+    assert report.decision.split(":")[0] in unwrapped((run / "model" / "README.md").read_text())
 
     with pytest.raises(FileError, match="holds a run with other settings: seed"):
         search(small, run, **QUICK, trials=20, most_lost=1.0, seed=1)

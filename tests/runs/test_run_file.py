@@ -1,0 +1,113 @@
+"""Run files: what is written is read back, in Python too; a mistake is a sentence with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import FileError
+from rope_ext_hf.eval import Perplexity, perplexity
+from rope_ext_hf.hub import load_model
+from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.methods.static import Yarn
+from rope_ext_hf.questions import Question
+from rope_ext_hf.runs.run_file import RUN_FILE, read_run_files, run_file
+
+RECORDED = Path(__file__).parent / "recorded"
+
+
+def test_what_is_asked_in_python_is_read_back(tmp_path: Path) -> None:
+    asked = Perplexity(lengths="1k,2k", data="a b: c.txt", targets=8)
+    methods = MethodChoice(method=["ntk", Yarn(factor=2.0)], parameters={"beta_fast": 16.0})
+    written = run_file(asked, "reference", methods, out=tmp_path, device="cpu")
+    written.write(tmp_path)
+    (read,) = read_run_files(tmp_path)
+    assert (read.command, read.model, read.versions) == ("ppl", "reference", written.versions)
+    assert Perplexity(**{name: read.options[name] for name in asked.arguments if name in read.options}) == asked
+    assert read.options["method"] == ["ntk", Yarn(factor=2.0)]
+    assert read.options["beta_fast"] == 16.0
+    assert "revision" not in read.options  # of a folder
+
+
+def test_runs_of_other_methods_stand_beside_each_other_once(tmp_path: Path) -> None:
+    asked = Perplexity(lengths=64)
+    one, other = (run_file(asked, "reference", MethodChoice(method=name)) for name in ("ntk", Yarn(factor=2.0)))
+    for each in (one, other, one):
+        each.write(tmp_path, beside_others=True)
+    assert [each.asked for each in read_run_files(tmp_path)] == [other.asked, one.asked]
+    (tmp_path / RUN_FILE).write_text("[")
+    one.write(tmp_path, beside_others=True)
+    one.write(tmp_path)
+    assert read_run_files(tmp_path / RUN_FILE) == [one]
+
+
+@pytest.mark.slow
+def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"lengths": 64, "max_spans": 1}
+    model = load_model("reference", dtype="float32", device="cpu")
+    perplexity(model, "stdlib", out=tmp_path / "plain", **asked)
+    rope.patch(model, "yarn", factor=2).save_pretrained(tmp_path / "saved")
+    perplexity(model, ["a text of one's own. " * 9], out=tmp_path / "patched", **asked)
+    saved = rope.from_pretrained(tmp_path / "saved")
+    made = {each.parent.parent.name: read_run_files(each)[0] for each in tmp_path.glob("*/*/run.yaml")}
+    assert made["plain"].model == "reference"
+    assert (made["plain"].options["dtype"], made["plain"].options["data"]) == ("float32", "stdlib")
+    assert "with a patch" in made["patched"].model["in_memory"]
+    assert made["patched"].options["data"] == {"in_memory": "documents"}
+    assert run_file(Perplexity(lengths=64), saved).model == str(tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("run: ppl\nmodel: [reference", "line 2: this is no YAML"),
+        ("run: ppl\n- a", "line 2: this is no YAML"),
+        ("- run: ppl", "line 1: a run file holds keys and values"),
+        ("run: ppl\n---\n", "line 1: there is no key 'model'"),
+        ("ruin: ppl\nmodel: reference", "line 1: there is no key 'run'. Did you mean 'ruin'?"),
+        ("run: ppl\nmodel: a\nmodel: b", "line 3: 'model' stands there twice, first in line 2"),
+        ("run: ppl\nmodel: a\nformat: 2", "line 3: format 2 is of a later version of this package; update it"),
+        ("run: ppl\nmodel: a\nversions: 3", "line 3: 'versions' holds names and versions"),
+        ("run: &a ppl\nmodel: *a", "line 2: a run file has no aliases"),
+        ("run: !!python/name:os.system ''\nmodel: a", "line 1: this is no YAML: could not determine a constructor"),
+        ("run: ppl\nmodel: a\nmethod: [{method: yarrn, factor: 2}]", "line 3: unknown method 'yarrn'"),
+        ("[" * 10_000, "line 1: this is no YAML"),
+        ("run: ppl\nmodel: \0", "line 1: this is no YAML"),
+    ],
+)
+def test_a_mistake_has_its_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / RUN_FILE).write_text(text)
+    with pytest.raises(FileError) as refused:
+        read_run_files(tmp_path)
+    assert said in str(refused.value)
+    assert str(tmp_path / RUN_FILE) in str(refused.value)
+
+
+def test_a_file_of_the_first_format_is_read() -> None:
+    """As version 0.1.0 wrote it; a field that is renamed later keeps it readable by `_RENAMED`."""
+    first, second = read_run_files(RECORDED / "format-1.yaml")
+    assert (first.command, first.model, first.options["revision"]) == ("sweep", "org/name", "a" * 40)
+    assert first.options["method"] == [Yarn(factor=4.0), "ntk"]
+    assert first.versions == {"rope-ext-hf": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"}
+    assert (second.command, second.options["minutes"]) == ("search", 10.0)
+
+
+def test_every_kind_of_run_names_its_command() -> None:
+    def below(kind: type[Question]) -> set[type[Question]]:
+        return {each for one in kind.__subclasses__() for each in ({one} | below(one))}
+
+    names = [each.command for each in below(Question) if "command" in vars(each)]
+    assert len(names) == len(set(names))
+    assert {"ppl", "sweep", "passkey", "tasks", "need"} <= set(names)
+
+
+def test_the_text_of_a_file_is_plain_yaml(tmp_path: Path) -> None:
+    run_file(Perplexity(lengths=[64, 128]), "reference").write(tmp_path)
+    values = yaml.safe_load((tmp_path / RUN_FILE).read_text())
+    assert values["lengths"] == [64, 128]
+    assert values["max_spans"] == "all"  # the default in Python, and not of the command
+    assert values["format"] == 1
