@@ -1,17 +1,17 @@
 """`rope-ext finetune` on the bundled model, against the same training without a patch: bits per byte by length.
 
-    python benchmarks/finetuning.py [--minutes 10] [--folder build/bench/finetuning] [--out benchmarks/results.jsonl]
-    python benchmarks/finetuning.py --method rerope --steps 100
+    python benchmarks/finetuning.py --method rerope --steps 100 --folder build/bench/finetuning-rerope
+    python benchmarks/finetuning.py --steps 100 --folder build/bench/finetuning --against build/bench/finetuning-rerope
 
 Trained on Python's standard library, read on its modules that are held out from every training here. A model trained
-under `yarn` is also read with remapped positions on top. Interrupted, the same command continues. The last line is
-JSON.
+under `yarn` is also read with remapped positions on top, and the models of other folders beside it. Interrupted, the
+same command continues. The last line is JSON.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from training_text import stdlib_training
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
+from rope_ext_hf.eval.perplexity_results import Result, difference
 from rope_ext_hf.training import finetune
 
 FACTOR, TASK = 4, "key-value"
@@ -35,14 +36,34 @@ def written(folder: Path) -> str:
     return str(folder / "*.txt")
 
 
+def read(model: Any, lengths: list[int], spans: int) -> list[Result]:
+    """The held-out text, as `finetune` measures it."""
+    return list(perplexity(model, "stdlib", lengths=lengths, targets=lengths[0] // 2, max_spans=spans))
+
+
 def remapped(trained: str, folder: str, lengths: list[int], spans: int) -> dict[str, dict[str, float]]:
     """Bits per byte of the model trained under a method, by method over it and by length."""
-    read = {}
+    by_method = {}
     for method in REMAPPED.get(trained, ()):
         model = rope.patch(rope.from_pretrained(folder), method, over="patched")
-        results = perplexity(model, "stdlib", lengths=lengths, targets=lengths[0] // 2, max_spans=spans)
-        read[method] = {str(result.length): round(result.bits_per_byte, 4) for result in results}
-    return read
+        results = read(model, lengths, spans)
+        by_method[method] = {str(result.length): round(result.bits_per_byte, 4) for result in results}
+    return by_method
+
+
+def bits(gain: Any) -> list[float | None]:
+    """A difference in nats per byte and the ends of its interval, in bits."""
+    return [None if value is None else round(value / math.log(2), 4) for value in gain[:3]]
+
+
+def against(others: list[Path], folder: str, lengths: list[int], spans: int) -> dict[str, dict[str, Any]]:
+    """By method of another training, then by length: how much lower the loss of the model in `folder` is."""
+    ours, gains = read(rope.from_pretrained(folder), lengths, spans) if others else [], {}
+    for other in others:
+        method = json.loads((other / "run" / "report.json").read_text(encoding="utf-8"))["settings"]["method"]
+        pairs = zip(read(rope.from_pretrained(other / "run" / "model"), lengths, spans), ours, strict=True)
+        gains[method] = {str(mine.length): bits(difference(theirs, mine)) for theirs, mine in pairs}
+    return gains
 
 
 def main() -> None:
@@ -53,6 +74,7 @@ def main() -> None:
     parser.add_argument("--method", default="yarn")
     parser.add_argument("--spans", type=int, default=48, help="spans per length")
     parser.add_argument("--folder", type=Path, default=Path("build/bench/finetuning"))
+    parser.add_argument("--against", type=Path, nargs="*", default=[], help="folders of other trainings")
     arguments = parser.parse_args()
     minutes = 10.0 if arguments.minutes is None and arguments.steps is None else arguments.minutes
     report = finetune(
@@ -85,17 +107,11 @@ def main() -> None:
             name: {length: round(loss * in_bits, 4) for length, loss in losses.items()}
             for name, losses in report.losses.items()
         },
-        "gains": {
-            name: {
-                length: [None if value is None else round(value * in_bits, 4) for value in gain[:3]]
-                for length, gain in gains.items()
-            }
-            for name, gains in report.gains.items()
-        },
+        "gains": {name: {length: bits(gain) for length, gain in gains.items()} for name, gains in report.gains.items()},
         "retrieval": {"task": TASK} | {name: share.value for name, share in report.retrieval.items()},
         "remapped": remapped(arguments.method, report.folder, lengths, arguments.spans),
+        "against": against(arguments.against, report.folder, lengths, arguments.spans),
         "training": {name: {key: ran[key] for key in ("steps", "seconds")} for name, ran in report.training.items()},
-        "cpu_seconds": round(resource.getrusage(resource.RUSAGE_SELF).ru_utime),
         "spans": arguments.spans,
     }
     record(result, arguments)

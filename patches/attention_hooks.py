@@ -88,6 +88,8 @@ class RemappingHooks(DecoderHooks):
         context.row_groups = self._group_rows(context)
         if context.cache_state is None:
             context.cache_state = CacheState(self.origin(), packed=context.packed)
+        placed = context.token_positions
+        context.cache_state.in_order = placed.key_mask is None and not any(placed.left_padding or (1,))
         passed_on: dict[str, Any] = {}
         # As a keyword the context survives until a checkpointed layer runs again in the backward.
         if _takes_any_keyword(decoder):

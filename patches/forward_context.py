@@ -22,6 +22,12 @@ CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
 
 
+_NOT_CONTINUED = (
+    "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
+    "than the one before"
+)
+
+
 @dataclass(eq=False, kw_only=True)
 class GivenMask(ForwardState):
     """The mask given to a module around the decoder, which may prepare another one from it.
@@ -216,6 +222,18 @@ def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
     return (count > largest).any()
 
 
+def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
+    """Whether a bool scalar is True. Where it is expected to be, a CUDA device asserts it, and the host does not wait.
+
+    Args:
+        message: what the device prints where it is False; CUDA's error follows at the next wait.
+    """
+    if expected and flag.device.type == "cuda" and torch.version.hip is None:  # ROCm leaves such checks out
+        torch._assert_async(flag, message)
+        return True
+    return bool(flag)
+
+
 def place_tokens(context: ForwardContext) -> TokenPositions:
     """Positions and padding of a forward, with at most three looks at values from the host.
 
@@ -248,10 +266,11 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
         differ = keys[:, past_length:] != positions
         return ~(differ if mask is None else differ & mask[:, past_length:]).any()
 
+    continues = key_mask is None and context.cache_state is not None and context.cache_state.in_order
     if key_mask is None:
-        keys, left_padding, agreed = in_order, (0,) * rows, bool(agree(in_order, None))
+        keys, agreed = in_order, _is_true(agree(in_order, None), continues, _NOT_CONTINUED)
         counted: tuple[int, ...] = (total,)
-        ordered: tuple[int, ...] | None = left_padding
+        ordered: tuple[int, ...] | None = (0,) * rows
     else:
         by_mask = (key_mask.cumsum(-1) - 1).clamp(min=0)
         first_real = key_mask.int().argmax(-1)
@@ -274,11 +293,8 @@ def place_tokens(context: ForwardContext) -> TokenPositions:
         context.packed = bool(several_inputs(positions, context.padding_mask))
         return TokenPositions(positions, positions, None, key_mask)
     keys = keys + positions[:, -1:] - keys[:, -1:]
-    if not bool(agree(keys, key_mask)):
-        raise LengthError(
-            "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each "
-            "one more than the one before"
-        )
+    if continues or not bool(agree(keys, key_mask)):
+        raise LengthError(_NOT_CONTINUED)
     if key_mask is None and not bool((keys[:, 0] > 0).any()):  # left padding, known from the positions alone
         before = (-keys[:, 0]).expand(rows)
         padded = keys >= 0 if bool(before.any()) else None

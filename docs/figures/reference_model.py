@@ -282,41 +282,43 @@ def needs() -> str:
 
 @figure
 def finetuning() -> str:
-    """Bits per byte before and after `finetune`, beside the control and remapping methods over the trained model."""
-    line = last_line("finetuning")
+    """Bits per byte before and after `finetune` under several methods, in as many steps, beside the control."""
+    lines = {line["method"]: line for line in lines_of("finetuning") if line.get("steps")}
+    line = next(line for line in lines.values() if line.get("against"))
     lengths = list(line["losses"]["trained"])
-    method = f"{line['method']} x{line['factor']}"
-    names = {
-        "as loaded": "as loaded",
-        "patched": f"{method}, not trained",
-        "trained": f"{method}, trained",
-        "control": "trained without the patch",
-        "control, patched": f"trained without the patch, then {method}",
-    }
 
-    def cell(name: str, length: str) -> str:
-        loss = line["losses"][name][length]
-        if name == "trained":
-            return f"{loss:.3f}"
-        low, high = (-value for value in reversed(line["gains"][name][length][1:]))
-        return f"{loss:.3f} ({low:+.3f} to {high:+.3f})"
+    def row(title: str, losses: Row, gains: Row | None = None, *, sign: int = -1) -> list[str]:
+        """Losses by length, with the intervals of gains, or (sign 1) of what is lost."""
+        cells = []
+        for length in lengths:
+            ends = sorted(sign * value for value in gains[length][1:]) if gains else []
+            cells.append(f"{losses[length]:.3f}" + (" ({:+.3f} to {:+.3f})".format(*ends) if ends else ""))
+        return [title, *cells]
 
-    rows = [[title, *(cell(name, length) for length in lengths)] for name, title in names.items()]
-    rows += [
-        [f"trained, {name} over it", *(f"{losses[length]:.3f}" for length in lengths)]
-        for name, losses in line["remapped"].items()
-    ]
+    rows = [row("as loaded", line["losses"]["as loaded"])]
+    rows.append(row("trained without a patch", line["losses"]["control"]))
+    for method, each in sorted(lines.items(), key=lambda item: item[1] is not line):
+        losses, gains = each["losses"], each["gains"]
+        rows += [
+            row(f"{method}, not trained", losses["patched"], gains["patched"]),
+            row(f"trained without a patch, then {method}", losses["control, patched"], gains["control, patched"]),
+            row(f"**{method}, trained**", losses["trained"], line["against"].get(method), sign=1),
+        ]
+        rows += [row(f"{method}, trained, {over} over it", read) for over, read in each["remapped"].items()]
     head = ["bits per byte at", *(f"{int(n):,} ({int(n) // line['context_length']}x)" for n in lengths)]
-    training, answers = line["training"], line["retrieval"]
-    note = (
-        f"The bundled model; {training['trained']['steps']} steps of the patched model and "
-        f"{training['control']['steps']} of the control; {line['spans']} spans at each length. In brackets the 95% "
-        "interval of the difference of the trained model to this one: below 0, the trained one is better. Key-value "
-        f"lines at {line['target_length']:,} bytes: {answers['trained']:.0%} answered by the trained model, "
-        f"{answers['patched']:.0%} before. {line['cpu_seconds'] / 60:.0f} minutes of one core, measuring included. "
+    answers = (
+        f"{each['retrieval']['patched']:.0%} to {each['retrieval']['trained']:.0%} under {method}"
+        for method, each in lines.items()
     )
-    asked = f"--minutes {line['minutes']:g} --spans {line['spans']}"
-    return markdown_table(head, rows, note + stamp(line, f"benchmarks/finetuning.py {asked}"))
+    note = (
+        f"The bundled model; {line['steps']} steps on rows of {line['target_length']:,} bytes, without a patch on as "
+        f"many bytes in rows of {line['context_length']}; {line['spans']} spans at each length. In brackets 95% "
+        f"intervals, paired by document: beside models not trained under a method, of what its training changes; "
+        f"beside a trained one, of its difference to the one trained under {line['method']}; below 0 is better. "
+        f"Key-value lines at {line['target_length']:,} bytes that are answered, before and after: "
+        f"{', '.join(answers)}. "
+    )
+    return markdown_table(head, rows, note + stamp(line, f"benchmarks/finetuning.py --steps {line['steps']}"))
 
 
 def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) -> str:

@@ -96,12 +96,14 @@ class CacheState:
         packed: a row holds several inputs one after the other, which no later token continues.
         rows: how the keys of each row are rotated; None: all by their positions alone, or half-way after an error.
         follows: the rows of this state move with those of the cache.
+        in_order: the next position of every row is known to be its number of tokens.
     """
 
     origin: KeyOrigin
     packed: bool = False
     rows: RowState | None = None
     follows: bool = False
+    in_order: bool = False
 
 
 def store_state(cache: Any, state: CacheState) -> None:

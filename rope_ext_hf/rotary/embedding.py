@@ -246,29 +246,19 @@ class RotaryEmbedding(nn.Module):
         return copy
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        longest = self._longest_before_move()
-        trained = self._trained_before_move() if self.method.trainable else None
+        # What is learned or remembered stays as it was, float32 too, whatever `fn` makes of it: a cast, or `to_empty`.
+        kept: dict[str, Tensor] = {}
+        for name in ("trained", "longest_seen"):
+            if (before := getattr(self, name, None)) is not None:
+                initial = self._initial_values() if name == "trained" else torch.zeros_like(before, device="cpu")
+                kept[name] = initial if before.device.type == "meta" else before.detach().clone()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._copies.clear()
-        if trained is not None and self.trained.device.type != "meta":  # float32 as before, whatever `fn` made of it
-            self.trained.data = trained.to(self.trained.device)
+        for name, value in kept.items():
+            if (after := getattr(self, name)).device.type != "meta":
+                after.data = value.to(after.device)
         self._refresh_buffer()
-        if longest is not None and self.longest_seen.device.type != "meta":
-            self.longest_seen.copy_(longest)
         return self
-
-    def _trained_before_move(self) -> Tensor:
-        """A copy of `trained` that casts and `to_empty` do not reach; what it begins with on the meta device."""
-        if self.trained.device.type == "meta":
-            return self._initial_values()
-        return self.trained.detach().clone()
-
-    def _longest_before_move(self) -> Tensor | None:
-        """A copy of `longest_seen` that `to_empty` does not reach; 0 where a move from the meta device fills it."""
-        if not self.method.sticky_length:
-            return None
-        seen = self.longest_seen
-        return torch.zeros((), dtype=torch.int64, device="cpu") if seen.device.type == "meta" else seen.clone()
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
         """Fixed-point frequencies and attention factor of inputs of these lengths, on their device.

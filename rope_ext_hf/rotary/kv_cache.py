@@ -86,8 +86,7 @@ class KeyRotation:
             positions: (rows or 1, tokens) integers.
             scaled: keys carry the attention factor.
         """
-        cos, sin, ratio = _between(table, before, after, positions, scaled)
-        return cls(cos, sin) if ratio is None else cls(cos * ratio, sin * ratio)
+        return cls.read_and_store(table, before, after, positions, 0, scaled)[0]
 
     @classmethod
     def read_and_store(
@@ -100,12 +99,19 @@ class KeyRotation:
             positions: (rows or 1, tokens), of all keys; the last `new` are of the new ones.
             scaled: keys carry the attention factor.
         """
-        cos, sin, ratio = _between(table, stored, present, positions, scaled)
+        rows = max(stored.shape[0], present.shape[0])
+        both = torch.stack((stored.expand(rows), present.expand(rows)), dim=-1)  # at once, which halves the launches
+        phase, factor = table.phase_per_position(both)
+        # Fixed point, because p (g - f) grows with the position: float32 numbers around 2^20 are an eighth of a radian
+        # apart. (rows, 1, tokens, pairs).
+        angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]  # int64 overflow drops whole cycles
+        cos, sin = angle.cos(), angle.sin()
         # The inverse of a rotation has the opposite angle; the ratio of attention factors is no part of it, and is
         # divided out on its own.
         back = cls(cos, sin).last(new)
-        if ratio is None:
+        if not scaled or not isinstance(factor, Tensor):
             return cls(cos, sin), cls(back.cos, -back.sin)
+        ratio = (factor[:, 1:] / factor[:, :1])[:, None]
         return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
 
     @classmethod
@@ -197,21 +203,6 @@ class KeyRotation:
         sizes = (2, pairs) if half else (pairs, 2)
         x, out = (part.view(*part.shape[:-1], *sizes) for part in (x, out))
         torch.addcmul(x.narrow(member, 0, 1) * times_first, x.narrow(member, 1, 1), times_second, out=out)
-
-
-def _between(
-    table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """cos and sin of a rotation as in `KeyRotation.between_lengths`, and the ratio of attention factors; None: 1."""
-    rows = max(before.shape[0], after.shape[0])
-    both = torch.stack((before.expand(rows), after.expand(rows)), dim=-1)  # at once, which halves the launches
-    phase, factor = table.phase_per_position(both)
-    # Fixed point, because p (g - f) grows with the position: float32 numbers around 2^20 are an eighth of a radian
-    # apart. (rows, 1, tokens, pairs).
-    angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]  # int64 overflow drops whole cycles
-    if scaled and isinstance(factor, Tensor):
-        return angle.cos(), angle.sin(), (factor[:, 1:] / factor[:, :1])[:, None]
-    return angle.cos(), angle.sin(), None
 
 
 def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:

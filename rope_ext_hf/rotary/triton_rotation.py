@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -65,7 +65,8 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
     # One size of block for any number of tokens: another size would be another kernel to compile.
     pairs_block, others_block = _power_of_two(pairs), _power_of_two(others)
     tokens_block = max(1, _ELEMENTS_PER_PROGRAM // max(2 * pairs_block, others_block))
-    with _current(x.device):
+    # Triton launches on the current device; its interpreter works on the CPU.
+    with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
         _rotate[(rows * -(-tokens // tokens_block) * heads,)](
             x, out, cos, sin, *x.stride(), *out.stride(), *_strides(cos), *_strides(sin),
             heads, tokens, tokens - in_place, start, 2 * pairs, others, half, in_place > 0,
@@ -83,11 +84,6 @@ def _strides(part: Tensor) -> tuple[int, int, int]:
     """Strides of cos or sin over rows, tokens and pairs; 0 where there is one for all."""
     row, _, token, pair = part.stride()
     return row if part.shape[0] > 1 else 0, token if part.shape[2] > 1 else 0, pair
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one, on which Triton launches; Triton's interpreter works on the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 if triton is not None:

@@ -75,7 +75,7 @@ def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
         logits=3 * tokens * config.vocab_size * 4,  # theirs in float32, and their gradients
         training=3 * learned * width,
     )
-    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes:g} minutes"
+    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes or 0:g} minutes"
     what = "all weights" if asked.train_all else f"adapters of rank {asked.rank}, norms and embeddings"
     return Forecast(
         does=(
@@ -119,7 +119,7 @@ def _of_search(asked: Searching, out: Path) -> Forecast:
     if asked.trials is not None:
         of_candidates = asked.trials * sum(passes)
         searched = asked.trials * estimate_flops(model, passes, len(passes) * scored) / speed
-    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes:g} minutes"
+    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes or 0:g} minutes"
     return Forecast(
         does=(
             f"read {count}, up to {asked.passages} passages of {target:,} tokens each",

@@ -338,9 +338,13 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
 
 
 @pytest.mark.slow
-def test_what_stairs_take_of_a_gpu_at_131k(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("triton", [True, False])
+def test_what_stairs_take_of_a_gpu_at_131k(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of an 8B model trained at 8k: 31 bands of far keys, whose tiles share calls."""
     as_if_cuda(monkeypatch)
+    if triton:  # a rotation reads and writes each element once
+        monkeypatch.setattr(cache, "can_fuse", lambda x: True)
+        monkeypatch.setattr(cache, "rotate_fused", lambda x, cos, sin, **_: torch.neg(x))
     length, dim = 2**17, 128
     rotary = Rotary(dim=dim, theta=5e5, trained_length=8192)
     method: Any = resolve_method("stairs", rotary).bind(rotary, length)  # type: ignore[attr-defined]
@@ -361,13 +365,15 @@ def test_what_stairs_take_of_a_gpu_at_131k(monkeypatch: pytest.MonkeyPatch) -> N
                 attend(method, rotation, call, query, key, value, 0.1)
         return work
 
-    assert counted(1, length).launches <= 20
+    # Of the traffic a third are the results of 31 rows that are joined, and another what anticausal tiles flip.
+    step, chunk, gigabytes, whole, whole_gigabytes = (16, 92, 105, 2060, 102) if triton else (18, 101, 137, 2090, 115)
+    assert counted(1, length).launches <= step
     chunks = [counted(4096, count) for count in range(4096, length + 1, 4096)]
-    assert max(chunk.launches for chunk in chunks) <= 105
-    assert sum(chunk.traffic for chunk in chunks) <= 145e9  # rotations without Triton read twice
-    whole = counted(length, length)
-    assert whole.launches <= 2300
-    assert whole.traffic <= 115e9
+    assert max(each.launches for each in chunks) <= chunk
+    assert sum(each.traffic for each in chunks) <= gigabytes * 1e9
+    prompt = counted(length, length)
+    assert prompt.launches <= whole
+    assert prompt.traffic <= whole_gigabytes * 1e9
 
 
 def test_nothing_to_attend() -> None:

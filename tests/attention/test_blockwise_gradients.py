@@ -47,6 +47,10 @@ SITUATIONS: dict[str, dict[str, Any]] = {
 each_situation = pytest.mark.parametrize("situation", SITUATIONS)
 
 
+UNMODIFIED = ScoreModifiers()
+MODIFIERS = {"softcap": ScoreModifiers(softcap=2.0), "dropout": ScoreModifiers(dropout=0.3)}
+
+
 class Case:
     """Attention of random queries, keys and values, as `attend` has it and as it is defined.
 
@@ -59,10 +63,10 @@ class Case:
     def __init__(
         self, method: RemappingMethod, new: int | None = None, count: int = 70, pads: tuple[int, ...] = (0,),
         sliding: int | None = None, sinks: Tensor | None = None, width: int = 8, value_width: int = 8,
-        ordered: bool = True, dtype: torch.dtype = torch.float64,
+        ordered: bool = True, dtype: torch.dtype = torch.float64, modifiers: ScoreModifiers = UNMODIFIED,
     ) -> None:  # fmt: skip
         self.method, self.new, self.count, self.pads, self.sliding = method, new or count, count, pads, sliding
-        self.ordered, self.dtype = ordered, dtype
+        self.ordered, self.dtype, self.modifiers = ordered, dtype, modifiers
         generator = torch.Generator().manual_seed(0)
         shapes = (4, self.new, width), (2, count, width), (2, count, value_width)
         made = [torch.randn(len(pads), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -81,7 +85,8 @@ class Case:
         rule: Any = self.method if self.sliding is None else LocalAttention(self.sliding, self.method)
         rotation = Rotation(RotationTable(THETA ** (-torch.arange(0, 8, 2).double() / 8)), KeyLayout("half", 0, 8))
         query, key, value = (x.to(self.dtype) for x in (query, key, value))
-        modifiers = ScoreModifiers(sinks=None if sinks is None else sinks.to(self.dtype))
+        modifiers = self.modifiers._replace(sinks=None if sinks is None else sinks.to(self.dtype))
+        torch.manual_seed(0)  # of dropout
         out = attend(rule, rotation, call, query, key, value, query.shape[-1] ** -0.5, modifiers)
         return out * real[:, None, first:, None]
 
@@ -132,6 +137,22 @@ def test_gradients_are_those_of_the_definition(method: RemappingMethod, situatio
 def test_gradients_are_those_of_finite_differences(method: RemappingMethod, situation: str, fused: None) -> None:
     case = Case(method, **SITUATIONS[situation])
     assert torch.autograd.gradcheck(case.attended, [x.clone().requires_grad_() for x in case.inputs], fast_mode=True)
+
+
+@pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
+@each_method
+def test_gradients_of_whole_scores(method: RemappingMethod, modifiers: ScoreModifiers) -> None:
+    """No kernel takes soft caps or dropout: blocks of scores are computed anew in the backward, alike."""
+    case = Case(method, modifiers=modifiers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(attending.SCORE_BYTES, "cpu", 4 * 4 * 70 * 20)  # blocks of 20 queries
+        actual = case.gradients(case.attended)
+        patch.setattr(attending, "checkpoint", lambda block, *given, **_: block(*given))  # all blocks are kept
+        expected = case.gradients(case.attended)
+    unmodified = Case(method)
+    for ours, theirs, other in zip(actual, expected, unmodified.gradients(unmodified.attended), strict=True):
+        torch.testing.assert_close(ours, theirs)
+        assert (ours - other).norm() > 0.01 * other.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -420,3 +420,5 @@ def test_positions_that_contradict_the_cache_are_refused() -> None:
         cache = model(ids, use_cache=True).past_key_values
         with pytest.raises(LengthError, match="positions"):
             model(ids[:, :3], past_key_values=cache, position_ids=torch.tensor([[30, 35, 31]]))
+        with pytest.raises(LengthError, match="do not continue"):  # the keys would be elsewhere than they were stored
+            model(ids[:, :3], past_key_values=cache, position_ids=torch.tensor([[40, 41, 42]]))

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 
+from rope_ext_hf.rotary import triton_rotation
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
@@ -57,10 +59,38 @@ def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
         assert error.max() <= {torch.float32: 1e-6}.get(actual.dtype, torch.finfo(actual.dtype).eps)
 
 
+class FirstPrograms:
+    """The kernel, launched as asked but for a grid of `count` programs."""
+
+    def __init__(self, kernel: Any, count: int) -> None:
+        self.kernel, self.count = kernel, count
+
+    def __getitem__(self, _: tuple[int]) -> Any:
+        return self.kernel[(self.count,)]
+
+
+def check_order() -> None:
+    """The programs that read the same cos and sin, those of all heads, run one after the other."""
+    x, (cos, sin) = torch.ones(2, 3, 600, 16), torch.ones(2, 2, 1, 600, 8)
+
+    def written_by(programs: int) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton_rotation, "_rotate", FirstPrograms(triton_rotation._rotate, programs))
+            patch.setattr(torch, "empty_like", torch.zeros_like)
+            return rotate_fused(x, cos, sin, start=0, half=True)[..., -1] != 0
+
+    block = int(written_by(1)[0, 0].sum())
+    expected = torch.zeros(2, 3, 600, dtype=torch.bool)
+    expected[0, :, :block] = True
+    assert 0 < block < 600
+    assert torch.equal(written_by(3), expected)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the next test runs the kernel itself")
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-def test_the_kernel_rotates_as_torch_does_in_the_interpreter() -> None:
-    code = "from tests.rotary.test_triton_rotation import compare; compare('cpu')"
+@pytest.mark.parametrize("check", ["compare('cpu')", "check_order()"])
+def test_the_kernel_in_the_interpreter(check: str) -> None:
+    code = f"from tests.rotary.test_triton_rotation import *; {check}"
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"TRITON_INTERPRET": "1"}, check=True)
 
 
