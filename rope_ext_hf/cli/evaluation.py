@@ -397,7 +397,7 @@ def _preflight(
     work = repeats * _work(empty, plan.measurement, passes) / workers.count
     seconds = work / measure_flops(device, dtype)
     if given.dry_run:
-        named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
+        named = [label(method.to_dict() if method else None) for method in plan.methods] or ["as loaded"]
         lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
         at = ", ".join(f"{length:,}" for length in lengths)
         return Forecast(

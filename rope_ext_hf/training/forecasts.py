@@ -98,8 +98,8 @@ def _adapted(model: PreTrainedModel, rank: int) -> int:
     head = model.get_output_embeddings()
     linear = [each for each in model.modules() if isinstance(each, nn.Linear) and each is not head]
     whole = [each for each in model.modules() if "Norm" in type(each).__name__] + [model.get_input_embeddings()]
-    adapters = sum(rank * (each.in_features + each.out_features) for each in linear)
-    return adapters + sum(parameter.numel() for each in whole for parameter in each.parameters())
+    learned: int = sum(parameter.numel() for each in whole for parameter in each.parameters())
+    return learned + sum(rank * (each.in_features + each.out_features) for each in linear)
 
 
 def _of_search(asked: Searching, out: Path) -> Forecast:
