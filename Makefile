@@ -121,6 +121,7 @@ test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_remapping --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_perplexity --python build/vllm/bin/python
 	build/vllm/bin/python tests/vllm_drafts.py
+	build/vllm/bin/python tests/vllm_memory.py
 
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm
@@ -211,7 +212,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --folder build/bench/measures --out $(RESULTS)
-	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
+	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models reference build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --method rerope --steps 100 --device $(DEVICE) --folder build/bench/finetuning-rerope --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --method self-extend --steps 100 --device $(DEVICE) --folder build/bench/finetuning-self-extend --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --method yarn --steps 100 --device $(DEVICE) --folder build/bench/finetuning-yarn --against build/bench/finetuning-rerope build/bench/finetuning-self-extend --out $(RESULTS)

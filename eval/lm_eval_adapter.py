@@ -128,7 +128,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             names = ", ".join(key for key, value in given.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
         loading = dict(loading or {})
-        of_method = {"method": method, "factor": factor, "target_length": target_length, **params}
+        of_method: dict[str, Any] = {"method": method, "factor": factor, "target_length": target_length, **params}
         if isinstance(pretrained, (str, Path)):
             source, model = pretrained, _load(pretrained, loading | of_method)
         elif loading:

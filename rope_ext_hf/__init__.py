@@ -67,5 +67,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.serving.audit import audit as audit
     from rope_ext_hf.serving.configs import serving_config as serving_config
     from rope_ext_hf.serving.model_card import write_card as write_card
+    from rope_ext_hf.serving.questions import GPUServer as GPUServer
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, "__version__")

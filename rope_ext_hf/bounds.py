@@ -109,6 +109,19 @@ def parse_length(given: Length | None) -> int | None:
     return int(tokens)
 
 
+def parse_bytes(given: int | str) -> int:
+    """'80GB' (80 * 10**9) or '80GiB' (80 * 2**30) as a number of bytes; what is no text stays as it is.
+
+    Raises:
+        MethodError: another text.
+    """
+    if not isinstance(given, str):
+        return given
+    if (match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?G(i?)B", given.strip())) is None:
+        raise MethodError(f"not an amount of memory: {short(given)!r}; write 80GB or 80GiB")
+    return int(float(match[1]) * (2**30 if match[2] else 10**9))
+
+
 def parse_lengths(given: Length | Iterable[Length], least: int = 1) -> list[int]:
     """One length, several, or a comma list of them.
 

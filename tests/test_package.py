@@ -70,7 +70,11 @@ def test_modules_for_other_models_stand_together() -> None:
         ("list_methods", "()"),
         ("frequencies", "(method, rotary, *, length=None, **params)"),
         ("fixed_length", "(model, length)"),
-        ("from_pretrained", "(path, *, auto_class=None, **kwargs)"),
+        (
+            "from_pretrained",
+            "(path, *, auto_class=None, method=None, factor=None, target_length=None, over='own', context_length=None, "
+            "layers=None, native=False, **kwargs)",
+        ),
         ("migrate_to_rope", "(model, *, target_length=None)"),
         ("apply_rotary_pos_emb", "(x, cos, sin)"),
         ("NTKAwareRoPE", "(head_dim, max_seq_len, base=10000, k=1, dynamic=False, dtype=torch.float32, device=None)"),

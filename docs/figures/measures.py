@@ -40,6 +40,11 @@ def measures_agreement() -> str:
     return _agreement("measures")
 
 
+@figure
+def gain_agreement() -> str:
+    return _agreement("gain")
+
+
 def _agreement(benchmark: str) -> str:
     """Kendall's tau of each pair of measures, by model and length."""
     line = last_line(benchmark)
@@ -56,6 +61,11 @@ def _agreement(benchmark: str) -> str:
 @figure
 def measures_ranking() -> str:
     return _ranking("measures")
+
+
+@figure
+def gain_ranking() -> str:
+    return _ranking("gain")
 
 
 def _ranking(benchmark: str) -> str:

@@ -136,6 +136,8 @@ def _retrieval(model: str) -> str:
     rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
     head = [f"{NAMES[model]}: answered exactly at", *length_heads(lengths, line["context_length"])]
     kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
+    if any((name, 1, n) in cells and (name, counts[-1], n) not in cells for name, _, n in cells):
+        kinds += "; a single number is of one key"
     options = "" if model == "reference" else f" --model build/bench/{model}"
     questions = f"{next(iter(cells.values()))['trials']} questions a cell"
     return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from docs.figures.registry import FIGURES, ROOT, Row, anchor, figure, markdown_table, names_in_lines, read_result
 from rope_ext_hf.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.errors import RopeExtError, ServingError
+from rope_ext_hf.reading.cache_memory import cached_bytes
 from rope_ext_hf.serving.target import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
@@ -451,6 +452,40 @@ def vllm_drafts() -> str:
         f"Measured by `{result['command']}` with {versions}.*"
     )
     return markdown_table(["model and draft", *(f"settings in `{way}`" for way in ways)], table, note)
+
+
+@figure
+def vllm_memory() -> str:
+    """Inputs that a real vLLM has room for, by its own report and as computed here, and its processes compared."""
+    from transformers import AutoConfig
+
+    result = read_result("vllm_memory")
+    table = []
+    for row in result["rows"]:
+        settings = dict(result["models"][row["model"]])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        width = 1 if row["keys"] == "fp8" else 4
+        ahead = result["step"] + result["block"]  # a window does not begin where a block does
+        size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
+        reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
+        same = f"{row['difference']:.0e}" if "difference" in row else "–"
+        keys = "float8" if row["keys"] == "fp8" else "float32"
+        table.append((row["model"], str(row["gpus"]), keys, reported, f"{result['bytes'] / size:.2f}", same))
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
+        "each process, CPU, small models; and the largest difference in nats of 899 log-probabilities (float32) of "
+        f"two processes and one. Measured by `{result['command']}` with {versions}.*"
+    )
+    head = [
+        "model",
+        "processes",
+        "keys and values",
+        "fit, by vLLM",
+        "fit, as computed here",
+        "two processes against one",
+    ]
+    return markdown_table(head, table, note)
 
 
 @figure

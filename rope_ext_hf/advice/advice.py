@@ -10,6 +10,7 @@ from rope_ext_hf.advice.reported import Reported
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
+from rope_ext_hf.serving.gpu_memory import GPUMemory
 from rope_ext_hf.terminal import Rows, ShownAsTables, line_width, text_table, wrapped
 
 _SERVE = "serve with "
@@ -87,6 +88,7 @@ class Advice(ShownAsTables):
         commands: the commands to run next, by their goal.
         notes: further remarks.
         reported: what papers report of the methods that helped, on models of this type, or of any where there is none.
+        on_gpus: what fits on the GPUs of a server, at the target length; None: they are not stated.
     """
 
     model: str
@@ -104,6 +106,7 @@ class Advice(ShownAsTables):
     commands: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     reported: tuple[Reported, ...] = ()
+    on_gpus: GPUMemory | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -150,6 +153,8 @@ class Advice(ShownAsTables):
             lines += ["", "by others, and not measured here"]
             lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
         lines += ["", text_table(_memory_rows(self.memory)), wrapped(_MEMORY)]
+        if self.on_gpus is not None:
+            lines += ["", *(wrapped(sentence) for sentence in self.on_gpus.sentences)]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
                 lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]

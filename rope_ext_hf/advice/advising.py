@@ -16,7 +16,7 @@ from torch import nn
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.advice.reported import Reported, reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
-from rope_ext_hf.engines.base import ServingConfig, list_engines, reference_engine, usual_server
+from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
 from rope_ext_hf.hub import empty_model, foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
@@ -32,6 +32,8 @@ from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
+from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
+from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_target, open_model
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
@@ -53,6 +55,7 @@ def advise(
     context_length: Length | None = None,
     batches: Sequence[int] = (1, 8),
     reads_to: int | None = None,
+    server: GPUServer | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Advice:
@@ -65,6 +68,7 @@ def advise(
         batches: the numbers of inputs at a time that memory is computed for.
         reads_to: tokens that the model was found to read as it is (`rope_ext_hf.eval.need`), where those are more than
             it is for.
+        server: the GPUs of a server, for what fits there and for its options.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -90,6 +94,7 @@ def advise(
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
     if reads_to is not None and reads_to > reached:
         reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
+    on_gpus = None if server is None or not server.gpus else gpu_memory(opened.whole(), target_length, server)
     run = _Planner(opened, name, rotary, target_length, {"over": over, "context_length": context_length})
     needed = target_length > reached
     methods = run.methods() if needed else []
@@ -116,9 +121,10 @@ def advise(
         choices=choices,
         served=served,
         memory=_cache_memory(opened.config, lengths, list(batches)),
-        commands=run.commands(served, configs, choices, reached),
+        commands=run.commands(served, configs, choices, reached, server, on_gpus),
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
         reported=_reported(methods, opened.config.model_type),
+        on_gpus=on_gpus,
     )
 
 
@@ -315,6 +321,8 @@ class _Planner:
         configs: Mapping[str, ServingConfig],
         choices: Mapping[str, Sequence[str]],
         reached: int,
+        server: GPUServer | None,
+        on_gpus: GPUMemory | None,
     ) -> dict[str, tuple[str, ...]]:
         """The commands to run next, by their goal."""
         model, target = self.name, self.target_length
@@ -351,7 +359,12 @@ class _Planner:
             programs.add(program)
             length = target if name not in ("", Default.name) else None
             asked = {"method": name or None, "target_length": length, **self.options}
-            result[f"serve with {engine}"] = tuple(_serve(model, asked, engine, configs[engine]))
+            config, known = configs[engine], find_engine(engine)
+            if server is not None and on_gpus is not None and known.on_gpus:
+                options = known.options_on(on_gpus.options)
+                config = replace(config, command=(*config.command, *options) if on_gpus.kv_bits else ())
+                asked |= server.options
+            result[f"serve with {engine}"] = tuple(_serve(model, asked, engine, config))
         return result
 
 

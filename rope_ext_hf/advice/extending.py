@@ -31,6 +31,7 @@ from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import needs_nothing, open_model
 
 _UNIT = "bits per byte"
@@ -186,7 +187,7 @@ def plan_extension(
 
     Raises:
         MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
-        ServingError: an engine that serves no fitting method.
+        ServingError: an engine that serves no fitting method, or a length that does not fit on its GPUs.
         CheckpointError: no such model.
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
@@ -203,15 +204,21 @@ def plan_extension(
         target_length,
         over=over,
         context_length=context_length,
+        server=asked,
         revision=revision,
         trust_remote_code=trust_remote_code,
     )
     chosen = _choose(advice, engine)
+    if advice.on_gpus is not None:
+        find_engine(engine).options_on(advice.on_gpus.options)
+        if advice.on_gpus.kv_bits is None:
+            raise ServingError(str(advice.on_gpus))
     reason = f"{chosen.method} is the first candidate for serving at {advice.factor:.3g} times the context length"
     if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
+    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
     loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
@@ -222,7 +229,7 @@ def plan_extension(
     steps = {
         "ppl": command_words("ppl", model, **choice.options, **loading, **question.options, **(reading or {})),
         "patch": command_words("patch", model, **choice.options, **loading, out=folder),
-        "serve-config": command_words("serve-config", folder, engine=engine),
+        "serve-config": command_words("serve-config", folder, engine=engine, **server.options),
     }
     if not asked.measure:
         del steps["ppl"]

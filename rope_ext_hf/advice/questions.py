@@ -8,11 +8,12 @@ from typing import Any
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.engines.base import list_engines, usual_server
-from rope_ext_hf.questions import Question, anything, asked
+from rope_ext_hf.questions import anything, asked
+from rope_ext_hf.serving.questions import GPUServer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extending(Question):
+class Extending(GPUServer):
     """From a model to a folder that an engine serves."""
 
     command = "extend"

@@ -97,6 +97,7 @@ class ReaderOptions(_ProcessOptions):
         "vllm: losses from vLLM in place of transformers, once both agree on the first span of each length.",
         metavar="NAME",
     )
+    gpus: int | None = asked(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
     parallel: str | None = asked(
         None,
         "context: all processes read every span together, each a part of it. Default: spans are dealt out.",
@@ -111,6 +112,8 @@ class ReaderOptions(_ProcessOptions):
         from rope_ext_hf.servers.vllm_scorer import scored_by_engine
 
         left_out = None
+        if self.gpus is not None and self.engine is None:
+            raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
         if self.parallel is not None:
             if self.parallel != "context" or self.engine is not None or load.device_map is not None:
                 raise MethodError(
@@ -124,7 +127,8 @@ class ReaderOptions(_ProcessOptions):
                     "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
                 )
             alone = workers.count == 1 and load.device_map is None
-            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, **load.version)
+            gpus = self.gpus or 1
+            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
         if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
         return plan, workers
@@ -393,7 +397,7 @@ def _preflight(
     work = repeats * _work(empty, plan.measurement, passes) / workers.count
     seconds = work / measure_flops(device, dtype)
     if given.dry_run:
-        named = [label(method and method.to_dict()) for method in plan.methods] or ["as loaded"]
+        named = [label(method.to_dict() if method else None) for method in plan.methods] or ["as loaded"]
         lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
         at = ", ".join(f"{length:,}" for length in lengths)
         return Forecast(

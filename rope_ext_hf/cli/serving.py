@@ -30,6 +30,7 @@ from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.questions import command_line
+from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def extend(
             print_text(f"\n$ {command_line('card', plan.out, *(run.folder for run in runs))}")
             print_text(f"  written to        {write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)}")
         run_file(question, model, load, out=plan.out).write(Path(plan.out))
-        serving = serving_config(plan.out, plan.engine)
+        serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:
         measured = verdict.to_dict() if verdict else None
@@ -132,6 +133,7 @@ def _print_extension(
 def advise(
     model: Model,
     source: SourceOptions,
+    server: GPUServer,
     target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
     batch: Annotated[
         str, typer.Option(metavar="NUMBERS", help="Inputs at a time that memory is computed for, e.g. 1,8.")
@@ -167,6 +169,7 @@ def advise(
         context_length=stated,
         batches=[int(number) for number in batches],
         reads_to=None if need is None else reach_in(need, model, revision=source.revision),
+        server=server,
         **source.version,
     )
     print_text(json_text(advice.to_dict()) if as_json else str(advice))
@@ -176,6 +179,7 @@ def serve_config(
     model: Model,
     methods: PatchChoice,
     source: SourceOptions,
+    server: GPUServer,
     engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
     engine_version: _Version = None,
     plugin: Annotated[
@@ -190,7 +194,7 @@ def serve_config(
     Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
     """
     methods.check_single()
-    config = _configure(model, methods, source, engine, engine_version, plugin=plugin)
+    config = _configure(model, methods, source, engine, engine_version, plugin=plugin, server=server)
     print_text(json_text(config.to_dict()) if as_json else str(config))
 
 
@@ -203,7 +207,10 @@ def check_server(
     ] = None,
     lengths: Annotated[
         str | None,
-        typer.Option(metavar="LENGTHS", help="Of prompts. Default: half the context length, to the extended length."),
+        typer.Option(
+            metavar="LENGTHS",
+            help="Of prompts. Default: half the context length, to the extended length or ten minutes each.",
+        ),
     ] = None,
     data: Annotated[str, typer.Option(metavar="TEXT", help="What prompts are cut from, as for ppl.")] = "stdlib",
     served_name: Annotated[
@@ -312,8 +319,7 @@ def _configure(
     source: SourceOptions,
     engine: str,
     version: str | None,
-    *,
-    plugin: bool = False,
+    **how: Any,
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
@@ -322,7 +328,7 @@ def _configure(
         model,
         engine,
         engine_version=version,
-        plugin=plugin,
+        **how,
         **source.version,
         **methods.arguments_of_patch,
     )

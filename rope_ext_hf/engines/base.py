@@ -249,6 +249,8 @@ class Engine(ABC):
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
     remaps: ClassVar[bool] = False
     """Whether the engine runs remapping methods."""
+    on_gpus: ClassVar[str] = ""
+    """The options for the GPUs of a server, to be filled with those of `GPUMemory`; empty: not known."""
     file_suffix: ClassVar[str] = ".json"
     """Suffix of the file that the engine reads."""
     table: ClassVar[Mapping[str, Any]] = engine_table("")
@@ -292,6 +294,20 @@ class Engine(ABC):
         """The result of `config_for`, from the fields that engines fill in differently (`how`)."""
         how["notes"] = (*how.get("notes", ()), *self.caveat(target.model_type))
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
+
+    def options_on(self, given: Mapping[str, Any]) -> tuple[str, ...]:
+        """The options for the GPUs of a server.
+
+        Args:
+            given: as `GPUMemory.options` has them.
+
+        Raises:
+            ServingError: they are not known for this engine.
+        """
+        if not self.on_gpus:
+            having = " and ".join(name for name, engine in _ENGINES.items() if engine.on_gpus)
+            raise ServingError(f"options for GPUs are known for {having}, not for {self.name}; leave out --gpus")
+        return tuple(self.on_gpus.format(**given).split())
 
     def checked(self, model_type: str) -> str:
         """How the rules for a family were checked: "run", "classes" (the engine's own, computed apart) or "read"."""

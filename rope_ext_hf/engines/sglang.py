@@ -45,6 +45,7 @@ class SGLang(OverridingEngine):
         "--json-model-override-args and --context-length go to the draft as well (from_server_args of "
         "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."
     )
+    on_gpus = "--tp-size {gpus} --kv-cache-dtype {keys} --max-running-requests {inputs} --mem-fraction-static {static}"
     version = "0.5.23"
     table = engine_table("sglang")
 

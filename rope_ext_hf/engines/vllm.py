@@ -79,6 +79,9 @@ class VLLM(OverridingEngine):
         "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
         "folder of its own."
     )
+    on_gpus = (
+        "--tensor-parallel-size {gpus} --kv-cache-dtype {keys} --max-num-seqs {inputs} --gpu-memory-utilization {share}"
+    )
     usual_server = True
     version = "0.33.0"
     table = engine_table("vllm")

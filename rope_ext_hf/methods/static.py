@@ -351,7 +351,8 @@ class MrRoPE(BandedMethod):
     """
 
     guidance = Guidance(
-        purposes=(SERVING,), when="what its paper reports is to be tried; measured here, it reads as yarn does"
+        purposes=(SERVING,),
+        when="what its paper reports is to be tried; measured here, its loss is yarn's, and it answers fewer questions",
     )
     begins_search = True
     choices: ClassVar = {"radix": ("progressive", "uniform")}

@@ -39,6 +39,7 @@ class _LayerMemory(NamedTuple):
         state: numbers whatever the tokens.
         heads: query heads.
         head_dim: of queries.
+        shards: GPUs that can have a part of the keys and values each; on more of them, parts are kept twice.
     """
 
     per_token: int
@@ -46,10 +47,11 @@ class _LayerMemory(NamedTuple):
     state: int
     heads: int
     head_dim: int
+    shards: int
 
 
-def cached_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
-    """Bytes of the cache of one input.
+def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0) -> int:
+    """Bytes of the cache of one input, on one of several GPUs that share the heads (tensor parallelism).
 
     Layers with a sliding window keep that many tokens; latent attention keeps what it makes keys and values from;
     layers that share the keys and values of an earlier one keep none; linear attention and Mamba keep a state.
@@ -58,9 +60,12 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2) -> int:
         config: a text config.
         tokens: tokens of the input.
         width: bytes of a number of keys and values.
+        gpus: that the model is dealt out to.
+        ahead: tokens of a step, which layers with a sliding window keep beside the window while it is computed.
     """
     return sum(
-        layer.per_token * min(tokens, layer.window or tokens) * width + layer.state * _STATE_WIDTH
+        layer.per_token * min(tokens, (layer.window or tokens) + ahead) * width // min(gpus, layer.shards)
+        + layer.state * _STATE_WIDTH // gpus
         for layer in cached_layers(config)
     )
 
@@ -83,13 +88,15 @@ def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterato
         keyless = kind in _WITHOUT_KEYS
         state = _state(config) if keyless or kind.startswith("hybrid") else 0
         if getattr(config, "kv_lora_rank", None):  # what latent attention makes keys and values from
-            per_token = int(config.kv_lora_rank + config.qk_rope_head_dim)
+            per_token, key_heads = int(config.kv_lora_rank + config.qk_rope_head_dim), 1
+            per_token += int(getattr(config, "index_head_dim", None) or 0)  # keys of a sparse attention's indexer
         else:
             key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             if kind in SLIDING:
                 key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
-        yield _LayerMemory(0 if keyless else per_token, window if kind in SLIDING else None, state, heads, head_dim)
+        kept = window if kind in SLIDING else None
+        yield _LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads)
 
 
 def _state(config: Any) -> int:

@@ -36,7 +36,7 @@ from rope_ext_hf.patches.slots import Slot, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.preflight import budgets, widest_activation
-from rope_ext_hf.reading.span_cache import SpanCache
+from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,6 +95,9 @@ class TokenScorer:
         longest: tokens of the longest span to come, for which the cache is allocated at once; pinned memory that was
             allocated for shorter ones would not be given back.
 
+    Attributes:
+        stored: what keys and values become in the cache, e.g. rounded; None: they are kept as they are.
+
     Raises:
         CheckpointError: a model whose weights are in a pairing that its class does not run.
         MethodError: chunk, head_bytes or longest is no positive whole number.
@@ -128,6 +131,7 @@ class TokenScorer:
         self.finish = True
         self.windows: dict[int, int] = {}
         self.cache: SpanCache | None = None
+        self.stored: Callable[[Tensor], Tensor] | None = None
         self.prefix: tuple[int, list[dict[str, Any]]] | None = None  # tokens that prompts share, the cache after them
         # As loaded, a method that follows the input is run right by transformers in one forward only.
         self.follows_the_input = any(
@@ -253,6 +257,24 @@ class TokenScorer:
             yield token
             ids = torch.cat([ids, likeliest[None].to(ids)])
 
+    @torch.inference_mode()
+    def last_logits(self, ids: Tensor, count: int) -> Tensor:
+        """Logits after each of the last `count` tokens of one span, (count, vocabulary) float32.
+
+        Args:
+            ids: (N,) int64; length-dependent methods are held at N.
+            count: at most N.
+        """
+        ids = ids.to(self._device)
+
+        def read() -> Tensor:
+            cache = self._empty_cache(len(ids))
+            self._read(ids[:-count], cache)
+            return self._head.logits(torch.cat([x for _, x in self._hidden(ids[-count:], cache, len(ids) - count)]))
+
+        with self._timed(len(ids)), _length(self.model, len(ids)):
+            return self._fitting(read) if self.chunked else self._last_logits(ids, count, after=True)
+
     def take_cost(self) -> Cost:
         """The cost since the last call, which is set back to nothing."""
         cost, self.cost = self.cost, Cost()
@@ -270,13 +292,18 @@ class TokenScorer:
 
     # --- whole
 
-    def _last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Logits for each of the last `count` tokens of one span, (count, vocabulary) float32."""
+    def _last_logits(self, ids: Tensor, count: int, *, after: bool = False) -> Tensor:
+        """Logits for each of the last `count` tokens of one span, or after each, (count, vocabulary) float32."""
         accepted = inspect.signature(self.model.forward).parameters
         wanted = any(name == "logits_to_keep" or each.kind is each.VAR_KEYWORD for name, each in accepted.items())
-        # One more than asked for: logits predict the next token, so that those of the last token are of no use.
-        few = {"logits_to_keep": count + 1} if wanted else {}  # classes that do not know it give those of all tokens
-        logits: Tensor = self.model(ids[None], use_cache=False, **few).logits[0, -count - 1 : -1].float()
+        # One more than asked for: logits predict the next token, so that those of the last one are of no use here.
+        kept = count if after else count + 1
+        given: dict[str, Any] = {"logits_to_keep": kept} if wanted else {}  # else those of all tokens come
+        given["use_cache"] = self.stored is not None
+        if self.stored is not None:
+            given["past_key_values"] = cache = StoringCache(config=self.decoder.config)
+            cache.stored = self.stored
+        logits: Tensor = self.model(ids[None], **given).logits[0, -kept:][:count].float()
         return logits
 
     # --- in chunks
@@ -363,6 +390,7 @@ class TokenScorer:
             capacity = max(tokens, self.longest)
             self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache, windows=self.windows)
         self.cache.restore(self.cache.empty)
+        self.cache.stored = self.stored
         return self.cache
 
     @property

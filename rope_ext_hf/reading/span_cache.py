@@ -7,7 +7,7 @@ cache.restore(state)                 # goes back to them, as often as wanted
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache as remembered
 from typing import Any
 
@@ -85,7 +85,18 @@ def _preallocated(stock: type) -> Any:
     return type(f"Preallocated{stock.__name__}", (_Preallocated, stock), {})
 
 
-class SpanCache(DynamicCache):  # type: ignore[misc]
+class StoringCache(DynamicCache):  # type: ignore[misc]
+    """A cache whose keys and values go through `stored` before they are kept, e.g. to be rounded; None: they do not."""
+
+    stored: Callable[[Tensor], Tensor] | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if self.stored is not None:
+            key_states, value_states = self.stored(key_states), self.stored(value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
     Args:

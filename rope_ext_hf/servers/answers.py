@@ -43,6 +43,7 @@ class Collected:
         text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none.
         noise: in nats, how much answers differ when each prompt is asked about again.
         fingerprint: of the model that is to be served; None: not known.
+        left_out: the longest length that was left out as too costly to compute here; None: none was.
         more: asks about so many further prompts as short as the shortest.
     """
 
@@ -54,6 +55,7 @@ class Collected:
     tokens: list[list[int]] | None = None
     noise: list[float] = field(default_factory=list)
     fingerprint: dict[str, Any] | None = None
+    left_out: int | None = None
     more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False)
 
     def write(self, path: Path) -> None:
@@ -64,9 +66,17 @@ class Collected:
 
 
 def collect(
-    client: Client, model: str | Path | None, lengths: Sequence[Length] | None, data: str, source: Mapping[str, Any]
+    client: Client,
+    model: str | Path | None,
+    lengths: Sequence[Length] | None,
+    data: str,
+    source: Mapping[str, Any],
+    affordable: Callable[[int], bool] = lambda length: True,
 ) -> Collected:
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
+
+    Args:
+        affordable: whether a prompt of so many tokens is asked about where no lengths are given, beside the shortest.
 
     Raises:
         ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
@@ -90,7 +100,9 @@ def collect(
         longest, first = described.extended_length or described.context_length, max(16, described.context_length // 2)
     last = longest - 1  # a server takes a prompt with the token that it generates
     doubled = [first << n for n in range(max(0, last).bit_length()) if first << n < last]
-    wanted = sorted(set(lengths or (*doubled, last)))
+    first, *longer = sorted(set(lengths or (*doubled, last)))
+    wanted = [first, *(length for length in longer if lengths or affordable(length))]
+    made.left_out = longer[-1] if longer and longer[-1] > wanted[-1] else None
     ids = _text_ids(cut, data, wanted[-1])
     for length in wanted:
         try:

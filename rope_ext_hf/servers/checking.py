@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.errors import MethodError, ServingError
-from rope_ext_hf.hub import load_model, load_tokenizer
+from rope_ext_hf.errors import MethodError, ServingError, duration
+from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.reading.preflight import check_memory, estimate_flops, measure_flops
+from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.servers.answers import (
     Collected,
     Prompt,
@@ -49,7 +52,12 @@ _MARGIN = 3.0
 _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 _BLOCK = 32  # weights with one scale
 _STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
-_MOST_MORE = 64  # prompts of a strict check, beside the usual ones
+_MOST_MORE = 128  # prompts of a strict check, beside the usual ones
+_SECONDS = 600.0
+"""That a prompt may take to compute here, by default."""
+_READINGS, _COMPARED = 8, 128
+"""Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
+reads: about."""
 _KEYS = "{}-bit keys and values"
 
 _Context = Callable[[], AbstractContextManager[Any]]
@@ -77,6 +85,7 @@ class ServerReport(ShownAsTables):
         told: by dtype, the smallest errors in percent that these answers show: of the softmax scale, and noise in the
             attention output of one layer.
         strict: whether an error of 1% of the softmax scale had to show.
+        left_out: the longest length that was left out as too costly to compute here; None: none was.
     """
 
     url: str
@@ -94,6 +103,7 @@ class ServerReport(ShownAsTables):
     tokens: str | None = None
     told: dict[str, tuple[float, float]] = field(default_factory=dict)
     strict: bool = False
+    left_out: int | None = None
 
     @property
     def agrees(self) -> bool:
@@ -134,6 +144,11 @@ class ServerReport(ShownAsTables):
             sentences.append(f"these answers do not tell that from the model {', '.join(self.alike)}")
         if self.refused is not None:
             sentences.append(f"it does not answer a longer prompt: {self.refused}")
+        if self.left_out is not None:
+            sentences.append(
+                f"prompts of up to {self.left_out:,} tokens were left out: they would take more than "
+                f"{duration(_SECONDS)} to compute here, each; --lengths asks for them"
+            )
         if self.tokens is not None:
             sentences.append(f"its tokenizer is not the one here: {self.tokens}")
         for name, (scale, noise) in self.told.items():
@@ -182,7 +197,8 @@ def check_server(
         url: the server's address, e.g. http://localhost:8000: vLLM, SGLang, llama.cpp, or a program with OpenAI's
             completions that gives the log-probabilities of a prompt. An API key is taken from ROPE_EXT_API_KEY.
         model: the folder or Hub id that it serves, patched or not; its weights are loaded here.
-        lengths: of prompts in tokens; default: half the context length, and doubled up to the extended length.
+        lengths: of prompts in tokens; default: half the context length, and doubled up to the extended length, without
+            those, but the first, that would take more than ten minutes each to compute here.
         data: the text that prompts are cut from, as `rope_ext_hf.eval.perplexity` takes it.
         served_name: the name of the model on the server; default: the first that it lists.
         dtype, device: of the model here.
@@ -206,32 +222,39 @@ def check_server(
     if kv_bits not in (4, 8, 16):
         raise MethodError(f"kv_bits must be 4, 8 or 16, got {kv_bits}")
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    opened, place, kind = open_model(model, **source), find_device(device), find_dtype(dtype)
+    empty, kind = opened.whole(), torch.float32 if isinstance(kind, str) else kind
     if from_file is not None:
         collected = read_answers(Path(from_file))
     else:
-        collected = collect(connect(url, served_name, seconds), model, lengths, data, source)
+        client, most = connect(url, served_name, seconds), _SECONDS * measure_flops(place, kind)
+        collected = collect(
+            client, model, lengths, data, source, lambda n: estimate_flops(empty, _READINGS * [n], _COMPARED) <= most
+        )
+    check_memory(empty, max(len(ids) for ids, _ in collected.prompts), kind, place)
     tokenizer, tokens = load_tokenizer(model, **source), None
     if collected.tokens is not None:
         ours = [tokenizer(collected.text, add_special_tokens=special)["input_ids"] for special in (False, True)]
         tokens = differing_tokens(collected.tokens, ours, "there", "here")
-    as_loaded = open_model(model, **source).described.rotary
+    as_loaded = opened.described.rotary
 
     def compare(make: Callable[[Any], dict[str, _Context]]) -> ServerReport:
         loaded = load_model(model, dtype=dtype, device=device, **source)
         return _compare(url, collected, loaded, make(loaded), weight_bits, kv_bits, progress)
 
     report = compare(lambda loaded: configurations(loaded, as_loaded))
-    if report.precision is None:
+    coarse = weight_bits < 8 and report.closest == AS_MEASURED  # rounding that is as large as a mistake
+    if report.precision is None or coarse:
         rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
-    elif report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
+    if report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
         widest = max(scale for scale, _ in report.told.values())
-        needed = math.ceil(4 * (widest / _STRICT) ** 2)  # prompts: chance falls with the root of their number
+        needed = math.ceil(8 * (widest / _STRICT) ** 2)  # prompts: chance falls with their root, and bias stays
         collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
         again = compare(lambda loaded: {AS_MEASURED: nullcontext})
         report = replace(again, alike=report.alike, differences=report.differences | again.differences)
-    return replace(report, tokens=tokens, strict=strict)
+    return replace(report, tokens=tokens, strict=strict, left_out=collected.left_out)
 
 
 def _compare(
@@ -252,12 +275,13 @@ def _compare(
     groups = [list(group) for _, group in groupby(prompts, key=lambda prompt: len(prompt.ids))]
     theirs = [torch.tensor([a.logprob for p in group for a in p.answers], dtype=torch.float64) for group in groups]
     ours: dict[str, list[Tensor]] = {name: [] for name in made}
+    scorer = TokenScorer(model, longest=max(len(ids) for ids, _ in prompts))
     left, done, total = list(made), 0, sum(len(prompt.ids) for prompt in prompts)
     progress(done, total)
     for group in groups:  # the shortest first: what it excludes is not computed for the longer ones
         for name in left:
-            with made[name]():
-                ours[name].append(_logprobs(model, group))
+            with made[name]() as before:
+                ours[name].append(_logprobs(scorer, before, group))
         closest = min(left, key=lambda name: math.hypot(*_distances(theirs, ours[name])))
         left = [name for name in left if name == AS_MEASURED or not _excluded(theirs, ours[name], ours[closest])]
         progress(done := done + sum(len(prompt.ids) for prompt in group), total)
@@ -277,13 +301,15 @@ def _compare(
         differences={name: _distances(theirs, values) for name, values in ours.items()},
         explained={},
     )
-    with made[closest]():  # a model beyond its length is more sensitive to rounding than one that is extended
-        return _explained(report, model, groups, theirs, ours[closest], weight_bits, kv_bits)
+    with made[closest]() as before:  # a model beyond its length is more sensitive to rounding than an extended one
+        read = partial(_logprobs, scorer, before)
+        return _explained(report, scorer, read, groups, theirs, ours[closest], weight_bits, kv_bits)
 
 
 def _explained(
     report: ServerReport,
-    model: Any,
+    scorer: TokenScorer,
+    read: Callable[[Sequence[Prompt]], Tensor],
     groups: Sequence[Sequence[Prompt]],
     theirs: Sequence[Tensor],
     exact: Sequence[Tensor],
@@ -293,12 +319,18 @@ def _explained(
     """The report with the dtype whose rounding explains what is left, and with what slight errors would show."""
 
     def changed(bits: int | None = None) -> list[Tensor]:
-        return [_logprobs(model, group, bits) - values for group, values in zip(groups, exact, strict=True)]
+        scorer.cache = None  # the model may have another dtype than before
+        scorer.stored = None if bits is None else partial(_in_bits, bits=bits)
+        try:
+            return [read(group) - values for group, values in zip(groups, exact, strict=True)]
+        finally:
+            scorer.stored = None
 
+    model: Any = scorer.model
     effects = []  # of 1% on the shortest prompts
     for error in ({"scale": 0.01}, {"noise": 0.01}):
         with slightly_wrong(model, **error) as can:
-            effects += [_logprobs(model, groups[0]) - exact[0]] if can else []
+            effects += [read(groups[0]) - exact[0]] if can else []
     effects = effects if all(each.any() for each in effects) else []  # of a family that scales elsewhere
     places = torch.tensor([(at, each.position) for at, prompt in enumerate(groups[0]) for each in prompt.answers])
     rows = torch.unique(places, dim=0, return_inverse=True)[1]
@@ -333,19 +365,16 @@ def _explained(
     return replace(report, runs=runs, precision=fitting[True][0], told=told)
 
 
-@torch.no_grad()
-def _logprobs(model: Any, group: Sequence[Prompt], kv_bits: int | None = None) -> Tensor:
+def _logprobs(scorer: TokenScorer, before: Any, group: Sequence[Prompt]) -> Tensor:
     """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64.
 
     Args:
-        kv_bits: of the keys and values that attention reads; None: as they are.
+        before: a list of tokens that are read before each prompt; anything else: none.
     """
-    parts = []
+    parts, begun = [], before if isinstance(before, list) else []
     for ids, answers in group:
         first = min(answer.position for answer in answers)
-        given = torch.tensor([ids], device=model.device)
-        cache = {"use_cache": False} if kv_bits is None else {"past_key_values": _rounding_cache(model.config, kv_bits)}
-        scores = model(given, **cache, logits_to_keep=len(ids) - first + 1).logits[0].float().log_softmax(-1)
+        scores = scorer.last_logits(torch.tensor([*begun, *ids]), len(ids) - first + 1).log_softmax(-1)
         rows, tokens = (
             torch.tensor(part) for part in zip(*((a.position - first, a.token) for a in answers), strict=True)
         )
@@ -353,22 +382,12 @@ def _logprobs(model: Any, group: Sequence[Prompt], kv_bits: int | None = None) -
     return torch.cat(parts)
 
 
-def _rounding_cache(config: Any, bits: int) -> Any:
-    """A cache that returns keys and values in few bits: float8 with four bits of exponent, or blocks with a scale."""
-    from transformers import DynamicCache
-
-    def rounded(x: Tensor) -> Tensor:
-        if bits < 8:
-            return _rounded(x.contiguous(), bits, math.gcd(_BLOCK, x.shape[-1])).to(x.dtype)
-        most = torch.finfo(torch.float8_e4m3fn).max
-        return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
-
-    class RoundingCache(DynamicCache):  # type: ignore[misc]
-        def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            keys, values = super().update(*args, **kwargs)
-            return rounded(keys), rounded(values)
-
-    return RoundingCache(config=config)
+def _in_bits(x: Tensor, bits: int) -> Tensor:
+    """Keys or values in few bits: float8 with four bits of exponent, or blocks with a scale."""
+    if bits < 8:
+        return _rounded(x.contiguous(), bits, math.gcd(_BLOCK, x.shape[-1])).to(x.dtype)
+    most = torch.finfo(torch.float8_e4m3fn).max
+    return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def _distances(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[float, ...]:

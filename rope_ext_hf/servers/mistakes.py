@@ -73,7 +73,7 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
 def rarer_configurations(
     model: Any, as_loaded: Rotary, tokenizer: Any
 ) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """More such contexts: under a patch where there is none, and with tokens before each prompt."""
+    """More such contexts: under a patch where there is none; and, as lists, tokens that stand before each prompt."""
     made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
     for factor in () if present_specs(model) else _USUAL_FACTORS:
         for method in _static_methods(as_loaded, factor):
@@ -84,21 +84,7 @@ def rarer_configurations(
         message = [{"role": "user", "content": _CONTENT}]
         text = tokenizer.apply_chat_template(message, tokenize=False) if template is not None else ""
         before["the chat template"] = tokenizer(text.partition(_CONTENT)[0], add_special_tokens=False)["input_ids"]
-    return made | {f"with {name} before the prompt": partial(_begun, model, ids) for name, ids in before.items() if ids}
-
-
-@contextlib.contextmanager
-def _begun(model: Any, ids: list[int]) -> Iterator[None]:
-    """Let a model read tokens before each input."""
-
-    def begin(module: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        return (torch.cat((given[0].new_tensor([ids]), given[0]), dim=1), *given[1:]), named
-
-    hook = model.register_forward_pre_hook(begin, with_kwargs=True)
-    try:
-        yield
-    finally:
-        hook.remove()
+    return made | {f"with {name} before the prompt": partial(nullcontext, ids) for name, ids in before.items() if ids}
 
 
 @contextlib.contextmanager

@@ -60,6 +60,7 @@ def scored_by_engine(
     plan: RunPlan[Any],
     *,
     alone: bool,
+    gpus: int = 1,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
@@ -70,6 +71,7 @@ def scored_by_engine(
         empty: the model on the meta device, as its folder describes it.
         plan: of perplexity.
         alone: whether one process measures, on one device.
+        gpus: that share the model in the engine.
         revision, trust_remote_code: as `serving_config` takes them.
 
     Returns:
@@ -100,7 +102,7 @@ def scored_by_engine(
             if method is not None or len(plan.methods) == 1:
                 raise
             left_out = f"the model as loaded: {error}"
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    source = {"revision": revision, "trust_remote_code": trust_remote_code, "tensor_parallel_size": gpus}
     scorer = partial(_VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
     reader = {"engine": f"{engine} {vllm.__version__}"}
     return replace(plan, methods=tuple(configs), scorer=scorer, reader=reader), left_out
@@ -165,7 +167,7 @@ class _VLLMScorer:
         offload_cache, longest: as `TokenScorer` takes them.
         measurement: whose first span of each length is compared.
         configs: how the engine is started, by method; None: the model as loaded.
-        source: further arguments of the engine that say which model it reads.
+        source: further arguments of the engine, that say which model it reads and on how many GPUs.
 
     Raises:
         MethodError: keys and values are to wait in main memory.

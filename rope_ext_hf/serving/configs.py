@@ -13,16 +13,21 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.bounds import Length
+from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.errors import ServingError, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.questions import command_line
+from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
+from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import make_targets, open_model
 
+_LARGE_CACHE = 16 * 10**9
+"""Bytes of keys and values of one input from which a note gives them."""
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
 
@@ -39,6 +44,7 @@ def serving_config(
     context_length: Length | None = None,
     engine_version: str | None = None,
     plugin: bool = False,
+    server: GPUServer | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     **params: Any,
@@ -55,11 +61,12 @@ def serving_config(
             model carries, else the model as published.
         engine_version: the version that will run it.
         plugin: for an engine that loads a plug-in of this package: any frequencies, by one rope type.
+        server: the GPUs that options are computed for. Without a method a length that does not fit is shortened.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        ServingError: the engine cannot compute the same; the message gives the reason.
+        ServingError: the engine cannot compute the same, or the length does not fit; the message gives the reason.
         MethodError: an unknown engine or method, or impossible parameters.
         CheckpointError: no such model.
     """
@@ -72,7 +79,7 @@ def serving_config(
         factor=factor,
         target_length=target_length,
         over=over,
-        context_length=context_length,
+        context_length=parse_length(context_length),
         remaps=chosen.remaps,
         **params,
     )
@@ -82,7 +89,14 @@ def serving_config(
             "every input those of long ones, or changes them for keys that are cached already.",
         )
     configs = []
-    for target in targets:
+    for each in targets:
+        target, options, remarks = each, tuple[str, ...](), notes
+        if server is not None and server.gpus:
+            target, memory = _fitting(each, opened.whole(), server, shorten=method is None)
+            options, remarks = chosen.options_on(memory.options), (*notes, *memory.sentences)
+        elif chosen.on_gpus and (size := cached_bytes(opened.config, each.length)) > _LARGE_CACHE:
+            cost = f"An input of {each.length:,} tokens takes {size_text(size)} of keys and values in 16 bits"
+            remarks = (*notes, f"{cost}, beside the weights: --gpus and --gpu-memory say what fits.")
         config = chosen.config_for(target)
         if (as_saved := _as_saved(target)) is None:
             if opened.specs and config.overrides is None and opened.name in config.command:
@@ -96,8 +110,9 @@ def serving_config(
         if config.overrides and isinstance(method, str) and not isinstance(model, nn.Module) and len(targets) == 1:
             asked = {"method": method, "factor": factor, "target_length": target_length, **params, "revision": revision}
             asked |= {"over": over if over != "own" else None, "context_length": context_length}
-            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked))
-        configs.append(replace(config, notes=(*config.notes, *target.notes, *notes)))
+            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked, options))
+        command = (*config.command, *options)
+        configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
     if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {chosen.drafts}",) if chosen.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
@@ -105,8 +120,27 @@ def serving_config(
     return replace(longest, shorter=tuple(shorter))
 
 
-def _by_folder(engine: Engine, target: Target, model: str, asked: dict[str, Any]) -> tuple[str, ...]:
-    """The commands that write a patched folder and serve it, where the engine needs no overrides for that."""
+def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) -> tuple[Target, GPUMemory]:
+    """The target, of the longest length that fits where it may be shortened, and the memory that it takes.
+
+    Raises:
+        ServingError: its length does not fit.
+    """
+    kv_bits = (16, 8) if target.remapping is None else (16,)  # all that the attention of the plug-in reads
+    memory = gpu_memory(model, target.length, server, kv_bits=kv_bits)
+    if memory.kv_bits is not None:
+        return target, memory
+    if not shorten or not memory.longest[16]:
+        raise ServingError(str(memory))
+    note = f"{memory.sentences[-1]} The server is started for {memory.longest[16]:,} tokens."
+    target = replace(target, length=memory.longest[16], notes=(*target.notes, note))
+    return target, gpu_memory(model, target.length, server, kv_bits=kv_bits)
+
+
+def _by_folder(
+    engine: Engine, target: Target, model: str, asked: dict[str, Any], options: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The commands that write a patched folder and serve it with options, where the engine needs no overrides."""
     folder, stated = f"{Path(model).name}-{target.length}", json.loads(json.dumps(target.patched))
     try:
         config = engine.config_for(replace(target, model=folder, config=stated, patched=stated))
@@ -114,7 +148,7 @@ def _by_folder(engine: Engine, target: Target, model: str, asked: dict[str, Any]
         return ()
     if config.overrides is not None or not config.command:
         return ()
-    return command_line("patch", model, **asked, out=folder), shlex.join(config.command)
+    return command_line("patch", model, **asked, out=folder), shlex.join((*config.command, *options))
 
 
 def _as_saved(target: Target) -> Target | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
-from rope_ext_hf.hub import foreign_errors, model_folder, model_source, read_config
+from rope_ext_hf.hub import empty_model, foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -49,10 +51,12 @@ class Model:
         layers: the layers of that config.
         layer_types: the layer types that a method applies to; [None]: all layers.
         described: the rotary embedding of those layers.
+        whole: makes the whole model, on the meta device if it is not in memory.
     """
 
     def __init__(self, name: str, config: Any, *, composite: bool, specs: list[PatchSpec]) -> None:
         self.name, self.config, self.composite, self.specs = name, config, composite, specs
+        self.whole: Callable[[], Any] = lambda: empty_model(config)
         self.layers = AttentionLayers(config)
         self.described, self.layer_types = rope_of_config(self.layers)
 
@@ -74,13 +78,17 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         specs = list(present_specs(model)) or recorded_specs(config)
         config = before_patches(config)
         composite = getattr(top, "text_config", None) is not None
-        return Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
+        opened = Model(getattr(top, "_name_or_path", "") or "MODEL", config, composite=composite, specs=specs)
+        opened.whole = lambda: model
+        return opened
     refuse_adapter(model, model_folder(model, revision=revision, weights=False))
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
-        return Model(model_source(model), text, composite=text is not whole, specs=specs)
+        opened = Model(model_source(model), text, composite=text is not whole, specs=specs)
+        opened.whole = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
+        return opened
 
 
 def needs_nothing(context_length: int, target_length: int, rule: str) -> str:

@@ -75,7 +75,7 @@ def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
         logits=3 * tokens * config.vocab_size * 4,  # theirs in float32, and their gradients
         training=3 * learned * width,
     )
-    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes:g} minutes"
+    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes or 0:g} minutes"
     what = "all weights" if asked.train_all else f"adapters of rank {asked.rank}, norms and embeddings"
     return Forecast(
         does=(
@@ -98,8 +98,8 @@ def _adapted(model: PreTrainedModel, rank: int) -> int:
     head = model.get_output_embeddings()
     linear = [each for each in model.modules() if isinstance(each, nn.Linear) and each is not head]
     whole = [each for each in model.modules() if "Norm" in type(each).__name__] + [model.get_input_embeddings()]
-    adapters = sum(rank * (each.in_features + each.out_features) for each in linear)
-    return adapters + sum(parameter.numel() for each in whole for parameter in each.parameters())
+    learned: int = sum(parameter.numel() for each in whole for parameter in each.parameters())
+    return learned + sum(rank * (each.in_features + each.out_features) for each in linear)
 
 
 def _of_search(asked: Searching, out: Path) -> Forecast:
@@ -119,7 +119,7 @@ def _of_search(asked: Searching, out: Path) -> Forecast:
     if asked.trials is not None:
         of_candidates = asked.trials * sum(passes)
         searched = asked.trials * estimate_flops(model, passes, len(passes) * scored) / speed
-    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes:g} minutes"
+    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes or 0:g} minutes"
     return Forecast(
         does=(
             f"read {count}, up to {asked.passages} passages of {target:,} tokens each",

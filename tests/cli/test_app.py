@@ -183,6 +183,10 @@ def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeyp
     if command == "report":
         assert run(*example("sweep"), *QUICK["sweep"])[0] == 0
         arguments[1] = next(str(folder) for folder in Path(arguments[1]).parent.iterdir() if folder.is_dir())
+    if command == "card":  # a folder and a run, as those of the example
+        assert run("patch", "reference", "--method", "yarn", "--factor", "4", "--out", arguments[1])[0] == 0
+        assert run("ppl", arguments[1], "--lengths", "256", "--max-spans", "2", "--out", "rope-ext-results")[0] == 0
+        arguments[2] = str(next(Path("rope-ext-results").iterdir()))
     code, out, err = run(*arguments)
     # The bundled model's config is plain, without the former spelling that mlx-lm reads: engines disagree on it.
     assert code == (1 if command == "audit" else 0), err
@@ -256,7 +260,11 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     assert saved["provenance"]["versions"]["torch"]
     assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
     assert all(r["tokens"] == saved["results"][0]["tokens"] for r in saved["results"])
-    assert shlex.join(["rope-ext", *arguments]) in html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    page = html.unescape((folder / "report.html").read_text(encoding="utf-8"))
+    assert shlex.join(["rope-ext", "run", str(folder / "run.yaml")]) in page
+    asked = (folder / "run.yaml").read_text(encoding="utf-8").splitlines()
+    assert {"run: ppl", "model: reference", "lengths: [256, 512]", "method: [ntk]"} <= set(asked)
+    assert "\n".join(asked[1 : asked.index("dtype: float32") + 1]) in page
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.reading import scorer as scorer_module
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.span_cache import SpanCache
+from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
 from tests.coverage import EQUAL, RESULT, measured
 from tests.support.every_model import Entry, build, data, entries, tiny
 from tests.support.models import build as build_family
@@ -62,6 +62,22 @@ def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
     """(tokens - 1,), from one forward of the model."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("of_type", ["llama", "gemma2", "deepseek_v32"])
+def test_logits_after_the_last_tokens_also_of_rounded_keys(of_type: str) -> None:
+    """In chunks, or whole, as an ordinary forward; with its keys and values rounded alike."""
+    model, ids = tiny(of_type), tokens(70)
+    scorer = TokenScorer(model, chunk=16)
+    exact = model(input_ids=ids[None], use_cache=False).logits[0, -7:].float()
+    torch.testing.assert_close(scorer.last_logits(ids, 7), exact, rtol=1e-4, atol=1e-4)
+    scorer.stored = lambda x: (4 * x).round() / 4
+    cache = StoringCache(config=scorer.decoder.config)
+    cache.stored = scorer.stored
+    rounded = model(input_ids=ids[None], past_key_values=cache).logits[0, -7:].float()
+    assert (rounded - exact).abs().max() > 1e-3
+    torch.testing.assert_close(scorer.last_logits(ids, 7), rounded, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

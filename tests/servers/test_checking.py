@@ -21,6 +21,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.servers import checking
 from rope_ext_hf.servers.baselines import record_server
 from tests.support.model_servers import KINDS, logprobs, serving
 from tests.support.wrapped_text import unwrapped
@@ -394,6 +395,19 @@ def test_answers_collected_elsewhere_and_the_command(folder: Path, tmp_path: Pat
     wrong = CliRunner().invoke(app, ["check-server", "elsewhere", "reference", "--from-file", str(collected), "--json"])
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)["agrees"] is False
+
+
+@pytest.mark.slow
+def test_prompts_that_would_take_too_long_are_left_out_unless_asked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checking, "_SECONDS", 1e-9)
+    with serving("vLLM 0.33.0", plain(**YARN)) as url:
+        report = rope.check_server(url, folder)
+        assert (report.lengths, report.left_out, report.agrees) == ((128,), 1023, True)
+        assert "prompts of up to 1,023 tokens were left out" in unwrapped(report)
+        asked = rope.check_server(url, folder, lengths=[64, 300])
+    assert (asked.lengths, asked.left_out) == ((64, 300), None)
 
 
 @pytest.mark.slow
