@@ -95,7 +95,7 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
         ("longrope", {"factor": 4}, ["short_factor", "long_factor"]),
         ("linear", {"factor": "four"}, ["linear", "four"]),
         ("linear", {"factor": "four", "target_length": 8192}, ["four", "8192"]),
-        ("linear", {"target_length": "4k"}, ["4k"]),
+        ("linear", {"target_length": "4q"}, ["4q", "not a length"]),
         ("yarn", {"factor": 4, "beta_fast": "many"}, ["yarn", "many"]),
         ("factors", {"factors": 2.0}, ["factors", "2.0"]),
     ],
