@@ -113,7 +113,12 @@ class ServerReport(ShownAsTables):
     @property
     def untold(self) -> bool:
         """Whether a strict check could not tell as small an error as it has to."""
-        return self.strict and max((scale for scale, _ in self.told.values()), default=math.inf) > _STRICT
+        return self.strict and self.told_here > _STRICT
+
+    @property
+    def told_here(self) -> float:
+        """The smallest error of the softmax scale, in percent, that shows under the dtype that the server fits."""
+        return self.told.get(self.precision or "", (math.inf, math.inf))[0]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -248,9 +253,10 @@ def check_server(
         rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
-    if report.closest == AS_MEASURED and replace(report, strict=strict).untold and report.told:
-        widest = max(scale for scale, _ in report.told.values())
-        needed = math.ceil(8 * (widest / _STRICT) ** 2)  # prompts: chance falls with their root, and bias stays
+    if report.closest == AS_MEASURED and strict and _STRICT < report.told_here < math.inf:
+        needed = math.ceil(
+            8 * (report.told_here / _STRICT) ** 2
+        )  # prompts: chance falls with their root, and bias stays
         collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
         again = compare(lambda loaded: {AS_MEASURED: nullcontext})
         report = replace(again, alike=report.alike, differences=report.differences | again.differences)

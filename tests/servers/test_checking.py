@@ -219,6 +219,16 @@ def test_a_strict_check_tells_an_error_of_a_hundredth(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> None:
+    """What would show under a coarser dtype than the one that a server fits asks for no more prompts."""
+    with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
+        report = rope.check_server(url, folder, lengths=[100], strict=True)
+    assert report.agrees, str(report)
+    assert report.precision == "float32 or float16"
+    assert report.told_here == report.told["float32 or float16"][0] < 1 < report.told["bfloat16"][0]
+
+
+@pytest.mark.slow
 def test_what_would_show_is_what_shows(folder: Path) -> None:
     """An error above the smallest that a report names shows; noise well below it passes."""
     with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
