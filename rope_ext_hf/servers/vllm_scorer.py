@@ -110,7 +110,7 @@ def scored_by_engine(
 
 def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any]) -> ServingConfig:
     """How vLLM runs a method at all lengths: by its own rope types, or by the plug-in of this package."""
-    lengths = [int(cell[0]) for cell in plan.measurement.layout.counts]
+    lengths = [int(cell[0]) for cell in plan.measurement.contents.counts]
     longest = max(plan.measurement.passes)
     under: dict[str, Any] = {"over": plan.over, "context_length": plan.context_length}
     ways: list[dict[str, Any]] = [under | {"method": method}]
