@@ -571,7 +571,7 @@ def write(path: Path, versions: dict[str, str], rows: list[dict[str, Any]], reco
     for name, listed in (("rows", rows), ("baselines", recorded)):
         lines = ",\n  ".join(map(json.dumps, listed))
         text = text.replace(f'"{name}": []', f'"{name}": [\n  {lines}\n ]')
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(text.replace(f"{ROOT}/", "") + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
