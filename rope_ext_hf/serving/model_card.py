@@ -221,7 +221,7 @@ def _loading(folder: Path, model: Any, name: str) -> str:
 
 def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
     """What `serve-config` prints for each engine: that of the usual server, then the others, which a click opens."""
-    shown, refused = dict[str, str](), dict[str, list[str]]()
+    shown, refused = list[tuple[str, str]](), dict[str, list[str]]()
     servers = [find_engine(each) for each in list_engines() if not find_engine(each).reference]
     for engine in sorted(servers, key=lambda engine: not engine.usual_server):
         try:
@@ -239,9 +239,9 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
             for each in config.instances
         ]
         with as_wide_as(CARD_COLUMNS):
-            shown[engine.label] = _code(str(replace(named[-1], shorter=tuple(named[:-1]))), "sh")
+            shown.append((engine.label, _code(str(replace(named[-1], shorter=tuple(named[:-1]))), "sh")))
     yield "## How to serve it"
-    for number, (engine_label, block) in enumerate(shown.items()):
+    for number, (engine_label, block) in enumerate(shown):
         folded = f"<details><summary>{engine_label}</summary>\n\n{block}\n\n</details>"
         yield folded if number else f"{engine_label}:\n\n{block}"
     for reason, labels in refused.items():
