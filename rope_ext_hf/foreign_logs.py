@@ -15,11 +15,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def left_out_of_log(logger: str, *texts: str) -> Iterator[None]:
-    """Inside, this logger leaves out the lines that contain one of these texts.
-
-    Args:
-        logger: its full name; lines of loggers below it are not looked at.
-    """
+    """Inside, this logger (not those below it) leaves out the lines that contain one of these texts."""
 
     def keep(record: logging.LogRecord) -> bool:
         return not any(text in record.getMessage() for text in texts)

@@ -20,12 +20,7 @@ NAME = "rope-ext-hf"
 
 
 def install_command(extra: str = "", *options: str) -> str:
-    """The pip command that installs this package from where the running one came from (PEP 610).
-
-    Args:
-        extra: what is installed with it; empty: nothing.
-        options: of pip, such as --no-deps.
-    """
+    """The pip command that installs this package, with an extra, from where the running one came from (PEP 610)."""
     return " ".join(["pip install", *options, *_source(f"[{extra}]" if extra else "")])
 
 

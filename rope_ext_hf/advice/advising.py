@@ -141,12 +141,7 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
-    """The memory of every dtype, batch and length.
-
-    Raises:
-        CheckpointError: a config without the sizes of its heads.
-        ServingError: it has no layers.
-    """
+    """The memory of every dtype, batch and length."""
     with foreign_errors("the sizes of the heads cannot be read from this config"):
         if not cached_layers(config):
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")

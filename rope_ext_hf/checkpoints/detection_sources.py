@@ -47,10 +47,9 @@ class AttentionWeights:
     load: Callable[[], PreTrainedModel]  # returns the model itself
 
     def attentions(self, *, further: bool = False) -> list[str]:
-        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers.
+        """The attention modules that rotate as many dims as `rotary`, in the order of layers.
 
-        Args:
-            further: those of layers that predict further tokens, which the config does not count.
+        `further`: those of layers that predict further tokens, which the config does not count.
         """
         parts = filter(None, (self.tensors.split_name(name, further=further) for name in self.shapes))
         names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
@@ -76,13 +75,8 @@ class AttentionWeights:
         """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
 
         The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
-        scores. Where queries read a latent, its projection is multiplied into the keys.
-
-        Args:
-            sides: ("index_q", "index_k") of its indexer.
-
-        Raises:
-            CheckpointError: weights that are packed, missing, of a wrong shape or not finite.
+        scores. Where queries read a latent, its projection is multiplied into the keys. `sides` may be those of an
+        indexer, ("index_q", "index_k").
         """
         rows: dict[str, Tensor] = {}
         gains: dict[str, Tensor] = {}

@@ -150,7 +150,6 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, [*own, *rest, *waiting])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         try:
             with all_results():
                 return super().invoke(ctx)
@@ -168,7 +167,6 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Parse the arguments, run the command, exit with its code."""
         try:
             with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})

@@ -79,12 +79,7 @@ class _ProcessOptions(Question):
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> tuple[RunPlan[Any], Workers]:
-        """The plan with what reads its text, and its processes; prints what is left out.
-
-        Args:
-            model: its name.
-            empty: the model on the meta device.
-        """
+        """The plan with what reads its text, and its processes; prints what is left out. `empty` has no weights."""
         return plan, workers
 
 
@@ -273,23 +268,14 @@ def report(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A measurement that is planned and fits into memory.
-
-    Attributes:
-        given: the model, the methods, and where results are kept.
-        load: how the model is loaded.
-        plan: what is measured.
-        workers: the processes that share it.
-        file: what was asked, which the run's folder keeps.
-        forecast: what a dry run takes.
-    """
+    """A measurement that is planned and fits into memory."""
 
     given: RunOptions
     load: EvalOptions
     plan: RunPlan[Any]
     workers: Workers
-    file: RunFile
-    forecast: Forecast | None
+    file: RunFile  # what was asked, which the run's folder keeps
+    forecast: Forecast | None  # what a dry run takes
 
     def measure(self) -> Run[Any]:
         """Measure, and print from the first process; of a dry run print what it would take, and end."""
@@ -371,15 +357,8 @@ def _preflight(
 ) -> Forecast | None:
     """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
 
-    Of a dry run they are returned instead, also where it cannot fit.
-
-    Args:
-        empty: the model on the meta device.
-        load: how the model will be loaded.
-        plan: what is measured.
-        workers: the processes that share it; the first one prints.
-        most_spans: how many spans per length were asked for, None for all.
-        given: whether it is a dry run, and where results would be.
+    Of a dry run they are returned instead, also where it cannot fit. `most_spans` per length were asked for, None for
+    all.
     """
     import torch
 
@@ -428,7 +407,6 @@ class _DryRunError(Exception):
 
 
 def print_forecast(forecast: Forecast, as_json: bool) -> None:
-    """Print what a run would take."""
     print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
 

@@ -167,11 +167,7 @@ def explain(
 
 
 def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
-    """What is drawn beside plain RoPE, and how far, in tokens.
-
-    Args:
-        own: the patch of the model's folder, drawn where no method or factor was asked for.
-    """
+    """What is drawn beside plain RoPE, and how far, in tokens; the model's own patch where nothing was asked for."""
     from rope_ext_hf.eval.questions import DEFAULT_METHODS
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.patches.choosing import over_rotary

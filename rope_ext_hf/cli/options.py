@@ -1,4 +1,4 @@
-"""The options of the command line: their names, their help, and how their text is read.
+"""The options of the command line: their names, their help, and how their text is read, without importing torch.
 
 A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
 
@@ -6,8 +6,6 @@ A command takes groups of options as dataclasses; `expand_options` turns every f
     def ppl(model: Model, question: Perplexity, methods: MethodChoice, load: LoadOptions) -> None: ...
 
 The fields of a `Question` say how they are asked for; other dataclasses are annotated for typer.
-
-Nothing here imports torch, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class SourceOptions(Question):
         return load_empty(model, **self.version)
 
     def tokenizer(self, model: str) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
         from rope_ext_hf.hub import load_tokenizer
 
         return load_tokenizer(model, **self.version)
@@ -142,8 +139,7 @@ def _over_file(
 ) -> dict[str, Any]:
     """The values of the options, those of a run file in place of what was not typed.
 
-    Args:
-        instead: by option, the options that say the same in another way.
+    `instead` has by option those that say the same in another way.
     """
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     for name in values:
@@ -224,11 +220,7 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--beta-fast", "16", "--sticky"]` as `{"beta_fast": 16, "sticky": True}`; comma lists become tuples of floats.
-
-    Raises:
-        MethodError: something that is no option.
-    """
+    """`["--beta-fast", "16", "--sticky"]` as `{"beta_fast": 16, "sticky": True}`; comma lists as tuples of floats."""
     parameters: dict[str, Any] = {}
     rest = list(arguments)
     while rest:

@@ -58,15 +58,11 @@ def spectra(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The mean of q_i conj(k_i) over every query and key of a text, each of length 1, where they stand left out.
 
     Args:
-        model: not patched; in eval mode for what it is in use.
+        model: not patched.
         ids: (tokens,) integers, at least 16 and at most the context length.
 
     Returns:
         (heads, pairs) complex128, the heads of every layer that rotates by the frequencies a method would change.
-
-    Raises:
-        LengthError: a text too short or too long.
-        UnsupportedModelError: a model that is patched, or whose attention cannot be listened to.
     """
     if patched_slots(model):
         raise UnsupportedModelError(

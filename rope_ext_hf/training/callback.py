@@ -2,8 +2,7 @@
 
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[RopeCallback()])
 
-A scaling that a wrapper, a config file or a checkpoint drops raises no error, and the loss hides it: what is trained is
-then another model than what is served.
+A scaling that a wrapper, a config file or a checkpoint drops raises no error: another model is trained than served.
 """
 
 from __future__ import annotations
@@ -154,11 +153,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _rotated_by(folder: Path) -> Fingerprint | None:
-    """The fingerprint of a model that is loaded from a folder, as the folder states it.
-
-    None where it does not say: shards come without a config, and the adapter of a model that was made in memory without
-    the name of that model.
-    """
+    """The fingerprint of the model that a folder states; None: shards without a config, or an adapter of no folder."""
     if (folder / ADAPTER_CONFIG).is_file():
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         return fingerprint(folder) if named else None

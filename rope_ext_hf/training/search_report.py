@@ -35,11 +35,8 @@ def decide(
     A fixed method needs no search: where the two are not told apart, it is written.
 
     Args:
-        found: the label of the find.
         best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
-        change: the loss of what was found less that of this method, on text that the search did not read.
-        length: at which they are compared, in tokens.
-        unit: of the change.
+        change: the loss of what was found less that of this method, on text that the search did not read, in `unit`.
         is_fixed: whether what was found is a fixed method itself; it stays where the two are not told apart.
     """
     if best_fixed is None:
