@@ -33,7 +33,6 @@ _raised: ContextVar[dict[str, int]] = ContextVar("raised limits", default={})  #
 
 
 def limit(name: str) -> int:
-    """The limit of this name that holds now."""
     return _raised.get().get(name, LIMITS[name])
 
 

@@ -42,14 +42,10 @@ _asked: dict[str, tuple[float, bool]] = {}
 def download(
     name: str, revision: str | None = None, *, patterns: Sequence[str] = ("*",), weights: bool = False
 ) -> Path:
-    """Return the folder of huggingface_hub's cache with a model's files, after downloading those that it lacks.
+    """The folder of huggingface_hub's cache with a model's files, after downloading those that it lacks where it can.
 
-    Where the Hub cannot be reached, that is the folder as it is.
-
-    Args:
-        revision: branch, tag or commit; default: the branch main.
-        patterns: the files to download, weights and a copy of the model in Meta's format aside.
-        weights: whether to download the weights that would be loaded as well, in one of their formats.
+    The files by `patterns`, weights and a copy of the model in Meta's format aside; with `weights` also those that
+    would be loaded, in one of their formats.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -150,10 +146,7 @@ def _unreached(name: str) -> CheckpointError:
 
 
 def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times.
-
-    `given` are arguments of transformers, such as revision and cache_dir.
-    """
+    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     name = str(name)

@@ -192,10 +192,7 @@ def copy_mode(source: Path, target: Path) -> None:
 
 
 def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance: Callable[[int], None]) -> None:
-    """Append bytes begin..end of one open file to another, inside the kernel where it supports that.
-
-    `advance` is called with the bytes of every block.
-    """
+    """Append bytes begin..end of one open file to another, inside the kernel where it supports that, block by block."""
     at = begin
     while at < end:
         count = min(COPY_BLOCK, end - at)
@@ -296,8 +293,7 @@ def atomic_folder(
         source: the folder that is read; `dst` must not lie inside it.
         inputs: stamps of the files that are read, taken before they were. A change during the writing is an error.
         size: bytes that will be written, for a check of the free space.
-        plan: JSON-ready settings of a run that may be resumed, whose staging folder then outlives an exception.
-            None: nothing to resume, and an exception removes the staging folder.
+        plan: JSON-ready settings of a run that may be resumed, whose staging folder outlives an exception; else None.
         resume: continue in the staging folder of an interrupted run with the same plan and inputs.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")

@@ -1,9 +1,7 @@
-"""Lines that other packages log about our own work, left out while we do it.
+"""Lines that other packages log about our own work, left out while we do it; the loggers stay as they are.
 
-    with left_out_of_log("transformers.modeling_rope_utils", "'rope_type'='rope_ext_hf/"):
-        model.save_pretrained(folder)
-
-The loggers themselves stay as they are, and so does every other line.
+with left_out_of_log("transformers.modeling_rope_utils", "'rope_type'='rope_ext_hf/"):
+    model.save_pretrained(folder)
 """
 
 from __future__ import annotations

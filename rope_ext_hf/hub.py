@@ -70,10 +70,7 @@ def model_source(name: str | Path) -> str:
 
 
 def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model; a Hub repository is downloaded, of its weights the files that would be loaded.
-
-    Without `weights`, only what its config needs is downloaded.
-    """
+    """The local folder of a model; a Hub repository is downloaded, its weights too unless the config alone is needed."""
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)
@@ -81,7 +78,6 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
 
 
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
-    """The commit of a Hub id; None for a folder."""
     if _is_folder(Path(model_source(name))):
         return None
     return model_folder(name, revision=revision, weights=False).name
@@ -205,7 +201,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model of a folder or Hub id with its weights, patched as its folder records, in evaluation mode.
 
-    An adapter stands on its base model, in a peft.PeftModel. A device map, as in transformers, decides over `device`.
+    An adapter stands on its base model, in a peft.PeftModel. A device map of transformers decides over `device`.
     """
     kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
     source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
@@ -322,10 +318,9 @@ def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @contextmanager
 def foreign_errors(failure: str) -> Iterator[None]:
-    """Inside, every exception becomes a CheckpointError of one line that begins with what failed.
+    """Inside, every exception but ours becomes a CheckpointError of one line that begins with what failed.
 
-    For work on files that others made: readers of configs, tokenizers and weights, and model classes, raise anything
-    where a file is damaged. Errors of this package pass through as they are.
+    For files that others made: readers of configs, tokenizers and weights, and model classes, raise anything on damage.
     """
     try:
         yield
@@ -340,7 +335,6 @@ def foreign_errors(failure: str) -> Iterator[None]:
 
 
 def loading(what: str) -> AbstractContextManager[None]:
-    """`foreign_errors` for what is being loaded."""
     return foreign_errors(f"{what} could not be loaded")
 
 

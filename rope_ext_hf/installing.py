@@ -2,8 +2,8 @@
 
     install_command("eval")        # pip install '/home/me/rope_ext_hf[eval]', for a package installed from that folder
 
-A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run. So the name
-stands alone in a command only where the installed package itself came from an index.
+A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run: it stands alone
+in a command only where the installed package itself came from an index.
 """
 
 from __future__ import annotations

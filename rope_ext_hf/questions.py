@@ -44,7 +44,6 @@ class Asked:
     instead_of: tuple[str, ...] = ()  # the fields that say the same in another way: one of all is given
 
     def value(self, field: Field[Any], given: Any) -> Any:
-        """The value of a field, of what is given for it."""
         if given is None and not self.parse:
             return None
         value = given if self.parse is None else self.parse(given)

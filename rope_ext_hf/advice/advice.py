@@ -107,7 +107,6 @@ class Advice(ShownAsTables):
 
     @property
     def _helped(self) -> Rows:
-        """The methods that fit, with what was measured."""
         head = ("helped", "kind", "inputs within the context length", "rise at this length")
         rows = [(m.method, m.kind, m.short_inputs, m.rises) for m in self.methods if m.fits]
         return [head, *rows] if rows else []

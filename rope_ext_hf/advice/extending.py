@@ -104,7 +104,6 @@ class ExtensionVerdict:
 
     @property
     def sentences(self) -> list[str]:
-        """The gain, the prices, and what was expected."""
         gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=_UNIT)}"
         prices = [f"at {length:,} tokens it is {verdict(price, unit=_UNIT)}" for length, price in self.prices.items()]
         items = 0 if self.change is None else self.change.items
@@ -151,11 +150,8 @@ def plan_extension(
 ) -> Extension:
     """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
-    `reading` are further options of `rope-ext ppl`, such as device, by their names in Python.
-
-    Raises:
-        MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
-        ServingError: an engine that serves no fitting method, or a length that does not fit on its GPUs.
+    `reading` are further options of `rope-ext ppl`, such as device, by their names in Python. A MethodError where no
+    extension is needed, a patch is there already, or no method brings it there; a ServingError of the engine.
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
     engine = find_engine(asked.engine).name
@@ -247,8 +243,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
 def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
 
-    Its files are compared with those of the model, which takes as long as to copy them. A MethodError where it is
-    something else, or was made from other weights.
+    Its files are compared with those of the model, which takes as long as to copy them; MethodError: they differ.
     """
     out = Path(extension.out)
     if not out.exists():

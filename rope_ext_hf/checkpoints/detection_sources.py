@@ -183,7 +183,6 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def weights_from_model(model: Any) -> AttentionWeights:
-    """Return the weights of a loaded model, patched or under PEFT or not."""
     rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return AttentionWeights(
@@ -199,13 +198,11 @@ def weights_from_model(model: Any) -> AttentionWeights:
 
 
 def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
-    """Return the weights of a folder or Hub id, in Hugging Face's or Meta's format."""
     source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
     return weights_from_source(source, str(path), trust_remote_code=trust_remote_code)
 
 
 def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> AttentionWeights:
-    """Return the weights of a folder that has been opened; `path` names it."""
     if isinstance(source, Source):
         model, rotary, view, stated, tensors = source.model, source.rotary, source.view, source.pairing, source.tensors
     else:

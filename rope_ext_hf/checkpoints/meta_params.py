@@ -194,7 +194,6 @@ class Llama:
 
     @property
     def release(self) -> _Release | None:
-        """The released model that has these sizes, theta and scaling."""
         sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
         same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
         return next(same, None)
@@ -275,7 +274,7 @@ class Llama:
 
     @classmethod
     def from_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
-        """Return the model of `read_params` and what the shapes of the tensors give."""
+        """The model by `read_params` and by the shapes of the tensors."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
         return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied)

@@ -85,10 +85,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """The scales of a tensor that is quantised in blocks of rows: one row of scales per block.
-
-    A ValueError if a conversion would spread the rows of one block over several, each with a scale of its own.
-    """
+    """The scales of a tensor quantised in blocks of rows; a ValueError where a block's rows would go to several blocks."""
 
     layout: RowLayout  # the layout of the quantised tensor
     size: int  # rows per block
@@ -142,7 +139,6 @@ class RotaryTensors:
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """The modules whose rows rotate in any layer."""
         return tuple(dict.fromkeys(module for layouts in self.layers for module in layouts))
 
     def layouts_in(self, attention: str) -> Mapping[str, RowLayout]:
@@ -329,7 +325,7 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many of the items, evenly spaced, the first and the last among them."""
+    """At most so many of the items, evenly spaced, the first and the last among them."""
     steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
     return [items[i] for i in steps.round().int().tolist()]
 

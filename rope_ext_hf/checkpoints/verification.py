@@ -78,8 +78,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
     """Compare the logits of both folders, loaded by transformers; return what was compared, or why nothing was.
 
-    Each model is converted, in memory, from its pairing (`before`, `to`) to the one that its class runs. The weights
-    have `size` bytes.
+    Each model, with weights of `size` bytes, is converted in memory to the pairing that its class runs.
     """
     from transformers import AutoConfig
 

@@ -73,7 +73,6 @@ class TensorView:
 
     @classmethod
     def from_files(cls, files: Iterable[WeightFile]) -> TensorView:
-        """Join the tensors of several files."""
         holders = {name: file for file in files for name in file.tensors}
         tensors = {name: file.tensors[name] for name, file in holders.items()}
         return cls(tensors, lambda name: holders[name].read(name))
@@ -85,11 +84,8 @@ class TensorView:
 class SafetensorsFile:
     """A safetensors file; a CheckpointError where its header does not describe it.
 
-    Attributes:
-        tensors: what it holds by name, in the order of the file.
-        header: its first bytes, length included. The tensors follow it without gaps, so that the file can be copied by
-            ranges of bytes.
-        metadata: the strings of `__metadata__`.
+    `tensors` has what it holds, in the order of the file, `header` its first bytes, length included, which the tensors
+    follow without gaps, so that the file can be copied by ranges of bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -123,7 +119,6 @@ class SafetensorsFile:
             raise CheckpointError(f"{str(path)!r} is not a valid safetensors file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into memory of its own."""
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
@@ -233,7 +228,7 @@ def equal_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the order of its shape."""
+    """The bytes of a tensor, in the order of its shape."""
     return memoryview(_as_bytes(tensor).numpy().data)
 
 

@@ -251,7 +251,6 @@ for _panel, _functions in _COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point of the `rope-ext` script."""
     with suppress(OSError):  # either stream may be closed
         # Compiled code, that of tokenizers say, prints past sys.stdout: its file descriptor becomes standard error's.
         results = os.dup(1)

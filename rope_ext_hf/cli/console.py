@@ -134,7 +134,6 @@ def quiet_transformers() -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for results."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -219,7 +218,6 @@ class TimeLeft:
         self.began = self.clock()
 
     def passed(self, work: float) -> None:
-        """A pass with so much work has ended."""
         now = self.clock()
         seconds = now - self.began
         self.passes += 1

@@ -355,10 +355,8 @@ def _preflight(
     most_spans: int | None,
     given: RunOptions,
 ) -> Forecast | None:
-    """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
-
-    Of a dry run they are returned instead, also where it cannot fit. `most_spans` per length were asked for, None for
-    all.
+    """Print what memory and time a measurement needs, before weights are read; stop where it cannot fit. Of a dry run
+    return it instead.
     """
     import torch
 
@@ -468,7 +466,6 @@ def shown_progress(workers: Workers) -> Progress:
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
-    """Print a run's table, or the content of its results.json, and where its files are."""
     if as_json:
         print_text(json_text(run.to_dict()))
         return

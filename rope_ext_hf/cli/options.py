@@ -84,7 +84,6 @@ class LoadOptions(SourceOptions):
     device_map: str | None = asked(None, "auto: spread a large model over all devices.", metavar="MAP")
 
     def model(self, model: str) -> PreTrainedModel:
-        """The model with its weights, ready to be measured."""
         from rope_ext_hf.hub import load_model
 
         return load_model(model, dtype=self.dtype, device=self.device, device_map=self.device_map, **self.version)
@@ -137,10 +136,7 @@ def questions_of(group: Any) -> list[type[Question]]:
 def _over_file(
     context: typer.Context, values: dict[str, Any], instead: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """The values of the options, those of a run file in place of what was not typed.
-
-    `instead` has by option those that say the same in another way.
-    """
+    """The values of the options, those of a run file in place of what was not typed, by that name or another (`instead`)."""
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     for name in values:
         source = context.get_parameter_source(name)
@@ -246,14 +242,12 @@ def _parse_value(text: str) -> Any:
 
 
 def method_parameters() -> set[str]:
-    """The names of all parameters of all methods."""
     from rope_ext_hf.methods.registry import list_methods
 
     return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
 
 
 def unknown_option(option: str, known: Sequence[str]) -> str:
-    """The message for an option that a command does not have."""
     if option == "--plot":
         return "no such option: --plot. `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
     return f"no such option: {short(option)}.{did_you_mean(option, known)}"

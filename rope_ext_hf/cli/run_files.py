@@ -91,10 +91,7 @@ def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
 
 
 def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]) -> dict[str, Any]:
-    """The options of a file but those typed, each checked as the command asks for it, parameters of methods apart.
-
-    The message of a FileError has the line of the key.
-    """
+    """The options of a file but those typed, each checked as its command asks for it, parameters of methods apart."""
     asked = [one for each in questions_of(function) for one in each.how_asked()]
     makers: dict[str, Callable[[Any], Any]] = {"out": Path}
     makers |= {each.name: partial(_value, each, how) for each, how in asked if each.name != "parameters"}

@@ -57,12 +57,8 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
 def spectra(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The mean of q_i conj(k_i) over every query and key of a text, each of length 1, where they stand left out.
 
-    Args:
-        model: not patched.
-        ids: (tokens,) integers, at least 16 and at most the context length.
-
-    Returns:
-        (heads, pairs) complex128, the heads of every layer that rotates by the frequencies a method would change.
+    The model is not patched. ids: (tokens,) integers, at least 16 and at most the context length -> (heads, pairs)
+    complex128, the heads of every layer that rotates by the frequencies a method would change.
     """
     if patched_slots(model):
         raise UnsupportedModelError(

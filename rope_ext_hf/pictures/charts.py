@@ -49,7 +49,6 @@ class _Style(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of matplotlib."""
         width = 2.4 if self.colour == PLAIN else 1.6
         dash = "-" if self.dash == (0, 0) else (0, tuple(length / 2 for length in self.dash))
         return {"color": self.colour, "linestyle": dash, "linewidth": width, "marker": self.marker, "markersize": 5}
@@ -248,7 +247,6 @@ class HeatMaps:
         return figure
 
     def _draw_on(self, axes: Any, name: str) -> Any:
-        """Draw one panel; matplotlib's image is returned."""
         depths, lengths = self._depths, self._lengths
         values = [[math.nan] * len(lengths) for _ in depths]
         for column, row, cell in self._cells(name):

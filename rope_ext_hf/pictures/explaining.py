@@ -52,11 +52,9 @@ def explain(
 
     Args:
         folder: exists; files in it of the same names are replaced, each whole or not at all.
-        methods: what is drawn beside plain RoPE, by name.
         length: how far the pictures reach, in tokens; at least the trained length.
         trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
-            scores are drawn of random vectors only.
-        note: a sentence about them for the page.
+            scores are drawn of random vectors only. `note` is a sentence about them.
         progress: called before each picture with how many are drawn, of how many.
     """
     check_size(rotary, length)

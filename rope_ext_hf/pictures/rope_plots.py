@@ -69,8 +69,7 @@ def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor
     With `block` above 1, the mean of that over the `block` positions from m on and the `block` from n on, in closed
     form, so that pairs faster than a coarse grid of positions do not show up as stripes (aliasing).
 
-    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone; 1 where m = n, for
-    `block` 1.
+    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone.
     """
     frequencies = inv_freq.double()
     # |mean of exp(1j k theta) over k < block|, the Dirichlet kernel
@@ -152,16 +151,9 @@ def draw(
 ) -> None:
     """Four panels, methods laid over plain RoPE, in one PNG of 1600 x 1200 pixels.
 
-    Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay.
-
-    Args:
-        methods: what is drawn beside plain RoPE, by name. A `Default` is plain RoPE and not drawn twice.
-        extended_length: how far the panels reach, in tokens, and the length that length-dependent methods are drawn
-            at. None: the largest length a method is meant for, else 8 times the trained length.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        MethodError: a method that cannot go with this geometry, or what `check_size` refuses.
+    Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay. A `Default` is
+    plain RoPE and not drawn twice. The panels reach to `extended_length`, at which length-dependent methods are drawn;
+    None: the largest length a method is meant for, else 8 times the trained length.
     """
     length = reach(rotary, methods.values()) if extended_length is None else extended_length
     check_size(rotary, length)
@@ -324,7 +316,6 @@ def _multiples(extension: float) -> list[float]:
 
 
 def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
-    """One map per method, all on one scale."""
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
     end = len(positions) * block  # the last block may reach beyond the length

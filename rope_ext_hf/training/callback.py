@@ -161,7 +161,6 @@ def _rotated_by(folder: Path) -> Fingerprint | None:
 
 
 def _method_in(folder: Path) -> str:
-    """The label of the method that a checkpoint's folder records."""
     try:
         _, record, _ = find_config(folder)
     except CheckpointError:  # shards, or the adapter of a model that was made in memory
@@ -170,7 +169,6 @@ def _method_in(folder: Path) -> str:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model that a trainer may have wrapped."""
     while not hasattr(model, "config") and hasattr(model, "module"):
         model = model.module
     return model

@@ -70,10 +70,8 @@ class Reader:
     """Reads candidates on one model, all in the same order of passages.
 
     Args:
-        model: as loaded.
         passages: at the target length.
-        short: at the context length, where a candidate is compared with the model as loaded.
-        bound: the most that a candidate may lose there, in nats per token.
+        short: at the context length, where at most `bound` nats per token may be lost to the model as loaded.
         underneath: `over` and `context_length`, as `rope_ext_hf.patch` takes them.
     """
 

@@ -126,7 +126,6 @@ def _share_text(share: Estimate) -> str:
 
 
 def _settings(asked: Finetuning) -> dict[str, Any]:
-    """The fields of a question, JSON-ready, under the names of `finetune`."""
     (method,) = asked.method
     values = settings_of(asked) | {"factor": asked.factor[0] if asked.factor else None}
     values["params"] = values.pop("parameters")

@@ -38,10 +38,8 @@ class Rows(Dataset[dict[str, Tensor]]):
     """Random windows of a text, those of a number the same in every run.
 
     Args:
-        documents: token ids of each, (tokens,) int64; a window may go from one into the next.
-        length: tokens of a long window.
-        short_length: tokens of a short window; as many are drawn as a long one has tokens.
-        end: the token between documents; None: there is none.
+        documents: token ids of each, (tokens,) int64; a window may go from one into the next, over the token `end`.
+        short_length: tokens of a short window; as many are drawn as a long one, of `length`, has tokens.
     """
 
     def __init__(
@@ -199,10 +197,9 @@ def train(
     """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
 
     Args:
-        teacher, guard: as `_GuardedTrainer` takes them.
+        teacher, guard, report: as `_GuardedTrainer` and `Clock` take them.
         batch: long rows of a pass on each device; a step has `accumulate` passes.
         save_every: steps between checkpoints.
-        report: as `Clock` takes it.
         say: called with a sentence on each checkpoint that is left out.
         checks: checks the model, and may measure losses by length for the logger.
 

@@ -43,7 +43,6 @@ class Passage(NamedTuple):
     """(tokens - first,) float64, what the loss of each counts; None: the same, and 1 together."""
 
     def loss(self, scorer: TokenScorer) -> float:
-        """The loss of its scored tokens, in nats per token."""
         nats = scorer.losses(self.ids, self.first).double()
         loss = float(nats.mean() if self.weights is None else nats @ self.weights)
         return loss if math.isfinite(loss) else LARGEST_LOSS

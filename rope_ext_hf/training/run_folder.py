@@ -55,12 +55,7 @@ class Budget:
 def open_run(
     folder: Path, settings: dict[str, Any], inputs: Mapping[str, str], *, may_differ: Collection[str] = ()
 ) -> None:
-    """Make the folder of a run, or check that it is one of the same settings and inputs.
-
-    Args:
-        inputs: as `rope_ext_hf.runs.identity.digest_inputs` gives them.
-        may_differ: settings with which a run may be continued in another value.
-    """
+    """Make the folder of a run, or check that it is one of the same settings, but those that may differ, and inputs."""
     file = folder / _SETTINGS
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

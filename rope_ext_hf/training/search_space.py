@@ -83,7 +83,6 @@ class DivisorCurve:
         return cls(_ascending(_resample(logs, points).tolist()), attention_factor / rotary.attention_factor)
 
     def resampled(self, points: int) -> DivisorCurve:
-        """The same curve by another number of points."""
         levels = _resample(torch.tensor(self.levels, dtype=torch.float64), points)
         return dataclasses.replace(self, levels=_ascending(levels.tolist()))
 

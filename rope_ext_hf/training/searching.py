@@ -194,7 +194,6 @@ class _Search:
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:
-        """A fixed method for the target length."""
         method = resolve_method(name, self.rotary, target_length=self.target)
         return bind(self.reader.model, method, self.target, **self.reader.underneath)
 
@@ -219,7 +218,6 @@ class _Search:
         )
 
     def _used(self, to_measure: float) -> float:
-        """The share of the budget that is used."""
         if not self.candidates:
             return 0.0
         seconds = sum(each.seconds for each in self.candidates)
