@@ -36,7 +36,6 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _SAMPLES, _SAMPLED_BYTES = 256, 4096
 """Blocks of a file of weights that count for its digest, and the bytes of each."""
 
@@ -70,7 +69,7 @@ def model_source(name: str | Path) -> str:
 
 
 def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model; a Hub repository is downloaded, its weights too unless the config alone is needed."""
+    """The local folder of a model; a Hub repository is downloaded, its weights too unless its config is enough."""
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)

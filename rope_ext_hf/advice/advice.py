@@ -160,7 +160,7 @@ class Advice(ShownAsTables):
             wrapped(
                 "A rise is in bits per byte, over the loss of the model as loaded at its context length. They do not "
                 "agree, and what decides it is not known: they differ in size, text, dims and base. Which candidate "
-                "reads best here is known when it is measured, by the first command below.",
+                "reads best here is known when it is measured, by the first command below."
             )
         )
         if fitting:

@@ -45,7 +45,6 @@ from rope_ext_hf.rotary.pairing import other_pairing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _MAX_LAYERS_READ = 8  # evenly spaced over the depth
 _MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
 _MIN_SIGMA = 4.5  # standard errors; chance alone exceeds them 7 times in a million

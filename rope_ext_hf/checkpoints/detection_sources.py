@@ -25,7 +25,6 @@ from rope_ext_hf.patches.loading import class_to_load
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _NORM_BESIDE = "hidden_norm"  # an EAGLE head reads embeddings, and after them states of the model with a norm of theirs
 _INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
 _LATENT = dict.fromkeys(("q_b_proj", "indexer.wq_b"), ("q_a_proj", "q_a_layernorm"))

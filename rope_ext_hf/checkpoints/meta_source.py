@@ -15,15 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.meta_params import (
-    EMBEDDING,
-    FREQUENCIES,
-    META_DTYPES,
-    OUTPUT,
-    Llama,
-    Weight,
-    read_params,
-)
+from rope_ext_hf.checkpoints.meta_params import EMBEDDING, FREQUENCIES, META_DTYPES, OUTPUT, Llama, Weight, read_params
 from rope_ext_hf.checkpoints.source import Source, read_source
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorInfo, TensorView, TorchFile
 from rope_ext_hf.errors import CheckpointError

@@ -85,7 +85,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """The scales of a tensor quantised in blocks of rows; a ValueError where a block's rows would go to several blocks."""
+    """The scales of a tensor quantised in blocks of rows; a ValueError where a conversion would part a block's rows."""
 
     layout: RowLayout  # the layout of the quantised tensor
     size: int  # rows per block

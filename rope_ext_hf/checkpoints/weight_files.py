@@ -78,9 +78,6 @@ class TensorView:
         return cls(tensors, lambda name: holders[name].read(name))
 
 
-# --- safetensors ---------------------------------------------------------------------------------------------------
-
-
 class SafetensorsFile:
     """A safetensors file; a CheckpointError where its header does not describe it.
 
@@ -140,10 +137,7 @@ def _parse_info(name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, TensorInfo],
-    read: Callable[[str], Tensor],
-    advance: Callable[[int], None],
+    path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], advance: Callable[[int], None]
 ) -> None:
     """Write a new file of these tensors, in their order, with one of them in memory at a time."""
     at, fields = 0, {}
@@ -158,9 +152,6 @@ def write_safetensors(
             data = tensor_bytes(read(name))
             file.write(data)
             advance(len(data))
-
-
-# --- torch.save ----------------------------------------------------------------------------------------------------
 
 
 class TorchFile:
@@ -198,9 +189,6 @@ WeightFile = SafetensorsFile | TorchFile
 
 FORMATS: dict[str, Callable[[Path], WeightFile]] = {".safetensors": SafetensorsFile, ".bin": TorchFile}
 """The class of each format, by the suffix of its files."""
-
-
-# --- all formats ---------------------------------------------------------------------------------------------------
 
 
 def file_matches(

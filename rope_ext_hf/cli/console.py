@@ -23,7 +23,6 @@ from rope_ext_hf.terminal import terminal_width
 if TYPE_CHECKING:
     from rich.table import Table
 
-
 _results: list[TextIO] = []
 """Where results are printed; the last one counts."""
 

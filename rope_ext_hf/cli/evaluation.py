@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
@@ -232,8 +231,7 @@ def report(
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="The page of several runs. Default: comparison.html beside the first folder."),
+        Path | None, typer.Option(help="The page of several runs. Default: comparison.html beside the first folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -314,12 +312,7 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOption
 
 
 def _with_keys(
-    plan: RunPlan[Any],
-    question: Perplexity,
-    given: RunOptions,
-    load: EvalOptions,
-    workers: Workers,
-    file: RunFile,
+    plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
     from rope_ext_hf.eval.key_token_runs import KEYS_FILE

@@ -71,12 +71,7 @@ def _options_text(row: dict[str, Any]) -> str:
     return ", ".join(options)
 
 
-def describe(
-    model: Model,
-    methods: LayerChoice,
-    source: SourceOptions,
-    as_json: Json = False,
-) -> None:
+def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
     """Show which RoPE method a model has, or would have with --method; reads no weights.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
@@ -276,13 +271,7 @@ def patch(
 
 
 def write_patched(
-    model: str,
-    out: Path,
-    methods: LayerChoice,
-    source: SourceOptions,
-    *,
-    native: bool = False,
-    as_code: bool = False,
+    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False, as_code: bool = False
 ) -> Description:
     """Write a copy of a model folder that carries a method, and describe it."""
     from rope_ext_hf.hub import foreign_errors

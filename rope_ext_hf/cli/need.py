@@ -19,7 +19,6 @@ from rope_ext_hf.files import json_text, read_json, write_json
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport
 
-
 _NEED_FILE = "need.json"
 """The name of the file that a run leaves in its folder."""
 

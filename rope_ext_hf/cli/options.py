@@ -30,7 +30,6 @@ from rope_ext_hf.questions import Asked, Question, asked, kind_of, option_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -39,8 +38,7 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights."),
+    bool, typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights.")
 ]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
@@ -136,7 +134,7 @@ def questions_of(group: Any) -> list[type[Question]]:
 def _over_file(
     context: typer.Context, values: dict[str, Any], instead: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """The values of the options, those of a run file in place of what was not typed, by that name or another (`instead`)."""
+    """The values of the options, those of a run file in place of what was not typed, itself or by its `instead`."""
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     for name in values:
         source = context.get_parameter_source(name)

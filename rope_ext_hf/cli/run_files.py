@@ -20,7 +20,6 @@ from rope_ext_hf.questions import Asked, command_words, kind_of
 if TYPE_CHECKING:
     from rope_ext_hf.runs.run_file import RunFile
 
-
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
 
 

@@ -31,7 +31,6 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout, candidate_key_layouts, nearly
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _NAME = "rope_ext_hf.record"
 _SHIFT, _PROBED = 5, 16  # how far, and how many tokens, the second pass is moved to find out how a layer rotates
 

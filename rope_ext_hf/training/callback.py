@@ -28,7 +28,6 @@ from rope_ext_hf.runs.labels import label
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl, TrainerState, TrainingArguments
 
-
 _FILE = "rope_fingerprint.json"
 
 

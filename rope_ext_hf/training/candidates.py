@@ -24,7 +24,6 @@ from rope_ext_hf.training.passages import LARGEST_LOSS, LEAST_READ, Passage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _PENALTY = 10.0
 """Nats that one lost at the context length beyond the bound adds to the loss by which candidates are compared."""
 

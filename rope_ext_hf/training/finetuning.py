@@ -47,7 +47,6 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8
@@ -191,9 +190,7 @@ def _answer(
     return made
 
 
-def lengths_and_texts(
-    asked: Finetuning,
-) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
+def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
     """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")

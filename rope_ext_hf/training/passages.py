@@ -27,7 +27,6 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 LARGEST_LOSS = 100.0
 """Nats per token; what a loss that is not finite counts as."""
 LEAST_READ = 4

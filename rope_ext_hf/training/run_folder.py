@@ -26,7 +26,6 @@ from rope_ext_hf.training.questions import Finetuning, Searching
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _SETTINGS = "settings.json"
 _OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
 """Files and folders that are there once a run has got on."""

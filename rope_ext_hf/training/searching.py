@@ -59,7 +59,6 @@ from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_st
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
 _PATIENCE = 40
