@@ -133,11 +133,7 @@ class _Attention:
     def _place_query(
         self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zones: _Zones, name: Hashable
     ) -> Tensor:
-        """Queries at positions `m`, rotated to their position in zones, as rows, and scaled.
-
-        Args:
-            name: identifies these positions among those of the forward.
-        """
+        """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled."""
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scale_query(self._rotate(rotation, query), m, name)
         rotations, table = self.positions.rotations, self.rotation.table
@@ -233,9 +229,8 @@ class _Attention:
     def _fused_block(self, start: int, first_key: int, *given: Tensor, out: Tensor | None = None) -> MergedSoftmax:
         """Queries from position `start` on, over keys from position `first_key` on.
 
-        Args:
-            given: the queries, keys as stored, for the nearest zone, and where the others see them, and values.
-            out: where the result goes; None: it is returned in memory of its own.
+        `given`: the queries, keys as stored, for the nearest zone, and where the others see them, and values; `out`:
+        where the result goes; None: it is returned in memory of its own.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
@@ -294,7 +289,6 @@ class _Attention:
         return torch.cat(out, dim=-2)
 
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
-        """The newest queries from `block.start` to `block.stop`."""
         rule, tokens, count, device = self.rule, int(query.shape[-2]), int(key.shape[-2]), query.device
         evicted = self._total - count
         first_visible, end, first_query = 0, count, None
@@ -378,9 +372,7 @@ class _Attention:
     ) -> Tensor:
         """Cap the scores, add the bias, and hide the pairs that are not visible.
 
-        Args:
-            m, n: positions of these queries and keys.
-            block, keys: the places of these among the `tokens` queries and `count` keys.
+        `m`, `n`: positions of the queries and keys: `block` of all `tokens` queries, and `keys` of all `count` keys.
         """
         modifiers, device = self.modifiers, scores.device
         if modifiers.softcap is not None:
@@ -415,7 +407,6 @@ class _Attention:
 def _calls_by_zones(
     rule: AttentionRule, start: int, stop: int, low: int, joined: int
 ) -> list[tuple[_Zones, list[KernelCall]]]:
-    """The kernel calls of a block."""
     calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
     return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
 

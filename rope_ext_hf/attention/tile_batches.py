@@ -49,17 +49,11 @@ class Spans(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys.
+    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys."""
 
-    Attributes:
-        zones: the zone of all rows, or of each.
-        mask: as `run_kernel` takes it.
-        queries: of each row; a single span is of all rows.
-    """
-
-    zones: tuple[int, ...]
-    mask: str
-    queries: Spans
+    zones: tuple[int, ...]  # of all rows, or of each
+    mask: str  # as `run_kernel` takes it
+    queries: Spans  # of each row; a single span is of all rows
     keys: Spans
 
     @property
@@ -115,13 +109,9 @@ def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
 
 
 def strided_spans(x: Tensor, spans: Spans) -> Tensor:
-    """View spans of tokens.
+    """View spans of tokens of `x`, (rows, heads, tokens, dim); writing to the view writes to `x`.
 
-    Args:
-        x: (rows, heads, tokens, dim).
-
-    Returns:
-        (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span; writing to it writes to `x`.
+    It is (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span.
     """
     begin, size, step, times = spans
     view = x[:, :, begin : begin + step * (times - 1) + size]
@@ -152,27 +142,19 @@ class Zone(NamedTuple):
     calls: list[KernelCall]
 
     def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
-        """The queries, keys and values of a call."""
         keys = call.keys.after(self.keys_from)
         return call.queries.after(self.start), keys, keys
 
     def rows(self, spans: tuple[Spans, Spans, Spans]) -> tuple[Tensor, Tensor, Tensor]:
-        """These queries, keys and values as rows of a batch."""
         query, key, value = map(batch_rows, self[:3], spans)
         return query, key, value
 
 
 class MergedSoftmax:
-    """The attention of a block of queries to more and more keys.
+    """The attention of a block of queries, (rows, heads, tokens, head_dim), to more and more keys.
 
     A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
-
-    Args:
-        query: the queries, (rows, heads, tokens, head_dim).
-        out: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
-
-    Attributes:
-        out: the result; None before the first part.
+    `out`: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
     """
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
@@ -186,11 +168,9 @@ class MergedSoftmax:
         return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention to further keys.
+        """Merge in the attention to further keys of the queries `spans`, as a kernel returns it.
 
-        Args:
-            spans: the queries that attend to them.
-            part, part_lse: as a kernel returns them, spans folded into the batch.
+        `part` and `part_lse` have the spans folded into the batch.
         """
         if self._lse is None:
             if spans.size == self.query.shape[-2]:

@@ -36,24 +36,17 @@ TWO_PI = 2 * math.pi
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """A scaling that a model was trained with, and what lies underneath it.
+    """A scaling that a model was trained with."""
 
-    Attributes:
-        method: the method, a frequency method.
-        rotary: the rotary embedding that the method was applied to.
-        context_length: the length in tokens that the model is for under this scaling.
-    """
-
-    method: RopeMethod
-    rotary: Rotary
-    context_length: int
+    method: RopeMethod  # a frequency method
+    rotary: Rotary  # what the method was applied to
+    context_length: int  # tokens that the model is for under this scaling
 
     def __post_init__(self) -> None:
         if not self.context_length >= 1:
             raise MethodError(f"context_length must be at least 1 token, got {self.context_length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
@@ -200,7 +193,7 @@ def divisor_lists(rotary: Rotary, short: Tensor, long: Tensor) -> dict[str, list
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float; bool is neither."""
+    """Whether a value is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -26,34 +26,19 @@ RECOVERED = 2 / 3
 
 
 class Rise(NamedTuple):
-    """How much the loss of a model rises under a method.
-
-    Attributes:
-        model: the model.
-        factor: the factor of the method; None: it was fitted to the longest length that was measured.
-        scale: the length, in context lengths.
-        increase, low, high: bits per byte, and the 95% interval over the documents.
-        as_loaded: how much it rises at this length without the method.
-    """
+    """How much the loss of a model rises under a method, in bits per byte."""
 
     model: _MeasuredModel
-    factor: float | None
-    scale: float
-    increase: float
+    factor: float | None  # of the method; None: it was fitted to the longest length that was measured
+    scale: float  # the length, in context lengths
+    increase: float  # `low` to `high` is its 95% interval over the documents
     low: float
     high: float
-    as_loaded: float
+    as_loaded: float  # at this length without the method
 
 
 @dataclass(frozen=True)
 class _MeasuredModel:
-    """A model that methods were measured on.
-
-    Attributes:
-        name: the name in tables.
-        rotated_dims, theta, context_length, parameters: its rotary embedding and size.
-    """
-
     name: str
     rotated_dims: int
     theta: float
@@ -108,12 +93,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every measured model at a length, of the method fitted to it; empty where nothing so long was.
-
-    Args:
-        method: its name.
-        scale: the length, in context lengths.
-    """
+    """The rise on every measured model at a length in context lengths, of the method fitted to it; empty: none."""
     return _smallest(_measurements()[1], method, scale)
 
 

@@ -60,7 +60,6 @@ class RemappedPosition(NamedTuple):
     offset: float = 0.0
 
     def tokens(self) -> Tensor:
-        """The position as float64."""
         whole = torch.zeros(()) if self.positions is None else self.positions
         return whole.double() / self.divisor + self.offset
 
@@ -288,21 +287,17 @@ class RemappingMethod(RopeMethod):
     def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
         """The rule in a form in which fewer rotations take the queries from position `first` on.
 
-        Args:
-            count: queries, those of all heads that share a key.
-
-        Returns:
-            A rule, and where blocks of queries are best begun: a position, and the step from there.
+        `count`: queries, those of all heads that share a key. Also returned: where blocks of queries are best begun, a
+        position and the step from there.
         """
         return self, 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRemapping(RemappingMethod):
-    """Keys at distances below `window` are seen where they are, those beyond at one further place each.
+    """Keys at distances below w = `window` are seen where they are, those beyond at one further place each.
 
-    Attributes:
-        window: w; default: the limit over `window_share`.
+    `window`: default the limit over `window_share`.
     """
 
     window_share: ClassVar[int] = 2
