@@ -52,16 +52,11 @@ _CLASSES = {
 
 
 def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """`to_dict` of an adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
     return with_record(type(settings).to_dict(settings), record)
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an adapter with the record of a patch in place of any other.
-
-    Args:
-        record: the record in the config of the patched base model.
-    """
+    """The settings of an adapter, with the record in the config of its patched base model in place of any other."""
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
     return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
@@ -97,25 +92,15 @@ def modules_with_adapters(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder or on the Hub.
+    """An adapter in a folder or on the Hub."""
 
-    Attributes:
-        path: the folder or Hub id.
-        base: the folder or Hub id of the model that it was trained on.
-        settings: those of PEFT, without the keys of this package.
-        record: the patch of that model; None: the folder of the base model decides.
-        pairing: the pairing of the adapter's weights, where they were converted.
-        hub: arguments that find `path` on the Hub.
-        subfolder: the folder inside `path`; empty: `path` itself.
-    """
-
-    path: str
-    base: str
-    settings: dict[str, Any]
-    record: Mapping[str, Any] | None
-    pairing: str | None
-    hub: dict[str, Any]
-    subfolder: str
+    path: str  # the folder or Hub id
+    base: str  # the folder or Hub id of the model that it was trained on
+    settings: dict[str, Any]  # those of PEFT, without the keys of this package
+    record: Mapping[str, Any] | None  # the patch of that model; None: the folder of the base model decides
+    pairing: str | None  # of the adapter's weights, where they were converted
+    hub: dict[str, Any]  # arguments that find `path` on the Hub
+    subfolder: str  # inside `path`; empty: `path` itself
 
     @property
     def base_revision(self) -> dict[str, str]:
@@ -137,14 +122,8 @@ class Adapter:
     def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
         """Load the adapter's weights onto its base model, which is patched already.
 
-        Args:
-            **arguments: of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
-
-        Returns:
-            The peft.PeftModel around the base model; its `name_or_path` is the adapter's.
-
-        Raises:
-            CheckpointError: PEFT is missing or has no such adapter, or the pairing is not the base model's.
+        `arguments` are those of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable. The result is the
+        peft.PeftModel around the base model; its `name_or_path` is the adapter's.
         """
         runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
         if self.pairing is not None and runs not in (None, self.pairing):
@@ -168,11 +147,7 @@ class Adapter:
         return model
 
     def _folder(self) -> Path:
-        """The folder of the weights, of the Hub's cache too.
-
-        Raises:
-            CheckpointError: there are none.
-        """
+        """The folder of the weights, of the Hub's cache too."""
         from transformers.utils import cached_file
 
         where = {"subfolder": self.subfolder, "_raise_exceptions_for_missing_entries": False, **self.hub}
@@ -198,10 +173,8 @@ def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:
 def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
     """The adapter in a folder or Hub repository; None where there is none.
 
-    A folder that also holds a whole model counts as that model, as in transformers.
-
-    Args:
-        **hub: revision, token, cache_dir, local_files_only, as transformers takes them; others are left alone.
+    A folder that also holds a whole model counts as that model, as in transformers. `hub`: revision, token, cache_dir,
+    local_files_only, as transformers takes them; others are left alone.
 
     Raises:
         CheckpointError: no name of a base model, a damaged record, or settings that would import code.

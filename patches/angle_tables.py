@@ -33,17 +33,12 @@ def keeps_angles_in_weights(config: Any) -> bool:
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
-    """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
     kind = _TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can take the place of a table of angles.
-
-    Raises:
-        UnsupportedModelError: it cannot; slots of other kinds take every method.
-    """
+    """Check that a method can take the place of a table of angles; slots of other kinds take every method."""
     for slot in slots:
         if not slot.is_table:
             continue
@@ -114,11 +109,7 @@ class _TableSlot(PatchedSlot):
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
-    """Put the table of plain RoPE back into a model that was loaded with the table of a patch.
-
-    Args:
-        positions: max_position_embeddings before the patch.
-    """
+    """Put the table of plain RoPE, of the `positions` before the patch, back into a model loaded with its table."""
     for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)

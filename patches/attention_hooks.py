@@ -55,12 +55,7 @@ class RemappingHooks(DecoderHooks):
     def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Work out positions and padding, and pass them on to the attention functions.
-
-        Raises:
-            UnsupportedModelError: attention weights are asked for, or the attention was set to another function.
-            LengthError: a cache that was filled elsewhere, or positions that do not fit it.
-        """
+        """Work out positions and padding, and pass them on to the attention functions."""
         if PROBE_RECORDS.get() is not None:
             return None
         config: Any = decoder.config
@@ -111,11 +106,7 @@ class RemappingHooks(DecoderHooks):
             self.record(context.cache, output, context.cache_state)
 
     def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
-        """The rows of a forward by the rule of their length; nothing where one rule is for rows of every length.
-
-        Raises:
-            LengthError: a row of several inputs that is longer than the model reads as loaded.
-        """
+        """The rows of a forward by the rule of their length; nothing where one rule is for rows of every length."""
         table = next(each for each in tables_of(self.slots) if isinstance(each.method, RemappingMethod))
         method, positions = table.method, context.token_positions
         assert isinstance(method, RemappingMethod)
@@ -150,14 +141,11 @@ def _takes_any_keyword(decoder: nn.Module) -> bool:
 def remapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of one layer of a patched model, as transformers calls it.
+    """Attention of one layer of a patched model, as transformers calls it, (rows, tokens, heads, head_dim).
 
     Args:
         query: (rows, heads, tokens, head_dim).
         key, value: (rows, kv_heads, past + tokens, head_dim).
-
-    Returns:
-        (rows, tokens, heads, head_dim), and None for the attention weights.
     """
     layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
     if layer is None:
@@ -366,6 +354,5 @@ def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
     for module in model.modules():
         module.__dict__.pop(LAYER_ATTRIBUTE, None)

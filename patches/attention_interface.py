@@ -31,17 +31,12 @@ PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_reco
 
 @dataclass(frozen=True)
 class Layer:
-    """How one attention module attends; it does not change from one forward to the next.
-
-    Attributes:
-        index: its place among the attention modules of its decoder.
-        as_loaded: the config that the module was loaded with, which names its attention function.
-    """
+    """How one attention module attends; it does not change from one forward to the next."""
 
     rule: AttentionRule
     rotation: Rotation | None
-    index: int = 0
-    as_loaded: Any = None
+    index: int = 0  # its place among the attention modules of its decoder
+    as_loaded: Any = None  # the config that the module was loaded with, which names its attention function
 
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -81,11 +76,7 @@ class _AsLoaded:
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Run the attention function that a config names as an attention module of transformers does.
 
-    Args:
-        *args: queries, keys, values and the mask.
-
-    Returns:
-        (rows, tokens, heads, head_dim of the values).
+    `args`: queries, keys, values and the mask. The result is (rows, tokens, heads, head_dim of the values).
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -120,8 +111,7 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
 def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
     """Whether two functions are the same code around the same values.
 
-    Args:
-        any_tensor: tensors count as the same, whatever they hold; otherwise they never do.
+    `any_tensor`: tensors count as the same, whatever they hold; otherwise they never do.
     """
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):

@@ -26,12 +26,7 @@ from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 @dataclass(frozen=True)
 class _Scaling:
-    """One scaling underneath a patch.
-
-    Attributes:
-        method, params: the method by name and its parameters.
-        context_length: the length in tokens that the model is for under it.
-    """
+    """One scaling underneath a patch, and the length in tokens that the model is for under it."""
 
     method: str
     params: dict[str, Any]

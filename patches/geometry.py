@@ -38,19 +38,12 @@ _OVER = ("own", "original", "patched")
 
 @dataclass(frozen=True)
 class BaseRope:
-    """What a new patch is applied over.
+    """What a new patch is applied over."""
 
-    Attributes:
-        rotary: the rotary embedding, scalings included.
-        rule: which reading of the config gave its context length.
-        live: the live patches that stay underneath, bottom first.
-        saved: the patches that stay underneath, bottom first: live ones, or those of a saved folder.
-    """
-
-    rotary: Rotary
-    rule: str
-    live: tuple[PatchSpec, ...] = ()
-    saved: tuple[PatchSpec, ...] = ()
+    rotary: Rotary  # scalings included
+    rule: str  # which reading of the config gave its context length
+    live: tuple[PatchSpec, ...] = ()  # the live patches that stay underneath, bottom first
+    saved: tuple[PatchSpec, ...] = ()  # those, or the patches of a saved folder
 
 
 def base_rope(
@@ -59,7 +52,6 @@ def base_rope(
     """What a patch of this model starts from.
 
     Args:
-        slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
         over: see `_OVER`.
         context_length: overrides the context length that the config states, in tokens.
@@ -88,9 +80,6 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
         over: "own" or "original", see `_OVER`.
         context_length: overrides the context length that the config states or its publisher does, in tokens.
         config: the text config without patches, for what is published of a model without a scaling of its own.
-
-    Raises:
-        MethodError: an unknown `over`, "patched", or a `context_length` below 1.
     """
     context_length = parse_length(context_length)
     _check_over(over, context_length)
@@ -126,11 +115,7 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
 
 
 def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
-    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers.
-
-    Raises:
-        UnsupportedModelError: there are several, or none.
-    """
+    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers."""
     some_attend = any(slot.scaled_layers for slot in slots)
     return _only_rope(
         read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
@@ -238,30 +223,18 @@ def check_pairing(model: nn.Module) -> None:
 
 
 def patch_geometry(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> Rotary:
-    """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`."""
     return base_rope_of_model(model, over=over, context_length=context_length).rotary
 
 
 def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> BaseRope:
-    """What a patch of this model starts from; the arguments are those of `patch`.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """What a patch of this model starts from; the arguments are those of `patch`."""
     slots = find_slots(model)
     return base_rope(model, slots, before_patches(slots[0].config), over, parse_length(context_length))
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """The rotary embedding of a model's weights, by the family table, else the model's own.
-
-    Raises:
-        UnsupportedModelError: neither is known.
-    """
+    """The rotary embedding of a model's weights, by the family table, else the model's own."""
     config = getattr(model, "config", None)
     stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
     return stated or patch_geometry(model)

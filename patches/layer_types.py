@@ -35,11 +35,7 @@ _Served = Mapping[LayerType, tuple[int, ...]]
 
 
 class AttentionLayers:
-    """How far each layer of a model attends, and whether it rotates, worked out once from its config.
-
-    Args:
-        config: a text config, with or without a patch recorded in it.
-    """
+    """How far each layer attends, and whether it rotates, by a text config, with or without a patch recorded in it."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -99,11 +95,9 @@ class AttentionLayers:
         return [rope_key(self.config.model_type, kind) for kind in self.types]
 
     def served(self, keys: Sequence[LayerType], theta: float | None = None) -> _Served:
-        """The indices of the layers that use each of a rotary module's embeddings.
+        """The indices of the layers that use each of a rotary module's embeddings, `keys`; [None]: one for all layers.
 
-        Args:
-            keys: the names of the embeddings; [None]: one for all layers.
-            theta: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
+        `theta`: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
         """
         if list(keys) == [None]:
             thetas = getattr(self.config, "layer_rope_theta", None) if theta is not None else None
@@ -116,10 +110,6 @@ class AttentionLayers:
         Args:
             served: the layers of each, as `served` gives them.
             asked: the layers that were asked for; None: those that attend to everything before them.
-
-        Raises:
-            MethodError: layers that do not exist.
-            UnsupportedModelError: layers that share their rotary embedding with others.
         """
         types = self.types
         if asked is None:
@@ -171,8 +161,7 @@ class AttentionLayers:
     def sliding_note(self, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one.
 
-        Args:
-            apart: the rotary embedding of the sliding-window layers, where it is one of their own.
+        `apart`: the rotary embedding of the sliding-window layers, where it is one of their own.
         """
         window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
         if not window or not sliding or window >= extended_length:

@@ -48,9 +48,8 @@ _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, p
 class LengthHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a length-dependent method.
 
-    Raises:
-        LengthError: a cache that was filled elsewhere, or whose keys cannot be rotated again; not under
-            `fixed_length`, where no frequencies change.
+    They refuse a cache that was filled elsewhere, or whose keys cannot be rotated again, by a LengthError; not under
+    `fixed_length`, where no frequencies change.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
@@ -114,7 +113,6 @@ class LengthHooks(DecoderHooks):
             self.record(cache, output, state)
 
     def _held(self) -> bool:
-        """Whether `fixed_length` holds a length."""
         return any(table.fixed_length for table in tables_of(self.slots))
 
     def _check_fixed(self, cache: Any) -> None:
@@ -178,11 +176,7 @@ class LengthHooks(DecoderHooks):
 
 
 def token_positions(context: ForwardContext) -> Tensor:
-    """Positions of the new tokens, (rows or 1, tokens).
-
-    Raises:
-        LengthError: positions or a mask from which the length of a row does not follow.
-    """
+    """Positions of the new tokens, (rows or 1, tokens); LengthError: the length of a row does not follow from them."""
     positions = context.position_ids
     if positions is None:
         if context.prepared_mask:
@@ -253,8 +247,7 @@ def _rotate_in_place(
 ) -> None:
     """Rotate all keys in a cache; an error on the way leaves it without a state of its rows, and so refused.
 
-    Args:
-        rotation: of keys that carry the attention factor (True), and of others.
+    `rotation`: of keys that carry the attention factor (True), and of others.
     """
     state.rows = None
     for scaled, some in _by_attention_factor(layers):

@@ -77,8 +77,7 @@ def _without_record(config: dict[str, Any]) -> dict[str, Any]:
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
     """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself.
 
-    Raises:
-        CheckpointError, FileError: as `load_config` and `find_adapter` do; an adapter of an adapter.
+    Raises CheckpointError and FileError as `find_adapter` does, too.
     """
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
@@ -155,7 +154,6 @@ def _load_found(
     auto_class: str | None,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    """The model of what `find_config` found."""
     if adapter is None:
         return _load_patched(path, config, record, auto_class, kwargs)
     own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
@@ -189,16 +187,10 @@ def _load_patched(
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
-    """The class of transformers that a config is loaded with.
+    """The class of transformers that a config is loaded with; `auto_class` names one to take instead.
 
     It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
     images, or for bare models that has its model type.
-
-    Args:
-        auto_class: the name of a class to take instead.
-
-    Raises:
-        CheckpointError: an `auto_class` that transformers does not have, or `architectures` that are no names.
     """
     import transformers
 

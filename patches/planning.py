@@ -85,10 +85,7 @@ def plan_patch(
 
 
 def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
-    """Work out what patching a model as saved or earlier specs ask would change.
-
-    Args:
-        specs: bottom first; the last one is on top.
+    """Work out what patching a model as saved or earlier specs ask, bottom first, would change.
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does.

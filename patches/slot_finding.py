@@ -61,11 +61,7 @@ _Found = tuple[nn.Module, str, nn.Module, Any]
 
 
 def rotary_modules(model: nn.Module) -> list[_Found]:
-    """The rotary modules of a model's decoder: parent, attribute, the module as loaded, the config it was built from.
-
-    Raises:
-        UnsupportedModelError: not a model of transformers.
-    """
+    """The rotary modules of a decoder: parent, attribute, the module as loaded, the config it was built from."""
     root: Any = getattr(model, "config", None)
     if not hasattr(root, "model_type"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
@@ -110,12 +106,7 @@ def _is_table(attribute: str, config: Any) -> bool:
 def _inspect(
     parent: nn.Module, attribute: str, module: nn.Module, config: Any, *, several: bool, asked: Layers | None
 ) -> Slot:
-    """The slot of a rotary module.
-
-    Args:
-        several: whether the model has further ones.
-        asked: as `find_slots` takes the layers.
-    """
+    """The slot of a rotary module, of one of several in its model, for the layers that `find_slots` takes."""
     as_loaded: dict[LayerType, ConfigRope] = {}
     layout: Layout = "bare"
     cast, log_multiplier = True, None
