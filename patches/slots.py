@@ -30,8 +30,8 @@ class Slot:
     module: nn.Module
     config: Any  # it was built from
     layers: AttentionLayers  # of that config
-    as_loaded: dict[LayerType, ConfigRope]  # the rotary embedding that its config describes
-    layout: Layout  # how its angles come out, as `cast`, see `RotaryEmbedding`
+    as_loaded: dict[LayerType, ConfigRope]  # what its config describes
+    layout: Layout  # how its angles come out; for this and `cast` see `RotaryEmbedding`
     cast: bool
     axis_of_pair: dict[LayerType, tuple[int, ...] | None]  # see `RotaryEmbedding`
     is_table: bool  # it is a table of angles instead of computing them
