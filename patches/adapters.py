@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
-
 _RECORDED_KEYS = ("method", "rotary", "target_length", "native", "below", FINGERPRINT_KEY)
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")

@@ -16,15 +16,11 @@ from rope_ext_hf.attention.rules import AttentionRule, Rotation
 
 ATTENTION_NAME = "rope_ext_hf.remapped"
 """A name without a slash: transformers looks for one with a slash among the kernels on the Hub."""
-
 PROBE_NAME = "rope_ext_hf.probe"
-
 LAYER_ATTRIBUTE = "_rope_ext_hf_layer"
 """The attribute of an attention module that holds its `Layer` while its model is patched."""
-
 UNSUPPORTED_KWARGS = ("position_bias", "sinks", "head_mask")
 """Additions to the scores that blockwise attention does not apply."""
-
 PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_records", default=None)
 """While a model is probed: what its attention functions were called with (see attention_probe.py)."""
 

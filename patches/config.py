@@ -31,8 +31,7 @@ from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
 PATCH_KEY = "rope_ext_hf"
-PAIRING_KEY = "rope_pairing"
-"""The config key that states in which pairing the weights are, where they were converted."""
+PAIRING_KEY = "rope_pairing"  # the config key that states in which pairing the weights are, where they were converted
 GUESSED_LENGTH_KEY = "rope_guessed_length"
 """The config key that states max_position_embeddings as a conversion guessed it; other programs pass over it."""
 _PLUGIN_PREFIX = "rope_ext_hf/"

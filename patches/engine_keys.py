@@ -20,7 +20,6 @@ from rope_ext_hf.patches.family_hooks import angle_table, former_key
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""
-
 _Settings = Mapping[str, Any]
 
 

@@ -29,17 +29,10 @@ from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
-
-_SAME = 1e-5
-"""The largest relative difference of two numbers that computing them in another way explains."""
-
-_NEARLY = 1e-2
-"""The largest relative difference at which an explanation fits: numbers may have been rounded since."""
-
-_SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""The largest relative error of a cast to each dtype."""
+_SAME = 1e-5  # the largest relative difference of two numbers that computing them in another way explains
+_NEARLY = 1e-2  # the largest relative difference at which an explanation fits: numbers may have been rounded since
+_SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the largest relative error of a cast to each dtype
 _SMALLEST_FLOAT16 = 2.0**-24
-
 _STEPS = 137.3  # of a number in a digest, per factor of e: uneven, so that round numbers do not stand at an edge
 _FEWEST_TOKENS = 1
 

@@ -19,7 +19,6 @@ SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
 """Layer types without keys that could be rotated."""
-
 LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
@@ -30,8 +29,7 @@ def _attends_to_all(layer_type: str) -> bool:
     return layer_type not in SLIDING | _WITHOUT_ATTENTION
 
 
-_Served = Mapping[LayerType, tuple[int, ...]]
-"""The indices of the layers that use each of a rotary module's embeddings."""
+_Served = Mapping[LayerType, tuple[int, ...]]  # the indices of the layers that use each of a rotary module's embeddings
 
 
 class AttentionLayers:

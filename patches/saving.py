@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
 that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
-
-
 _CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: PATCH_KEY}
 """Files that a patched copy changes, and the key that changes in them."""
 

@@ -222,8 +222,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
     )
 
 
-_CAST = (torch.bfloat16, torch.float32)
-"""The dtypes in which cos and sin may come out where x is bfloat16."""
+_CAST = (torch.bfloat16, torch.float32)  # the dtypes in which cos and sin may come out where x is bfloat16
 
 
 def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool, tuple[int, ...] | None]:

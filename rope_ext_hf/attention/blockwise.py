@@ -29,20 +29,13 @@ from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
-_MAX_QUERY_BLOCK = 2048
-"""Queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks."""
-
-_MAX_BLOCKS = 4
-"""Upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory."""
-
+_MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks
+_MAX_BLOCKS = 4  # upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory
 _MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
-
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time; on a CPU about the size of its caches."""
-
 _NO_MODIFIERS = ScoreModifiers()
-
 _Zones = tuple[int, ...]
 
 

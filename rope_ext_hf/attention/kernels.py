@@ -12,8 +12,6 @@ from torch.nn.attention import SDPBackend
 
 _MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
-
-
 _Three = tuple[Tensor, Tensor, Tensor]
 
 

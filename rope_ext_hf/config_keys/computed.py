@@ -10,8 +10,7 @@ from functools import cached_property
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import Config, needed, rope_divisors
 
-_EXACT = 1e-6
-"""The largest relative difference of frequencies and magnitudes that counts as the same."""
+_EXACT = 1e-6  # the largest relative difference of frequencies and magnitudes that counts as the same
 
 
 @dataclass(frozen=True)

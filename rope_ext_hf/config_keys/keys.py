@@ -15,8 +15,7 @@ GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_inte
 """Rope settings that say which dims rotate and by which positions, whatever the method is."""
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
-REMAPPING_KEY = "remapping"
-"""The setting that holds a remapping method and the pairing of the model, as JSON text."""
+REMAPPING_KEY = "remapping"  # the setting that holds a remapping method and the pairing of the model, as JSON text
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 
 

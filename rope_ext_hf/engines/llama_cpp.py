@@ -33,8 +33,7 @@ ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     model_type: (each["architecture"], tuple(each.get("tensors", ()))) for model_type, each in _FAMILIES.items()
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
-_TENSORS = dict(ARCHITECTURES.values())
-"""The tensors by architecture."""
+_TENSORS = dict(ARCHITECTURES.values())  # the tensors by architecture
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
 """The converter's multiple of mscale_all_dim, by architecture; the magnitude is divided by that of this mscale."""

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
-RECOVERED = 2 / 3
-"""A method helps where it takes away this share of what the model as loaded loses at the length."""
+RECOVERED = 2 / 3  # a method helps where it takes away this share of what the model as loaded loses at the length
 
 
 class Rise(NamedTuple):

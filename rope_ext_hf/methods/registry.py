@@ -15,7 +15,6 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedSca
 _METHODS: dict[str, type[RopeMethod]] = {}
 # Other names in use, and the parameters they imply.
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"dynamic": ("dynamic-ntk", {"growth": "hf"})}
-
 _S = TypeVar("_S", bound=RopeMethod)
 
 

@@ -36,9 +36,7 @@ from rope_ext_hf.methods.tiles import Tile, band_tiles
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
-
-DEFAULT_GROUP = 16
-"""`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
+DEFAULT_GROUP = 16  # `group` and `k` where no target length is given: enough for about 8 to 12 times the context length
 
 _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "none": None,
@@ -81,12 +79,10 @@ class RemappingMethod(RopeMethod):
 
     left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
     """Values that `to_dict` leaves out, because folders of before have no such keys."""
-
     local_zone_exact: ClassVar[bool] = True
     """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
     moves_keys: ClassVar[bool] = True
     """Whether any key is seen at another relative position than its own."""
-
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
     least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)

@@ -20,8 +20,7 @@ from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-_CACHE_STATE = "_rope_ext_hf_cache_state"
-"""The attribute of a transformers cache that holds its `CacheState`."""
+_CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cache that holds its `CacheState`
 
 
 @dataclass(frozen=True)

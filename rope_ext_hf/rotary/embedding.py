@@ -31,8 +31,6 @@ Layout = Literal["half", "interleaved", "bare", "complex"]
 """How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
 alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
 ("complex")."""
-
-
 _COPIES_KEPT = 4
 """Lists of integers that a rotary module keeps on its device, the frequencies of several lengths among them."""
 

@@ -30,12 +30,9 @@ from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.phase import angles, phase_to_radians
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
-_ROTATE_CHUNK_TOKENS = 512
-"""Tokens that are rotated in place at a time, so that float32 copies of the keys stay small."""
-
+_ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
 _MAX_LAUNCH_BOUND = 2**20
 """Elements up to which, without Triton, fewer launches on CUDA are worth a float32 copy of all of them."""
-
 _FUSED_UPCAST_DEVICES = {"cuda"}
 """Devices whose kernels convert half precision to float32 as they read, without a pass of their own."""
 
@@ -234,8 +231,7 @@ def nearly_equal(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool((one.float() - other.float()).norm() <= tolerance * one.float().norm())
 
 
-Layers = Sequence[tuple[Any, KeyLayout]]
-"""Layers of a cache, each with the layout of its keys."""
+Layers = Sequence[tuple[Any, KeyLayout]]  # layers of a cache, each with the layout of its keys
 
 
 def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:

@@ -19,8 +19,7 @@ except ImportError:
     triton = None
 
 
-_ELEMENTS_PER_PROGRAM = 4096
-"""Elements of `x` that one program of the kernel reads at a time, a power of two."""
+_ELEMENTS_PER_PROGRAM = 4096  # elements of `x` that one program of the kernel reads at a time, a power of two
 
 
 def can_fuse(x: Tensor) -> bool:
