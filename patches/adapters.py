@@ -1,7 +1,6 @@
 """PEFT adapters of patched models: what their folders record, and loading them.
 
-PEFT saves an adapter as its weights, its settings (adapter_config.json) and the name of the base model. The patch that
-the adapter was trained under is recorded among the settings, in a key that PEFT warns of by name when it loads them:
+The patch that an adapter was trained under is recorded in adapter_config.json, in a key that PEFT warns of by name:
 
     "rope_ext_hf: load with rope_ext_hf.from_pretrained": {"method": {...}, "rotary": {...}, ...}
 """
@@ -119,10 +118,9 @@ class Adapter:
         return name if name is not None and hasattr(transformers, name) else None
 
     def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
-        """Load the adapter's weights onto its base model, which is patched already.
+        """Load the weights onto the base model, which is patched already; a peft.PeftModel with the adapter's name.
 
-        `arguments` are those of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable. The result is the
-        peft.PeftModel around the base model; its `name_or_path` is the adapter's.
+        `arguments` are those of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
         """
         runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
         if self.pairing is not None and runs not in (None, self.pairing):
@@ -146,7 +144,6 @@ class Adapter:
         return model
 
     def _folder(self) -> Path:
-        """The folder of the weights, of the Hub's cache too."""
         from transformers.utils import cached_file
 
         where = {"subfolder": self.subfolder, "_raise_exceptions_for_missing_entries": False, **self.hub}
@@ -224,10 +221,7 @@ def _holds_a_model(folder: Path) -> bool:
 
 
 def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:
-    """Where the tokenizer of a folder or Hub id is, and the arguments that find it there.
-
-    That is the base model for an adapter without a tokenizer of its own, else the path itself.
-    """
+    """The path, or the base model of an adapter without a tokenizer, and the arguments that find it there."""
     from transformers.utils import cached_file
 
     adapter = find_adapter(path, **hub)

@@ -1,12 +1,9 @@
 """Models that keep the sine and cosine of every position as a table in their weights: RoFormer of transformers.
 
-    model = rope.patch(RoFormerForMaskedLM.from_pretrained(folder), "yarn", factor=4)
-    model.save_pretrained("longer")      # loads with plain transformers: the table is among the weights
-
 The table has one row [sin | cos] for each position up to max_position_embeddings (RoFormer, Su et al. 2021, arXiv
-2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a
-state_dict holds the method's own table, for as many positions as the extended length. The rows of a batch share the
-rows of the table, so a method cannot follow the length of each.
+2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a state_dict
+holds the method's own table, for as many positions as the extended length, which plain transformers loads. The rows of
+a batch share the rows of the table, so a method cannot follow the length of each.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ class RemappingHooks(DecoderHooks):
     def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Work out positions and padding, and pass them on to the attention functions."""
         if PROBE_RECORDS.get() is not None:
             return None
         config: Any = decoder.config
@@ -141,11 +140,9 @@ def _takes_any_keyword(decoder: nn.Module) -> bool:
 def remapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of one layer of a patched model, as transformers calls it, (rows, tokens, heads, head_dim).
+    """Attention of a layer as transformers calls it.
 
-    Args:
-        query: (rows, heads, tokens, head_dim).
-        key, value: (rows, kv_heads, past + tokens, head_dim).
+    From (rows, heads, tokens, head_dim), and fewer heads of past + tokens keys, to (rows, tokens, heads, head_dim).
     """
     layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
     if layer is None:
@@ -215,7 +212,6 @@ def _attend_as_loaded(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of some rows by the function, and with the mask, that the model was loaded with."""
     config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
     if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
         lowest = torch.finfo(query.dtype).min

@@ -70,10 +70,7 @@ class _AsLoaded:
 
 
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the attention function that a config names as an attention module of transformers does.
-
-    `args`: queries, keys, values and the mask. The result is (rows, tokens, heads, head_dim of the values).
-    """
+    """Run the attention function that a config names; it gives (rows, tokens, heads, head_dim of the values)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -105,10 +102,7 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
-    """Whether two functions are the same code around the same values.
-
-    `any_tensor`: tensors count as the same, whatever they hold; otherwise they never do.
-    """
+    """Whether two functions are the same code around the same values; tensors are never the same, or all are."""
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
             return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(one, other, strict=True))

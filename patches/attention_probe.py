@@ -117,10 +117,7 @@ def probe_layers(
 
 
 def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMethod) -> None:
-    """Check that the weights are whole, or split by heads over processes that all apply this patch (tensor parallel).
-
-    FSDP2 gathers weights for a whole forward alone; a method may need to match the heads.
-    """
+    """Check that the weights are whole, or split by heads over processes that all apply the patch (tensor parallel)."""
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
         return

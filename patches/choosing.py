@@ -23,9 +23,6 @@ def resolve_choice(
     Args:
         longest: the extended length where neither a factor nor a target length is given, in tokens.
         lengths: extended lengths that a method with a factor is fitted to instead, one after the other.
-
-    Raises:
-        MethodError: an unknown method, one that needs more than was given, or parameters without a method.
     """
     choice.check()
     rotary = patch_geometry(model, **choice.underneath)

@@ -97,14 +97,7 @@ def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 
 def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRope:
-    """The rotary embedding that a config describes, with `dim` rotated dims per head.
-
-    Args:
-        layer_type: the layer type that is read; None: the model has one rotary embedding for all layers.
-
-    Raises:
-        UnsupportedModelError: an unknown rope type, or a scaling that the model's class does not run as written.
-    """
+    """The rotary embedding, of `dim` dims per head, that a config describes for a layer type (None: for all)."""
     settings = _rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
     most = _most_positions(config)
@@ -199,12 +192,9 @@ class ConfigEncoding:
 
 
 def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
-    """How a config states a patch; nothing is changed.
+    """How a config, as it was before a patch, states it for one of the layer types; nothing is changed.
 
-    Args:
-        config: the config before the patch.
-        layer_type: one of the layer types that the method applies to; None: all layers.
-        writable: whether the config can state settings for the layers that the method applies to, and no others.
+    `writable`: whether it can state settings for the layers that the method applies to, and no others.
     """
     method, rotary, known = spec.method, spec.rotary, family(config.model_type)
     settings = _rope_dict(config, layer_type)
@@ -288,11 +278,9 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 def write_rope(
     config: Any, encoding: ConfigEncoding, spec: PatchSpec, below: Sequence[PatchSpec], layer_types: list[str | None]
 ) -> None:
-    """Write a patch into a config, which must be a copy of the caller's own.
+    """Write a patch, over those `below`, bottom first, into a config, which must be a copy of the caller's own.
 
-    Args:
-        below: the patches underneath, bottom first.
-        layer_types: the layer types it applies to; [None] for a config with one set for all layers.
+    `layer_types`: those that it applies to; [None] for a config with one set for all layers.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     known = family(config.model_type)
@@ -333,10 +321,7 @@ def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of a config dict before the patch recorded in it; None where there is no record.
-
-    Raises CheckpointError for a record that is damaged, or no longer describes the rope settings beside it.
-    """
+    """The settings of a config dict before the patch recorded in it; None where there is no record."""
     record = config.get(PATCH_KEY)
     if record is None:
         return None

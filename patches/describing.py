@@ -177,7 +177,6 @@ def _first_scaled(slots: Sequence[Slot]) -> Slot:
 
 
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
-    """How `save_pretrained` would write a patched model."""
     encoding = state.encoding
     if modules_with_adapters(model):
         return SAVE_ROUTE

@@ -44,10 +44,7 @@ def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
 
 
 def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
-    """Rope settings under the top-level keys of transformers 4; {} where those cannot state them.
-
-    `layer_types` are those that are scaled; [None] for a config with one set for all layers.
-    """
+    """Rope settings of the scaled layer types under the top-level keys of transformers 4; {}: they cannot be."""
     scaled = rope_parameters if layer_types[0] is None else rope_parameters[layer_types[0]]
     former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
     if scaled["rope_type"] != "default":

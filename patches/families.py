@@ -1,10 +1,4 @@
-"""The family table: what a live model does not reveal about itself, read from `families.toml`.
-
-    >>> family("phi3").rope_types
-    ['default', 'longrope']
-
-The comments at the top of families.toml explain every field, and how to add a family.
-"""
+"""The family table, `families.toml`: what a live model does not reveal about itself; its comments explain it."""
 
 # No postponed annotations: `strict` checks values against the types themselves.
 import re
@@ -147,7 +141,6 @@ def tables() -> dict[str, Any]:
 
 
 def families() -> dict[str, Family]:
-    """Return every family by the `model_type` of its text config."""
     return {name: family(name) for name in tables()}
 
 

@@ -79,12 +79,7 @@ def values_of(config: Any, key: str) -> list[Any]:
 
 
 def stated_rotary(config: Any) -> Rotary | None:
-    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families.
-
-    Raises:
-        CheckpointError: the config lacks a number, or has an impossible one.
-        UnsupportedModelError: the config marks another architecture of the same model_type.
-    """
+    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families."""
     text = config.get_text_config()
     if "rotary_dim" not in supported_family(text).config_keys:
         return None
@@ -150,16 +145,12 @@ def supported_family(text: Any) -> Family:
 
 
 def head_dim(text: Any) -> int:
-    """Return the dims of an attention head by a text config."""
     stated = config_number(text, "head_dim", 0)
     return int(stated or config_number(text, "hidden_size") // config_number(text, "num_attention_heads"))
 
 
 def config_number(text: Any, key: str, default: float | None = None) -> float:
-    """Return a number of a text config, which its family may keep under keys of its own.
-
-    Raises CheckpointError where it is missing without a default, or not finite and above zero.
-    """
+    """Return a number of a text config, maybe under keys of its family; CheckpointError: missing or wrong."""
     own = family(text.model_type).config_keys.get(key)
     if own is None and default is not None:
         return look_up(text, key) or default
@@ -183,10 +174,7 @@ def set_pairing_switch(config: Any, to: str) -> None:
 
 
 def config_pairing(config: Any, after: str | None = None) -> str | None:
-    """Return the pairing of the weights by family and switch; None where the family table has none.
-
-    `after`: answer as if the switch, where the family has one, were set to this pairing.
-    """
+    """Return the pairing of the weights by family and switch, taken as set to `after`; None: it is unknown."""
     text = config.get_text_config()
     known = family(text.model_type)
     if known.pairing_switch is None:

@@ -195,12 +195,7 @@ def with_pairing(record: Mapping[str, Any], pairing: str) -> dict[str, Any]:
 
 
 def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Check that a model rotates as the saved one did by the record of its patch; a record without it passes.
-
-    Raises:
-        CheckpointError: a damaged fingerprint in the record.
-        FingerprintError: the model rotates otherwise; the message names how.
-    """
+    """Check that a model rotates as the saved one did by the record of its patch; a record without it passes."""
     if FINGERPRINT_KEY not in record:
         return
     way_out = f"delete the key {FINGERPRINT_KEY!r} from the record of its patch"
@@ -216,19 +211,11 @@ def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 
 def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> list[str]:
-    """How the table of an engine's rotary module differs from the model that was saved, by the record of its patch.
+    """How the table of an engine's rotary module differs from the model that was saved, in sentences.
 
     A record without a fingerprint, and a layer type whose frequencies follow the length or whose positions are
-    remapped, is not compared.
-
-    Args:
-        cos, sin: of position 1, (pairs,), with the attention factor, in any dtype: differences up to 1% count as none.
-
-    Returns:
-        Sentences; none where a layer type has these frequencies, or none has as many pairs.
-
-    Raises:
-        CheckpointError: a damaged fingerprint in the record.
+    remapped, is not compared. `cos` and `sin` are of position 1, (pairs,), with the attention factor, in any dtype:
+    differences up to 1% count as none. One layer type with these frequencies is enough.
     """
     if FINGERPRINT_KEY not in record:
         return []
@@ -247,10 +234,7 @@ def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> li
 
 
 def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> _LayerRope:
-    """RoPE of a layer type, as the module that stands in the model has it.
-
-    `current` stands in the slot: `module`, or one of ours in its place; `name` is that of the frequencies in `module`.
-    """
+    """RoPE of a layer type as `current` has it, which stands for `module` with frequencies in its buffer `name`."""
     if isinstance(current, PatchedSlot):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary

@@ -60,10 +60,7 @@ class ForwardContext(ForwardState):
     def from_call(
         cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
     ) -> ForwardContext | None:
-        """The context of a call; None where it has no tokens, which the decoder's own error explains.
-
-        `axes`: how many axes the positions of this decoder have; LengthError where those of a token differ.
-        """
+        """The context of a call, with positions of so many axes; None where it has no tokens."""
         call = arguments(decoder, args, kwargs)
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
@@ -149,7 +146,6 @@ def takes_tokens(module: nn.Module) -> bool:
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a decoder's forward by name."""
     if not args:
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
@@ -157,7 +153,6 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def values_of(output: Any) -> list[Any]:
-    """The values of a model's output, whether it is a mapping or a tuple."""
     if isinstance(output, Mapping):
         return list(output.values())
     return list(output) if isinstance(output, tuple) else []
@@ -194,10 +189,7 @@ def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 
 def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
-    """Whether a bool scalar is True. Where it is expected to be, a CUDA device asserts it, and the host does not wait.
-
-    `message`: what the device prints where it is False; CUDA's error follows at the next wait.
-    """
+    """Whether a bool scalar is True; where that is expected, a CUDA device asserts it and the host does not wait."""
     if expected and flag.device.type == "cuda" and torch.version.hip is None:  # ROCm leaves such checks out
         torch._assert_async(flag, message)
         return True

@@ -55,10 +55,6 @@ def base_rope(
         config: its text config before any patch; `undo_saved_patch` gives it.
         over: see `_OVER`.
         context_length: overrides the context length that the config states, in tokens.
-
-    Raises:
-        MethodError: an unknown `over`, a `context_length` below 1, or over="patched" on a model that is not patched.
-        UnsupportedModelError: full-attention layers with different rotary embeddings.
     """
     _check_over(over, context_length)
     if over == "patched":
@@ -141,12 +137,7 @@ def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
 
 
 def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]]:
-    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers.
-
-    Raises:
-        UnsupportedModelError: there are several, or none.
-        ServingError: a config without the sizes of its heads.
-    """
+    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers."""
     parameters = getattr(layers.config, "rope_parameters", None) or {}
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     chosen = layers.choose(layers.served(nested or [None]))
@@ -176,16 +167,11 @@ def before_patches(config: Any) -> Any:
 
 
 def bind(model: nn.Module, method: RopeMethod, length: int, **underneath: Any) -> RopeMethod:
-    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it.
-
-    Args:
-        **underneath: `over` and `context_length`, as `patch` takes them.
-    """
+    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it."""
     return bind_to(method, patch_geometry(model, **underneath), find_slots(model)[0].config.model_type, length)
 
 
 def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: int | None) -> RopeMethod:
-    """`bind`, for a rotary embedding."""
     if not isinstance(method, RemappingMethod):
         return method
     return method.bind(rotary, target_length, own_temperature=family(model_type).own_temperature)

@@ -103,11 +103,9 @@ class AttentionLayers:
         return {key: tuple(i for i, each in enumerate(self._rope_keys) if each == key) for key in keys}
 
     def choose(self, served: _Served, asked: Layers | None = None) -> tuple[LayerType, ...]:
-        """The rotary embeddings that a method is applied to.
+        """The rotary embeddings, of those `served`, that a method is applied to.
 
-        Args:
-            served: the layers of each, as `served` gives them.
-            asked: the layers that were asked for; None: those that attend to everything before them.
+        `asked`: the layers that were asked for; None: those that attend to everything before them.
         """
         types = self.types
         if asked is None:

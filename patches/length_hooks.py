@@ -98,7 +98,6 @@ class LengthHooks(DecoderHooks):
         context.cache_rows = RowState(lengths, positions, first_change if short else 0, one_input_each)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Undo `pre_forward` and record how the keys in the cache are rotated now."""
         context = self.end(decoder)
         if output is None:
             return
@@ -127,9 +126,7 @@ class LengthHooks(DecoderHooks):
     ) -> None:
         """Rotate the keys of a cache to the frequencies of rows of `lengths` (rows or 1,) tokens.
 
-        Args:
-            positions: (rows or 1, tokens), of the new tokens.
-            counted: no row is longer than the number of its tokens.
+        `positions` (rows or 1, tokens): of the new tokens; `counted`: no row is longer than its number of tokens.
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
         table, cache, past_length = tables[0], context.cache, context.past_length

@@ -1,8 +1,5 @@
 """Length profiles in a live model: a row has one set of frequencies, from its first token to the last of its cache.
 
-    rope.profiles(model, [1, 2, 4])
-    model.generate(ids, max_new_tokens=500)     # a row gets the smallest factor that covers its prompt and 500 tokens
-
 How long a row may become is known to `generate` alone, so that of a patched model notes it for the forwards inside. A
 forward outside of it goes by the size of a static cache, else by the tokens that are there.
 """

@@ -1,10 +1,4 @@
-"""What publishers state about the context of their models, read from `recipes.toml`, and how a result compares with it.
-
-    >>> [recipe.extended_length for recipe in recipes() if recipe.name == "Qwen3"]
-    [131072]
-
-The comments at the top of recipes.toml explain every field.
-"""
+"""What publishers state about the context of their models, by `recipes.toml`, and how a result compares with it."""
 
 # No postponed annotations: `strict` checks values against the types themselves.
 import tomllib
@@ -75,7 +69,6 @@ class Recipe:
 
 @cache
 def recipes() -> tuple[Recipe, ...]:
-    """Every recipe, in the order of the file."""
     text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
     return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
 

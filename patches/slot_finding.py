@@ -27,13 +27,7 @@ from rope_ext_hf.rotary.embedding import Layout
 def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     """Every slot of a model's decoder; in a patched model the modules that were replaced count as what is there.
 
-    Args:
-        layers: the layers that a method applies to; None: those that attend to everything before them.
-
-    Raises:
-        MethodError: layers that do not exist.
-        UnsupportedModelError: no rotary embedding, one that does something no method here can replace, or layers that
-            share theirs with others.
+    `layers` are those that a method applies to; None: those that attend to everything before them.
     """
     found = rotary_modules(model)
     if not found:
@@ -127,11 +121,7 @@ def _inspect(
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
-    """The buffer whose exponential multiplies the frequencies of a module, of the families that have one.
-
-    Raises:
-        UnsupportedModelError: the module holds something else for each pair.
-    """
+    """The buffer whose exponential multiplies the frequencies of a module, of the families that have one."""
     named = learned_log_multiplier(config.model_type)
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]

@@ -41,7 +41,6 @@ class Slot:
 
     @property
     def axes(self) -> int:
-        """How many axes its positions have."""
         return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
 
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
@@ -126,12 +125,7 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
 
 
 class _MultipliedRotaryEmbedding(RotaryEmbedding):
-    """The rotary module of a model that multiplies its inverse frequencies by something learned.
-
-    Args:
-        source: the module that is replaced, which goes on holding the buffer.
-        buffer: the buffer's name; its exponential multiplies the frequencies, also when other weights are loaded.
-    """
+    """The rotary module of a model that multiplies its frequencies by a learned buffer of `source`, exponentiated."""
 
     beside_attention = True  # while a model is probed for remapping methods
 

@@ -1,11 +1,8 @@
 """Attention over zones of keys, each at relative positions of its own, without a (length, length) tensor.
 
-    out = attend(rule, rotation, positions, query, key, value, scale)
-
 Two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by tiles, each
-tile goes through the kernel, and the partial softmaxes are merged by their log-sum-exp (see tile_batches.py); the same
-tiles go through its backward. The rest (soft caps, dropout, unusual masks, decoding steps of padded batches) computes
-the scores of a few queries at a time.
+tile goes through the kernel, forward and backward, and the partial softmaxes are merged (see tile_batches.py). The rest
+(soft caps, dropout, unusual masks, decoding steps of padded batches) computes the scores of a few queries at a time.
 """
 
 from __future__ import annotations
@@ -105,8 +102,7 @@ class _Attention:
 
         Args:
             zones: 0 is the nearest, in which keys are rotated like queries; (): the position of keys in all others.
-            positions: (rows or 1, tokens).
-            name: identifies these positions among those of the forward.
+            positions: (rows or 1, tokens), which `name` identifies among those of the forward.
         """
         moves = zones != (0,) or self.rule.local_zone_exact if zones else self.rule.by_length
         if self.rotation is None or not moves:

@@ -1,26 +1,8 @@
-r"""Give one kernel call all tiles of a kind, as a batch, and merge what it returns.
+"""Give one kernel call all tiles of a kind, as a batch, and merge what it returns; docs/internals.md draws the tiles.
 
-Dual chunk attention with chunks of 4 tokens, 12 queries and their keys; a number is the zone of a tile:
-
-                  keys 0-3      4-7       8-11
-    queries 0-3    0 causal
-            4-7    1 full     0 causal
-            8-11   2 full     1 full    0 causal
-
-The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: they are one
-`KernelCall`. `strided_spans` views their queries as (rows, 3, heads, 4, dim), `batch_rows` makes rows x 3 of it, and
-the kernel is run once. Zone 1 is a call of two full tiles, zone 2 of one: three calls for six tiles. Every call has the
+Tiles of one size and mask, evenly spaced on a diagonal, are one `KernelCall`: `strided_spans` views their queries as
+(rows, times, heads, size, dim), `batch_rows` makes rows x times of it, and the kernel is run once. Every call has the
 softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
-
-A method with an exact local window of 4 tokens covers the same square by triangles, `\` causal and `/` anticausal:
-
-                  keys 0-3      4-7       8-11
-    queries 0-3    0 \
-            4-7    0 / 1 \    0 \
-            8-11   1          0 / 1 \   0 \
-
-In the square of queries 4-7 and keys 0-3, query m sees the keys above the diagonal, n > m - 4, in zone 0, and the other
-keys in zone 1. Zone 1 as a whole is one causal square, queries 4-11 and keys 0-7.
 """
 
 from __future__ import annotations
@@ -58,7 +40,6 @@ class KernelCall(NamedTuple):
 
     @property
     def joint(self) -> bool:
-        """Whether all rows are of the same queries."""
         return self.keys.times > self.queries.times
 
 

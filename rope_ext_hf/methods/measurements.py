@@ -1,8 +1,5 @@
 """What was measured of every method without training: how much the loss rises, by model, factor and length.
 
-    >>> [f"{rise.model.name}: {rise.increase:+.2f}" for rise in rises_at("yarn", 4)]  # doctest: +SKIP
-    ['bundled model: +0.13', 'docstring model: +0.25']
-
 A rise is in bits per byte, over the loss of the model as loaded at its context length, on the same tokens. The numbers
 are those of benchmarks/factors.py: `make figures` writes them into measured.json. Lengths are counted in context
 lengths, and what was not measured is answered by the next larger factor or length that was.
@@ -92,7 +89,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every measured model at a length in context lengths, of the method fitted to it; empty: none."""
+    """The rise on every measured model of the method fitted to a length in context lengths; empty: none."""
     return _smallest(_measurements()[1], method, scale)
 
 

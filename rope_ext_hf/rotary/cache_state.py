@@ -2,9 +2,6 @@
 
 transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, holds it, so
 that a forward onto the cache either continues it right or refuses it. It is copied and pickled with its cache.
-
-Beam search and `batch_select_indices` move the rows of a cache. The state moves with them: the first layer of the cache
-gets a `_RowFollower` in place of each method that moves rows. No class of transformers is changed.
 """
 
 from __future__ import annotations
@@ -128,7 +125,7 @@ def packed_error() -> LengthError:
 
 
 class _RowFollower:
-    """In place of a method of a cache layer that moves rows: calls it, and moves the rows of the cache's state, too.
+    """In place of a method of a cache layer that moves rows (beam search): calls it, and moves the state's rows, too.
 
     A cache calls the method of each of its layers, so one layer with followers is enough. The layer is held weakly, so
     that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.

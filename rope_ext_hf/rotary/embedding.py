@@ -371,10 +371,7 @@ class RotaryEmbedding(nn.Module):
 
 @contextmanager
 def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
-    """Rotate each pair by its own radians (dim // 2,) per position in these length-dependent modules, in this thread.
-
-    A length that is held or worked out elsewhere does not matter inside; the modules themselves do not change.
-    """
+    """Inside, these length-dependent modules rotate pairs by radians (dim // 2,) per position, in this thread."""
     state = ForwardState(
         owner=tables[0],
         tables=tuple(tables),

@@ -100,10 +100,7 @@ class KeyRotation:
         return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def last(self, count: int) -> KeyRotation:
-        """The rotation of the last `count` tokens.
-
-        A static cache returns more keys than there are tokens; its empty places come last and no query sees them.
-        """
+        """The rotation of the last `count` tokens; a static cache has empty places behind, which no query sees."""
         tokens = self.cos.shape[-2]
         if count == tokens:
             return self
