@@ -1,8 +1,5 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
-    folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
-    upload(Path("longer"), "me/longer")
-
 Every failure is a CheckpointError of one line.
 """
 

@@ -1,10 +1,6 @@
 """A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
 
-    folder = model_folder("reference")
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
-    model = load_model("reference", device="auto")
-    tokenizer = load_tokenizer("reference")
-    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """

@@ -184,10 +184,9 @@ class _Planner:
     def __init__(
         self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
     ) -> None:
-        self.name = name
-        self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
-        given = {key: value for key, value in underneath.items() if value not in (None, "own")}
-        self.options = given
+        self.opened, self.name, self.rotary, self.target_length = opened, name, rotary, target_length
+        self.underneath = underneath
+        self.options = {key: value for key, value in underneath.items() if value not in (None, "own")}
         self.configs: dict[tuple[str, str], ServingConfig] = {}
         self.refusal = ""
 

@@ -1,8 +1,4 @@
-"""From a model and a length to a folder that an engine serves: which steps, and what the measurement among them says.
-
-plan = plan_extension("Qwen/Qwen3-8B", Extending(target_length="128k", engine="vllm"))
-print(plan.method, plan.reason, *plan.steps, sep="\n")
-"""
+"""From a model and a length to a folder that an engine serves: which steps, and what the measurement between says."""
 
 from __future__ import annotations
 
@@ -155,22 +151,15 @@ def plan_extension(
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
     engine = find_engine(asked.engine).name
-    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    opened = open_model(model, **loading)
     if opened.specs:
         raise MethodError(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
             f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    advice = advise(
-        model,
-        target_length,
-        over=over,
-        context_length=context_length,
-        server=asked,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    advice = advise(model, target_length, over=over, context_length=context_length, server=asked, **loading)
     chosen = _choose(advice, engine)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
@@ -183,7 +172,6 @@ def plan_extension(
         reason = f"{where}{longer}: {recipe.source}"
     server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
-    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
     question = Perplexity(

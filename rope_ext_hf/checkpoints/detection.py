@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_path
+from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
@@ -171,7 +172,8 @@ def detect_pairing(
     if isinstance(path_or_model, nn.Module):
         weights = weights_from_model(path_or_model)
     else:
-        weights = weights_from_path(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(_from_weights(weights), consumers=consumers(weights))
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 

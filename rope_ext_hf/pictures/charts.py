@@ -1,8 +1,5 @@
 """Charts of results, each described once: drawn as SVG in a page, without a library, and by matplotlib as a PNG.
 
-    chart = LineChart({"as loaded": [(256, 1.7), (512, 4.7)]}, 256, "Bits per byte; lower is better")
-    chart.svg(), chart.draw("chart.png", "the model")
-
 The SVG is as wide as a phone, in the colours of its page. Names may hold anything: they are made safe where drawn.
 """
 

@@ -99,12 +99,6 @@ def distance_axis(axes: Any, length: int) -> None:
     axes.minorticks_off()
 
 
-def mark_distance(axes: Any, tokens: int, text: str) -> None:
-    """A dotted line at a distance, the text beside its upper end."""
-    axes.axvline(tokens, **RULE)
-    write_note(axes, text, (tokens, 1), ("data", "axes fraction"), (-3, -4), ha="right", va="top", rotation=90)
-
-
 def write_note(
     axes: Any, text: str, at: tuple[float, float], of: str | tuple[str, str], moved: tuple[float, float], **how: Any
 ) -> None:

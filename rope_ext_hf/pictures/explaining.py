@@ -1,7 +1,4 @@
-"""RoPE in pictures, of a geometry or of a model: one page, and each picture as a PNG beside it.
-
-page = explain("rope-explained", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, length=32768)
-"""
+"""RoPE in pictures, of a geometry or of a model: one page, and each picture as a PNG beside it."""
 
 from __future__ import annotations
 

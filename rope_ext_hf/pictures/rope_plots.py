@@ -31,7 +31,6 @@ from rope_ext_hf.pictures.drawing import (
     distance_axis,
     draw_lines,
     finish_axes,
-    mark_distance,
     name_ends,
     picture,
     plot_text,
@@ -368,7 +367,9 @@ def draw_by_distance(
     distance_axis(axes, length)
     draw_lines(axes, lines, limits, last=8)
     for tokens, name in _lengths(rotary, length):
-        mark_distance(axes, tokens, f"{name} length")
+        at, of = (tokens, 1), ("data", "axes fraction")
+        axes.axvline(tokens, **RULE)
+        write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
 
 
 def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:
