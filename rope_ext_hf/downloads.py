@@ -32,8 +32,7 @@ WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safe
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
 _SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
-_asked: dict[str, tuple[float, bool]] = {}
-"""When a Hub was asked last, and whether it answered."""
+_asked: dict[str, tuple[float, bool]] = {}  # when a Hub was asked last, and whether it answered
 
 
 def download(

@@ -32,8 +32,7 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SAMPLES, _SAMPLED_BYTES = 256, 4096
-"""Blocks of a file of weights that count for its digest, and the bytes of each."""
+_SAMPLES, _SAMPLED_BYTES = 256, 4096  # blocks of a file of weights that count for its digest, and the bytes of each
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")

@@ -36,12 +36,10 @@ from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_target, open_model
 
-_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
-"""Bytes of a number by dtype; float16 has those of bfloat16."""
+_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
-_MEASURED_SPANS = 8
-"""Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
+_MEASURED_SPANS = 8  # of every length, in the commands that measure: enough to compare methods, and no whole corpus
 _SUSTAINED = 1e14
 """Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 

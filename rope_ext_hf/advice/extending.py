@@ -32,8 +32,7 @@ from rope_ext_hf.serving.target import needs_nothing, open_model
 
 _UNIT = "bits per byte"
 
-_SHORT_INPUTS = 4
-"""The shortest inputs that are measured have the context length over this."""
+_SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
 _CHARACTERS = 6
 """Characters of a document of the default text, for each token of the target length: more than tokens have."""
 

@@ -19,8 +19,7 @@ from rope_ext_hf.questions import command_line
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport
 
-_NEED_FILE = "need.json"
-"""The name of the file that a run leaves in its folder."""
+_NEED_FILE = "need.json"  # the name of the file that a run leaves in its folder
 
 
 def need(

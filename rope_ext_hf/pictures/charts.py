@@ -28,10 +28,8 @@ from rope_ext_hf.pictures.drawing import (
     write_note,
 )
 
-WIDTH = 360.0
-"""Units across of an SVG, about the pixels that a phone gives a page: text keeps its size there."""
-LINE = 12.0
-"""Units from one line of its text to the next."""
+WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
+LINE = 12.0  # units from one line of its text to the next
 _LEFT, _RIGHT, _TOP, _BELOW = 38.0, 104.0, 8.0, 32.0
 _LOADED = "as loaded"
 _MARKERS = "osD^vP*Xhd"

@@ -18,8 +18,7 @@ from rope_ext_hf.installing import install_command
 
 COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
-PLAIN = "#222222"
-"""The colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text."""
+PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
 _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]

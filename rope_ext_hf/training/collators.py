@@ -22,8 +22,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 
-_IGNORED = -100
-"""The label of a token that is not predicted, in transformers."""
+_IGNORED = -100  # the label of a token that is not predicted, in transformers
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,8 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HELD_OUT = 10
-"""One document of so many is measured on instead of trained on."""
-_LOGGED_EVERY, _LOGGED_SPANS = 20, 8
-"""Steps between measurements for a logger, and spans of each."""
+_HELD_OUT = 10  # one document of so many is measured on instead of trained on
+_LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 

@@ -27,10 +27,8 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LARGEST_LOSS = 100.0
-"""Nats per token; what a loss that is not finite counts as."""
-LEAST_READ = 4
-"""Passages before the reading of a candidate may be stopped."""
+LARGEST_LOSS = 100.0  # nats per token; what a loss that is not finite counts as
+LEAST_READ = 4  # passages before the reading of a candidate may be stopped
 
 
 class Passage(NamedTuple):

@@ -11,8 +11,7 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 from rope_ext_hf.terminal import text_table, wrapped
 
-_UNMEASURED = ("as loaded", "chosen", "found")
-"""The rows of a report that are no fixed method."""
+_UNMEASURED = ("as loaded", "chosen", "found")  # the rows of a report that are no fixed method
 _WITHIN = {
     Outcome.BETTER: "within the bound of {bound:g}",
     Outcome.WORSE: "above the bound of {bound:g}",

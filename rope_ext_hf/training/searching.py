@@ -58,14 +58,10 @@ from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_st
 
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
-_PATIENCE = 40
-"""A stage ends after so many candidates in a row without a better one."""
-_BANDS = 9
-"""Points of the curve of divisors in the second stage."""
-_FEW_DOCUMENTS = 8
-"""Fewer held-out documents than these are cut into passages, which the intervals then resample."""
-_WIDEST = 4.0
-"""The largest divisor that is tried, in multiples of the factor that the target length needs."""
+_PATIENCE = 40  # a stage ends after so many candidates in a row without a better one
+_BANDS = 9  # points of the curve of divisors in the second stage
+_FEW_DOCUMENTS = 8  # fewer held-out documents than these are cut into passages, which the intervals then resample
+_WIDEST = 4.0  # the largest divisor that is tried, in multiples of the factor that the target length needs
 _KEYS_UNDER = ("yarn", "llama3", "rerope")
 """The methods that key tokens may be found under: the one that reads best at the target length."""
 _CANDIDATES = "trials.json"
