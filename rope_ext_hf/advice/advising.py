@@ -271,11 +271,8 @@ class _Planner:
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
         """A method that helped, by the engine that serves it; a candidate for serving where there is one."""
         ordered = sorted([each for each in methods if each.fits], key=lambda each: SERVING not in each.purposes)
-        served: dict[str, str] = {}
-        for engine in list_engines():
-            names = [each.method for each in ordered if each.engines.get(engine)]
-            if names:
-                served[engine] = names[0]
+        names = {each: [one.method for one in ordered if one.engines.get(each)] for each in list_engines()}
+        served = {engine: own[0] for engine, own in names.items() if own}
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
     def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:

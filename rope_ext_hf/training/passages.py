@@ -134,11 +134,10 @@ def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
     first = length - scored_tokens(length)
     if len(passages[0].ids) < 2 * length:
         return [Passage(passage.ids[-length:], first) for passage in passages]
-    starts = [(len(passage.ids) // 2, len(passage.ids) - length) for passage in passages]
     return [
         Passage(passage.ids[start : start + length], first)
-        for passage, both in zip(passages, starts, strict=True)
-        for start in both
+        for passage in passages
+        for start in (len(passage.ids) // 2, len(passage.ids) - length)
     ]
 
 
