@@ -182,15 +182,10 @@ def detect_pairing(
 
 
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
-    """Correlate each head's energies with the likenesses of its dims under either pairing, off the diagonal.
+    """How each head's energies correlate with the likenesses of its dims under half and interleaved: (heads, 2).
 
-    Args:
-        query: (heads, dims, width), the rows that rotate.
-        key: (key heads, dims, width); each serves heads / key heads query heads, in order.
-        inv_freq: (dims / 2,), radians per token.
-
-    Returns:
-        (heads, 2): for half and interleaved.
+    query: (heads, dims, width), the rows that rotate; key: (key heads, dims, width), each for heads / key heads query
+    heads, in order; inv_freq: (dims / 2,), radians per token.
     """
     shared = len(query) // len(key)
     grouped = query.reshape(len(key), shared * query.shape[1], -1)

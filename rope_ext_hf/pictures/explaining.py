@@ -50,8 +50,8 @@ def explain(
     Args:
         folder: exists; files in it of the same names are replaced, each whole or not at all.
         length: how far the pictures reach, in tokens; at least the trained length.
-        trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
-            scores are drawn of random vectors only. `note` is a sentence about them.
+        trained: as `attention_vectors.spectra` gives it; None: mean scores are drawn of random vectors only. `note` is
+            a sentence about it.
         progress: called before each picture with how many are drawn, of how many.
     """
     check_size(rotary, length)

@@ -29,13 +29,10 @@ class _Decision(NamedTuple):
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
 ) -> _Decision:
-    """Decide whether the find of a search is written, or the best fixed method.
+    """Decide whether the find of a search is written, or the best other fixed method that holds the bound, if there is one.
 
     A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
-
-    Args:
-        best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
-        change: the loss of the find less that of this method, on text that the search did not read, in `unit`.
+    `change` is the loss of the find less that of this method, on text that the search did not read, in `unit`.
     """
     if best_fixed is None:
         return _Decision(True, f"No other fixed method surely holds the bound: {found} is written.")
