@@ -29,7 +29,7 @@ class _Decision(NamedTuple):
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
 ) -> _Decision:
-    """Decide whether the find of a search is written, or the best other fixed method that holds the bound, if there is one.
+    """Decide whether the find of a search is written, or the best other fixed method that holds the bound, if any.
 
     A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
     `change` is the loss of the find less that of this method, on text that the search did not read, in `unit`.
