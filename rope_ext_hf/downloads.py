@@ -91,11 +91,8 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
     arriving = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not arriving:
         return Path(cached[files[0]].removesuffix(files[0]))
-    folder = Path(
-        snapshot_download(
-            name, revision=revision, allow_patterns=list(map(escape, files)), etag_timeout=_SECONDS_TO_ANSWER
-        )
-    )
+    patterns = list(map(escape, files))
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER))
     if missing := next((file for file in files if not (folder / file).is_file()), None):
         raise CheckpointError(f"{missing!r} of {name!r} could not be downloaded from the Hub. Try again")
     with TemporaryDirectory() as arrived:  # what was there before is neither read again nor held to be damaged

@@ -73,13 +73,8 @@ def explain(
         "length": length,
         "methods": {name: method.to_dict() for name, method in methods.items()},
     }
-    page = html_page(
-        printable(title),
-        summary,
-        *parts,
-        html_table(_table(rotary, methods, length)),
-        provenance_section("What the pictures are of", settings),
-    )
+    parts += [html_table(_table(rotary, methods, length)), provenance_section("What the pictures are of", settings)]
+    page = html_page(printable(title), summary, *parts)
     return Explanation(write_text(Path(folder) / "explanation.html", page), pictures)
 
 

@@ -173,12 +173,8 @@ def draw(
         decay_axes = lower_right.subplots()
         top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
         draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
-        finish_axes(
-            decay_axes,
-            "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
-            DISTANCE,
-            "mean |S_j| (relative upper bound)",
-        )
+        subject = "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave"
+        finish_axes(decay_axes, subject, DISTANCE, "mean |S_j| (relative upper bound)")
         _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
 
 

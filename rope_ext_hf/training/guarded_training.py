@@ -205,12 +205,8 @@ def train(
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),
