@@ -38,9 +38,6 @@ _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno
 _RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
 
 
-# --- names ---------------------------------------------------------------------------------------------------------
-
-
 def resolve_inside(folder: Path, name: str) -> Path:
     """Return the path of a plain file in a folder, given by a relative name; links are followed first.
 
@@ -108,9 +105,6 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
         )
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object without repeated keys from a regular file that is not too large."""
     try:
@@ -169,9 +163,6 @@ def json_text(value: Any) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
     """Copy files of one folder, given by relative name, into another; links are followed, permissions kept."""
     for name in names:
@@ -203,9 +194,6 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance
             raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
         at += copied
         advance(copied)
-
-
-# --- whole or not at all -------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -178,9 +178,6 @@ def detect_pairing(
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 
 
-# --- the weights ----------------------------------------------------------------------------------------------------
-
-
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
     """How each head's energies correlate with the likenesses of its dims under half and interleaved: (heads, 2).
 
@@ -291,9 +288,6 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     return replace(
         report, pairing=None, confidence=0.0, reason=f"the weights show {report.pairing}, the text {text.pairing}"
     )
-
-
-# --- the loss on a text ---------------------------------------------------------------------------------------------
 
 
 def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:

@@ -270,9 +270,6 @@ def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:
     return [f"{length:,}\n{multiple_text(length, context_length)}" for length in lengths]
 
 
-# --- SVG --------------------------------------------------------------------------------------------------------------
-
-
 def _round_values(low: float, high: float) -> list[float]:
     """Three to six round values within a range."""
     step = 10.0 ** math.floor(math.log10((high - low) or abs(high) or 1.0))
