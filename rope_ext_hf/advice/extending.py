@@ -48,12 +48,12 @@ class Extension:
     context_length: int  # in tokens as well; the factor is one over the other
     reason: str  # why this method, in words
     expected: str  # what it costs inputs within the context length by our measurements, in words
-    expectations: dict[int, tuple[float, ...]]
+    expectations: dict[int, tuple[float, ...]]  # by length, rises on the small models, bits per byte
     lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
     out: str  # the folder that is written
     patch: LayerChoice  # the method, as it is patched in
     perplexity: Perplexity | None  # what is measured before; None: nothing
-    steps: dict[str, list[str]]
+    steps: dict[str, list[str]]  # words of commands: ppl where it is measured, patch, serve-config
 
     @property
     def commands(self) -> dict[str, str]:
