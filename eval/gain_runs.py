@@ -43,11 +43,9 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_DOCSTRINGS = "docstrings"
-"""The name of the rows that need no file."""
+_DOCSTRINGS = "docstrings"  # the name of the rows that need no file
 _COLUMNS = ("context", "evidence", "question", "answer")
-_LEAST_LINE = 20
-"""Characters of a docstring's first line that is asked for."""
+_LEAST_LINE = 20  # characters of a docstring's first line that is asked for
 
 
 @dataclass(frozen=True)
@@ -67,11 +65,9 @@ class AnswerLoss(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """In nats."""
         return self.without_evidence - self.with_evidence
 
     def to_record(self) -> list[float]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -87,7 +83,6 @@ class ContextGain:
         low, high: its 95% interval over rows; None with fewer than three.
         with_evidence, without_evidence: the losses, nats per token.
         outcome: better where the gain is surely above 0, worse where it is surely below.
-        answers: the losses that these were made of.
     """
 
     method: Method
@@ -182,7 +177,6 @@ class _Row:
     Attributes:
         head: what every prompt begins with: a BOS token, or nothing.
         before, evidence, after: its context in three parts.
-        question, answer: what follows.
         others: texts without the evidence, in the order in which they follow its context.
     """
 
@@ -218,11 +212,7 @@ def _filled(texts: Iterable[Tensor], count: int) -> Tensor:
 
 
 class _GainMeasurement(Measurement):
-    """The losses of the rows' answers at every length and distance.
-
-    Args:
-        cells: lengths with distances that fit all rows.
-    """
+    """The losses of the rows' answers at every length and distance; these fit all rows."""
 
     kind = "gain"
 
@@ -327,8 +317,7 @@ def plan_gain(
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
     """A row's text before the evidence, the evidence, the text after it, the question and the answer.
 
-    Raises:
-        CorpusError: one that is no text, or evidence that does not stand in the context exactly once.
+    Raises CorpusError for one that is no text, or evidence that does not stand in the context exactly once.
     """
     for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):

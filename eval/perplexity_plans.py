@@ -72,8 +72,6 @@ def with_keys(
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
     Args:
-        plan: of the spans that are scored.
-        question: says what finds the key tokens, and with which short context.
         find: carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
             device, and its tokenizer.
         write: whether keys.json is written into the folder of that run.

@@ -27,8 +27,7 @@ from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 
-_TOLERANCE = 0.05
-"""By what share a loss may be higher and still count as that of short inputs."""
+_TOLERANCE = 0.05  # by what share a loss may be higher and still count as that of short inputs
 
 
 @register_run_kind
@@ -247,7 +246,6 @@ def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]
 
 
 def _scored_text(result: Result) -> str:
-    """The scored tokens, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
@@ -262,7 +260,6 @@ def _scored_text(result: Result) -> str:
 
 
 def _perplexity_text(value: float) -> str:
-    """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 

@@ -110,8 +110,7 @@ def _question_and_answers(
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
     """One list of trials per depth, whose prompts hold a statement at every depth and differ in their question only.
 
-    Args:
-        make: `make_trials` less `asked` and `depths`.
+    `make` is `make_trials` less `asked` and `depths`.
     """
     lists = [make(asked=index, depths=depths) for index in range(len(depths))]
     for same in zip(*lists, strict=True):

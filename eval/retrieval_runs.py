@@ -44,7 +44,6 @@ class TrialScore(NamedTuple):
     rank: float
 
     def to_record(self) -> list[float]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -183,13 +182,12 @@ class RetrievalRuns(RunKind):
 
 @dataclass
 class Trial:
-    """One prompt less its haystack, as token ids; the same at every length and for every method.
+    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method.
 
     Attributes:
-        head, question: (tokens,) int64.
-        statements: (tokens,) int64 each; the one asked for first.
+        statements: the one asked for first.
         depths: of the other statements, as shares of the haystack.
-        answers: (1 + distractors, A) int64, the right one first.
+        answers: (1 + distractors, A), the right one first.
         start: where in the haystack its text begins, as a share.
         spare: tokens that are left free, so that the haystack is as long as under a longer question.
     """
@@ -209,7 +207,6 @@ class Trial:
 
     @property
     def tail(self) -> int:
-        """Tokens of question and answer."""
         return len(self.question) + len(self.answers[0])
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
@@ -227,8 +224,7 @@ class RetrievalMeasurement(Measurement):
     """The ranks of right answers, at every depth of every context length; an item is one trial.
 
     Args:
-        trials: one list per depth, the same one or those of `shared_trials`.
-        depths: ascending, all different.
+        trials: one list per depth, the same one or those of `shared_trials`; depths are ascending, all different.
         shared: prompts of one trial and length differ in their question only, which alone is read after the first.
     """
 
@@ -281,7 +277,6 @@ class RetrievalMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        """Read one trial's prompt at every length and depth asked for."""
         scorer.take_cost()
         read = 0  # the length that was read last
         for cell in cells:

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_RANKED = 20
-"""Answers that the right one is ranked among, itself counted."""
+_RANKED = 20  # answers that the right one is ranked among, itself counted
 
 
 def plan_tasks(

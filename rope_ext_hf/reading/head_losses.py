@@ -15,7 +15,6 @@ class HeadLosses:
     """The head of a language model, run apart from its decoder.
 
     Args:
-        head: from hidden states to logits.
         config: the text config, which states how logits are scaled or capped after the head.
         dtype: of the model.
         room: bytes for logits at a time.
@@ -46,7 +45,6 @@ class HeadLosses:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of all the vocabulary, float32."""
         return self._finished(self.head(hidden))
 
     def _parts(self, hidden: Tensor, width: int) -> Iterator[Tensor]:

@@ -51,11 +51,7 @@ class Cost(NamedTuple):
 
     @classmethod
     def from_record(cls, value: Any) -> Cost:
-        """Read what a journal holds.
-
-        Raises:
-            ValueError: anything but [tokens, seconds, bytes], none of them negative.
-        """
+        """Read what a journal holds; ValueError for anything but [tokens, seconds, bytes], none of them negative."""
         match value:
             case [int(tokens), int() | float() as seconds, int(peak)] if (
                 0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
@@ -69,11 +65,9 @@ class Cost(NamedTuple):
 
 T = TypeVar("T")
 
-_LEAST_CHUNK = 16
-"""Tokens per pass below which less memory is of no use."""
+_LEAST_CHUNK = 16  # tokens per pass below which less memory is of no use
 
-CHECKED = 12
-"""Tokens of the check; no window needs more of them, because windows are taken from the masks themselves."""
+CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
@@ -196,8 +190,7 @@ class TokenScorer:
             answers: (count, A) int64.
             length: the length at which length-dependent methods are held; default P + A.
             shared: so many tokens at the beginning are those of the next prompts too; the state after them is kept.
-            again: they are those of the call before, which had the same model, length and `shared`; they are not
-                read again.
+            again: they are those of the call before, of the same model, length and `shared`, and are not read again.
 
         Returns:
             Negative log-likelihoods in nats, float32, and likeliest tokens, int64; both (count, A) on the CPU.
@@ -309,11 +302,7 @@ class TokenScorer:
     # --- in chunks
 
     def _fitting(self, work: Callable[[], T]) -> T:
-        """Do some work again and again, each time in chunks of half as many tokens, until it fits into the memory.
-
-        Raises:
-            torch.OutOfMemoryError: it does not even with a few tokens at a time.
-        """
+        """Do some work again and again, in chunks of half as many tokens each time, until it fits into the memory."""
         while True:
             try:
                 return work()
@@ -338,11 +327,9 @@ class TokenScorer:
                 yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
 
     def _read_prompt(self, ids: Tensor, count: int, shared: int, again: bool) -> int:
-        """Read a prompt into the cache, without the beginning that is there already; return the tokens read.
+        """Read a prompt but its last token into the cache, with room for `count` more; return the tokens read.
 
-        Args:
-            ids: the prompt but its last token, whose output each answer needs.
-            count: tokens of an answer.
+        The beginning that is there already is left out, and so is the last token, whose output each answer needs.
         """
         cache, known = self._empty_cache(len(ids) + count), 0
         if again and self.prefix is not None and self.prefix[0] == shared:
@@ -401,13 +388,7 @@ class TokenScorer:
     # --- whether it can be read in chunks
 
     def _why_not_in_chunks(self) -> str | None:
-        """Why a few tokens in chunks, with the head run apart, do not get the logits of an ordinary forward.
-
-        None: they do.
-
-        Raises:
-            UnsupportedModelError: a model that needs more than token ids, or that sees tokens after those it scores.
-        """
+        """Why a few tokens in chunks, the head run apart, do not get an ordinary forward's logits; None: they do."""
         tolerance = rounding_tolerance(self.model.dtype)
         ids = torch.arange(3, 3 + CHECKED, device=self._device)
         with torch.inference_mode(), _length(self.model, CHECKED):

@@ -81,11 +81,7 @@ def compare_runs(folders: Sequence[str | Path]) -> Comparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of one model, side by side.
-
-    Attributes:
-        runs: each has at least one result.
-    """
+    """Runs of one model, side by side; each has at least one result."""
 
     runs: Sequence[Run[Any]]
 

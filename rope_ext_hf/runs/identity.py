@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
-    """Where a result comes from."""
     parameter = next(model.parameters())
     return {
         "model": model.name_or_path,
@@ -72,7 +71,6 @@ class Basis:
 
     Attributes:
         rotary: the rotary embedding, scalings included.
-        layers: as `patch` takes them.
         below: the live patches that stay underneath, bottom first.
     """
 
@@ -86,7 +84,6 @@ class Basis:
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -97,11 +94,7 @@ class Basis:
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
     """What these methods are applied to: of a method that the model has already, alone, what it is applied to there.
 
-    Args:
-        over, context_length: as `patch` takes them.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
+    Arguments and errors are those of `patch`.
     """
     specs = present_specs(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
@@ -111,16 +104,7 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 
 
 def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str) -> dict[str, Any]:
-    """What a run of these methods depends on, as settings of the run.
-
-    Args:
-        methods: None is the model as it is, with its present patches.
-        basis: as `find_basis` gives it.
-        over: as `patch` takes it.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """What a run of these methods depends on, as settings; the method None is the model with its present patches."""
     specs = present_specs(model)
     as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
@@ -180,7 +164,7 @@ def digest_inputs(
 
     Args:
         model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
-        tokenizer: its files are read, which do not say where it was loaded from.
+        tokenizer: its files are read, without what says where it was loaded from.
         texts: each as token ids, which change with the tokenizer.
     """
     read = hashlib.sha256()

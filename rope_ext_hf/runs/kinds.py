@@ -378,7 +378,6 @@ class RunPlan(Generic[M_co]):
     """What a run measures, made and checked before any weights are read.
 
     Attributes:
-        measurement: what is read and scored, the same with each method.
         data: what the text is called.
         methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
             measured with the method that it has.
@@ -469,16 +468,11 @@ def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
 
 
 _KINDS: dict[str, RunKind] = {}
-_KINDS_IN = "rope_ext_hf.eval"
-"""The package with the files of kinds, which are found by their names as plug-ins are."""
+_KINDS_IN = "rope_ext_hf.eval"  # the package with the files of kinds, which are found by their names as plug-ins are
 
 
 def register_run_kind(kind: K) -> K:
-    """Make a kind of run known by its name; a decorator.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make a kind of run known by its name, a decorator; ValueError where the name is taken."""
     if kind.name in _KINDS:
         raise ValueError(f"there is a kind of run called {kind.name!r} already")
     _KINDS[kind.name] = kind()
@@ -488,8 +482,7 @@ def register_run_kind(kind: K) -> K:
 def run_kind(name: str) -> RunKind:
     """The kind of run of this name; files of kinds are read where it is not known yet.
 
-    Raises:
-        ValueError: there is none; the message has the nearest name.
+    Raises ValueError where there is none; the message has the nearest name.
     """
     if name not in _KINDS:
         for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):

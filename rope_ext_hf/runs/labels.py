@@ -10,8 +10,7 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
-Method = dict[str, Any] | None
-"""`RopeMethod.to_dict` of the method of a result, or None for the model as loaded."""
+Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result, or None for the model as loaded
 
 
 class MethodResult(Protocol):

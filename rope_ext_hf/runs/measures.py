@@ -102,7 +102,6 @@ class Measure:
         return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
 
     def lengths(self, key: str) -> list[int]:
-        """The lengths at which a method was measured, ascending."""
         return sorted(self.items.get(key, {}))
 
     @property
@@ -111,11 +110,9 @@ class Measure:
         return max(length for row in self.items.values() for length in row)
 
     def measured(self, length: int) -> list[str]:
-        """The keys of the methods measured at a length."""
         return [key for key, row in self.items.items() if length in row]
 
     def estimate(self, key: str, length: int, *, level: float = 0.975) -> Estimate:
-        """The value of one method at one length."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)

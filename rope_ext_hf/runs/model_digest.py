@@ -30,8 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
-BLOCK_BYTES = 2**22
-"""Bytes that one thread reads at a time, and copies where they are on a GPU."""
+BLOCK_BYTES = 2**22  # bytes that one thread reads at a time, and copies where they are on a GPU
 
 _NOT_IN_CONFIGS = frozenset(
     # where it came from
@@ -52,11 +51,8 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, 
 def model_digest(model: nn.Module) -> str:
     """A digest of a model's configs, and of its modules with their settings, parameters and buffers.
 
-    Args:
-        model: a transformers model with its weights, in any dtype, quantised or not, on any devices or offloaded.
-
-    Returns:
-        64 hexadecimal digits. Live patches of this package do not count.
+    The model may be in any dtype, quantised or not, on any devices or offloaded. Returns 64 hexadecimal digits; live
+    patches of this package do not count.
     """
     digest = _Digest()
     with torch.no_grad():

@@ -46,10 +46,6 @@ def write_files(run: Run[Any]) -> _Files:
     """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
 
     A picture that cannot be drawn costs the picture only: a warning says why.
-
-    Raises:
-        FileError: anything the disk refuses.
-        ValueError: the run was measured without files.
     """
     results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     table = write_text(run.folder / "results.csv", _csv(run))

@@ -29,8 +29,7 @@ def by_method(results: Sequence[R]) -> dict[str, list[R]]:
     return rows
 
 
-BEYOND = "\u2020"
-"""The mark of a value at a length beyond the one that the model is for under its method."""
+BEYOND = "\u2020"  # the mark of a value at a length beyond the one that the model is for under its method
 
 
 def beyond_mark(run: Run[Any], result: Any) -> str:
@@ -56,13 +55,7 @@ def add_rows(
     text: Callable[[float], str],
     cell: Callable[[Any], Text],
 ) -> None:
-    """Add a row for each method and each value of something else, a column per length.
-
-    Args:
-        second: of a result, what rows of one method differ in.
-        text: how it is written.
-        cell: the text of a result.
-    """
+    """Add a row for each method and each value of `second`, which `text` writes, with a `cell` per length."""
     lengths = sorted({result.length for result in run.results})
     for name, row in by_method(run.results).items():
         at = {(second(result), result.length): cell(result) for result in row}

@@ -133,5 +133,4 @@ def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> l
 
 
 def _parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
-    """The nodes with an edge to a node."""
     return [one for one, others in reached.items() if node in others]

@@ -65,9 +65,7 @@ class Short(Suite):
 def _questions(task: str) -> Any:
     """The task of lm-eval, with its data from the cache.
 
-    Raises:
-        CorpusError: the data are not there; the message has the command that fetches them.
-        ImportError: lm-eval is not installed.
+    Raises CorpusError where the data are not there, with the command that fetches them.
     """
     try:
         import lm_eval
