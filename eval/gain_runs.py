@@ -3,9 +3,8 @@
     {"context": "... The bridge opened in 1937. ...", "evidence": "The bridge opened in 1937.",
      "question": "\\nThe bridge opened in", "answer": " 1937"}
 
-Each prompt is read twice: as it is, and with other text of as many tokens in place of the evidence, so that the answer
-stands at the same position. The gain is the loss without the evidence less the loss with it. Between evidence and
-answer stand as many tokens as asked for: the text that follows the evidence, then other text.
+Each prompt is read as it is, and with other text of as many tokens in place of the evidence: the gain is by how much
+the loss is higher without. Between evidence and answer stand as many tokens as asked for: first the text that follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Plans of runs that measure perplexity: which text, which lengths, which methods, and which key tokens.
-
-A protocol cuts documents into spans (`protocols.py`, `spans.py`), a scorer reads the spans in fixed memory
-(`scorer.py`), and sums per document make a result with its confidence interval (`perplexity_results.py`).
-"""
+"""Plans of runs that measure perplexity: which text, which lengths, which methods, and which key tokens."""
 
 from __future__ import annotations
 

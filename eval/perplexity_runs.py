@@ -131,15 +131,11 @@ class PerplexityRuns(RunKind):
 
 
 class PerplexityMeasurement(Measurement):
-    """The losses of a plan's documents, and of the key tokens in them.
+    """The losses of a plan's documents, and of the key tokens in them; CorpusError: no scored token is one.
 
     Args:
-        plan: of the spans that are read and scored.
         keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
         keys_from: the model that found them, and how, in words.
-
-    Raises:
-        CorpusError: no scored token is a key token.
     """
 
     kind = "perplexity"

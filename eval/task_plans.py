@@ -103,12 +103,7 @@ def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 class _Encoder:
-    """Samples as token ids, with the tokenizer's chat template or without it.
-
-    Attributes:
-        chat: whether the template is applied.
-        reserved: tokens of the template.
-    """
+    """Samples as token ids, with the tokenizer's chat template or without it, which takes `reserved` tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat

@@ -6,10 +6,7 @@
     documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line
 
 Real text that needs no download: every Python installation carries several megabytes of English documentation and
-source code. The bundled reference model was trained on it, less the modules in `HELD_OUT`, which are what `stdlib`
-measures with.
-
-Files are untrusted: nothing in them is executed or unpickled, and what is damaged is refused with file and line.
+source code.
 """
 
 from __future__ import annotations

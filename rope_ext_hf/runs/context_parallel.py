@@ -1,7 +1,5 @@
 """One span read by several processes, each with a part of its tokens: context parallelism.
 
-    torchrun --nproc-per-node 2 -m rope_ext_hf ppl MODEL --parallel context ...
-
 A span is cut into 2 x processes pieces; process r has pieces r and 2 x processes - 1 - r, so that all of them have as
 many pairs of query and key to compute. Positions and targets go with the tokens. In each layer every process gathers
 the keys and values of all tokens, by `torch.distributed.all_gather`, and attends from its own queries. torch's own

@@ -24,10 +24,7 @@ SETTINGS = "run.json"
 
 
 def read_run(folder: str | Path) -> Run[Any]:
-    """Read a run from its folder.
-
-    Args:
-        folder: a folder that `sweep`, `perplexity` or `passkey` wrote; it may be unfinished.
+    """Read a run from its folder, finished or not.
 
     Returns:
         The run with the results of all methods, in the order in which they were first finished.

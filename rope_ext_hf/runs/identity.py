@@ -1,12 +1,9 @@
 """What the numbers of a run depend on besides text and protocol: the model, what is patched, and the code.
 
 A run's folder is named after this, so that a changed model starts another run. A value too many costs a run anew, one
-too few a wrong number: where in doubt, a value is in.
-
-Not in it are the tokenizer and the tokens per pass. What is read are token ids, and what a text weighs are the bytes of
-its tokens: `Measurement.fingerprint` has both, the BOS token too. Nothing is generated, so nothing is decoded: an
-answer is right where its ids are the likeliest, whatever a vocabulary calls them. The tokens per pass change the last
-digits of a loss; but a run that ran out of memory must go on with fewer.
+too few a wrong number: where in doubt, a value is in. Not in it are the tokenizer, since `Measurement.fingerprint` has
+the ids that are read and the bytes of each, and the tokens per pass: these change the last digits of a loss, but a run
+that ran out of memory must go on with fewer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
 """The journal of a run: one line per finished piece of work, on disk before it is reported.
 
-    contents = RunContents.from_settings(settings)
-    records = read_records(folder, contents, parse)
-    with open_journal(folder, rank=0) as write:
-        write(Record(method, item, cell, value, cost))
-
 A run's folder may come from somebody else. Links, FIFOs and devices in it are refused, never followed; every record is
 validated once, and an error names file and line.
 """

@@ -1,8 +1,5 @@
 """Runs and the kinds of runs: what a run's folder holds, what measures it, and how its results are shown.
 
-    run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
-    run.kind.name, run.results, run.table()
-
 A run measures methods on items (documents, or prompts). Each item has a value per cell: a context length, or a context
 length and a depth. A result is made of the values of all items of its cell.
 

@@ -1,8 +1,5 @@
 """The results of runs of any kind, for a method at a context length: one number and the items that it is a mean over.
 
-    for measure in run.kind.measures(run):
-        print(measure.name, measure.estimate(method_key(None), 4096))
-
 Items of one length are the same documents or prompts for every method, so methods are compared item by item.
 """
 

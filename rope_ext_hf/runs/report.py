@@ -1,7 +1,5 @@
 """A run's files for people: results.json, results.csv, a picture, and one self-contained HTML page.
 
-    write_files(read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e"))
-
 The page fetches nothing. A folder may come from somebody else: files are replaced, never written through a link, and
 linked pictures are not embedded.
 """

@@ -3,10 +3,9 @@
     plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
     run = carry_out(model, plan, out="rope-ext-results")
 
-A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
-`identity.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
-journal, on disk before it is reported; the same call continues after the last whole line. Tables, pictures and pages
-are made from the folder alone.
+A run's folder is named after everything that its numbers depend on (see `identity.py`). Each finished piece of work is
+one line of its journal, on disk before it is reported; the same call continues after the last whole line. Tables,
+pictures and pages are made from the folder alone.
 """
 
 from __future__ import annotations

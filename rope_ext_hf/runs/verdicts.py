@@ -224,12 +224,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion from findings.
-
-    Attributes:
-        best: the key of the method that reads best; None: it cannot be told.
-        equal: the keys of the methods that nothing tells from it, itself among them.
-    """
+    """The conclusion from findings: the key of the best method (None: not told), and of those equal to it, too."""
 
     text: str
     best: str | None

@@ -1,11 +1,6 @@
 """The processes that share a run: they agree on what is measured, wait for each other, and end where one of them fails.
 
-    workers = Workers.from_launcher()
-    with workers.in_step():
-        workers.agree({"the text": digest})                  # an error in all of them where one has another text
-        for item in workers.share(items):
-            ...
-        workers.agree()                                      # returns once all have come here, days later too
+    with Workers.from_launcher().in_step() as workers: ...
 
 They reach each other through the store of torch.distributed, which process 0 or the launcher keeps. In each a thread
 posts that its process is alive and looks at what the others posted: a wait has no limit of time, but no process waits

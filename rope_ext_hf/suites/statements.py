@@ -1,10 +1,5 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-    question = ask(RETRIEVALS["key-value"], random.Random(0), keys=2)
-    question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
-    question.question          # "\\n# quill ="
-    question.answer            # " 51893"
-
 A task is what is asked and in which words; all tasks are data in `RETRIEVALS`, so a new one is a new entry. The
 bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
 from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
