@@ -104,13 +104,10 @@ class KeyTokenRuns(RunKind):
 
 
 class _KeyTokenMeasurement(Measurement):
-    """The key tokens among those that a perplexity run scores.
+    """The key tokens among those that a perplexity run scores, of which `length` is the longest length.
 
-    Args:
-        documents: as the evaluator's tokenizer cuts them, each with its passes (start, stop, first): tokens start to
-            stop are read, and those from `first` on may be key tokens.
-        prefix: the token that every pass begins with, or None.
-        length: the longest context length in tokens.
+    The documents, as the evaluator's tokenizer cuts them, have passes (start, stop, first): tokens start to stop are
+    read, the first of them in each pass replaced by `prefix`, and those from `first` on may be key tokens.
     """
 
     kind = "keys"
@@ -168,13 +165,11 @@ def plan_keys(
     Args:
         evaluator: finds them, with its tokenizer; it may be on the meta device.
         plan: of the spans that are scored afterwards.
-        data: the name of the text.
         window: see `key_setting`.
         **reading: as `RunPlan` takes it.
 
     Raises:
         CorpusError: documents that came as token ids, or none that is longer than the window.
-        MethodError: a window that is not shorter than the longest length.
     """
     longest = plan.lengths[-1]
     setting = key_setting(longest, window)

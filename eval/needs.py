@@ -151,10 +151,7 @@ def need(
 def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) -> tuple[list[int], list[str]]:
     """The lengths to measure, and a note on those that too few documents have; CorpusError where there is one only.
 
-    Args:
-        short: tokens that the model is for.
-        target: tokens that are wanted.
-        documents: tokens of each.
+    From the tokens that the model is for, those that are wanted, and those of each document.
     """
     wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:

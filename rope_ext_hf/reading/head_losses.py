@@ -12,13 +12,9 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder.
+    """The head of a language model, run apart from its decoder, with `room` bytes for logits at a time.
 
-    Args:
-        config: the text config, which states how logits are scaled or capped after the head.
-        dtype: of the model.
-        room: bytes for logits at a time.
-        finish: logits are scaled or capped as the config says.
+    Under `finish` logits are scaled or capped after it as the text config says.
     """
 
     head: Any

@@ -70,8 +70,7 @@ class Forecast:
         does: what would be done, line by line.
         tokens: that would be read, of all methods; 0: the time decides.
         seconds: at least, by the floating-point operations on the device, or as was asked for.
-        memory: what the device must hold at most.
-        gpu: the same on a GPU, whose spans are read in larger parts.
+        memory, gpu: what the device must hold at most, and a GPU, whose spans are read in larger parts.
         disk: bytes that would be written into `folder`, results aside.
     """
 

@@ -156,15 +156,10 @@ class TokenScorer:
 
     @torch.inference_mode()
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """Negative log-likelihoods in nats of tokens first..N of one span, given all tokens before each.
+        """Negative log-likelihoods in nats, (N - first,) float32 on the CPU, of tokens first..N of a span, (N,) int64.
 
-        Args:
-            ids: (N,) int64.
-            first: the first scored token, at least 1.
-            length: the length at which length-dependent methods are held; default N.
-
-        Returns:
-            (N - first,) float32 on the CPU.
+        Each is given all tokens before it, so `first` is at least 1. Length-dependent methods are held at `length`, by
+        default N.
         """
         ids = ids.to(self._device)
         with self._timed(len(ids)), _length(self.model, length or len(ids)):
@@ -181,13 +176,11 @@ class TokenScorer:
     ) -> tuple[Tensor, Tensor]:
         """Losses of several answers to one prompt, and the greedy prediction at each answer token (teacher forcing).
 
-        The prompt is read once; every answer then starts from its cache, A tokens each. (A model that cannot be read
-        in chunks is read whole once per answer.)
+        The prompt, (P,) int64, is read once; every answer, (count, A) int64, then starts from its cache. (A model that
+        cannot be read in chunks is read whole once per answer.) Length-dependent methods are held at `length`, by
+        default P + A.
 
         Args:
-            prompt: (P,) int64.
-            answers: (count, A) int64.
-            length: the length at which length-dependent methods are held; default P + A.
             shared: so many tokens at the beginning are those of the next prompts too; the state after them is kept.
             again: they are those of the call before, of the same model, length and `shared`, and are not read again.
 
@@ -213,18 +206,11 @@ class TokenScorer:
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, count: int, *, stop: Container[int] = ()) -> Tensor:
-        """Greedy decoding: the prompt is read once, then every token from the cache of those before.
+        """Greedy decoding from a prompt, (P,) int64: (at most count,) int64 on the CPU.
 
-        (A model that cannot be read in chunks is read whole once per token.) Length-dependent methods are held at
-        P + count throughout.
-
-        Args:
-            prompt: (P,) int64.
-            count: tokens to generate at most.
-            stop: token ids after which nothing is generated; they are left out.
-
-        Returns:
-            (at most count,) int64 on the CPU.
+        The prompt is read once, then every token from the cache of those before. (A model that cannot be read in chunks
+        is read whole once per token.) Length-dependent methods are held at P + count throughout. After one of the token
+        ids `stop`, which is left out, nothing is generated.
         """
         ids = prompt.to(self._device)
         with self._timed(0), _length(self.model, len(ids) + count):
@@ -251,12 +237,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Logits after each of the last `count` tokens of one span, (count, vocabulary) float32.
-
-        Args:
-            ids: (N,) int64; length-dependent methods are held at N.
-            count: at most N.
-        """
+        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are held at its end."""
         ids = ids.to(self._device)
 
         def read() -> Tensor:

@@ -95,10 +95,9 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
 class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
-    Args:
-        offload: keys and values wait in main memory; those of one layer at a time are on its device.
-        windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
-            whatever the config says of them: see `safe_windows`.
+    Under `offload` keys and values wait in main memory; those of one layer at a time are on its device. The layers of
+    `windows`, by index, keep the keys of their window alone; all others keep those of all tokens, whatever the config
+    says of them: see `safe_windows`.
 
     Raises:
         NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.

@@ -113,12 +113,8 @@ def _spread_attention(
 class SpreadScorer(TokenScorer):
     """Losses of spans that several processes read together; all of them make the same calls and get the same results.
 
-    Args:
-        group: of torch.distributed, whose backend takes tensors on the model's device.
-        options: as `TokenScorer` takes them; tokens per pass are those of a process's share.
-
-    Raises:
-        UnsupportedModelError: a model that needs more of earlier tokens than keys and values, or as `TokenScorer`.
+    The backend of `group` takes tensors on the model's device. `options` are those of `TokenScorer`, tokens per pass
+    those of a process's share. UnsupportedModelError: a model that needs more of earlier tokens than keys and values.
     """
 
     def __init__(self, model: PreTrainedModel, *, rank: int, count: int, group: Any = None, **options: Any) -> None:

@@ -128,11 +128,7 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
-    """Every record of a run, each once.
-
-    Args:
-        contents: items and cells that may occur.
-        parse: (item's name, JSON value) -> value; raises ValueError.
+    """Every record of a run, each once; `parse` makes the value of an item's name and its JSON, or raises ValueError.
 
     Raises:
         FileError: a damaged record, or two records with different values for one place; the message names the lines.

@@ -167,12 +167,7 @@ class Measure:
 def kendall_tau(one: Tensor, other: Tensor) -> Tensor:
     """How alike two measures rank methods: 1 the same order, 0 no relation, -1 the reverse; ties count as tau-b.
 
-    Args:
-        one, other: (..., methods), two values of each method.
-
-    Returns:
-        (...,); NaN where all values of one measure are equal.
-
+    From values (..., methods) of each to (...,); NaN where all values of one measure are equal.
     Source: Kendall, The treatment of ties in ranking problems (1945).
     """
     first, second = (torch.sign(values.unsqueeze(-1) - values.unsqueeze(-2)).flatten(-2) for values in (one, other))

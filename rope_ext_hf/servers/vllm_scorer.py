@@ -155,10 +155,9 @@ class _VLLMScorer:
     """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
 
     Args:
-        model: the model in transformers, which the engine is compared with; on a GPU it waits in main memory while an
-            engine runs.
+        model: the model in transformers, which the engine is compared with on the first span of each length; on a GPU
+            it waits in main memory while an engine runs.
         chunk: tokens per step of the engine.
-        measurement: whose first span of each length is compared.
         configs: how the engine is started, by method; None: the model as loaded.
         source: further arguments of the engine, that say which model it reads and on how many GPUs.
     """

@@ -102,9 +102,7 @@ def read_file_rope(path: Path) -> FileRope:
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
-    """Copy a GGUF file with the metadata and tensors of a serving config; the destination appears whole or not at all.
-
-    `config` is for the engine "gguf", "ollama" or "llama.cpp", with `gguf_keys`.
+    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all.
 
     Raises:
         CheckpointError: a damaged source, or one of another architecture or size.

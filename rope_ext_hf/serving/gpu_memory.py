@@ -40,8 +40,7 @@ class GPUMemory:
         shared_by: the GPUs that the model can be dealt out to (tensor parallelism), at most all of them.
         weights: bytes on each GPU.
         room: bytes on each for keys and values: 90%, without weights and 2 GiB for activations.
-        tokens: the length asked for.
-        sizes: bytes on each GPU of keys and values of an input of that length, by their bits: 16, and 8 where they can.
+        sizes: bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can.
         longest: tokens of one input that fits alone, likewise.
         fewest: GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either.
     """
@@ -107,12 +106,9 @@ class GPUMemory:
 def gpu_memory(
     model: PreTrainedModel, tokens: int, server: GPUServer, *, kv_bits: Iterable[int] = (16, 8)
 ) -> GPUMemory:
-    """Compute what fits on the GPUs of a server; one, if it does not state them.
+    """Compute what fits on the GPUs of a server, one if it does not state them, at an input of so many tokens.
 
-    Args:
-        model: on any device, the meta device included.
-        tokens: the length of an input.
-        kv_bits: that keys and values may have there, the best first.
+    `kv_bits` are those that keys and values may have there, the best first. The model may be on the meta device.
     """
     whole: Any = model.config
     if server.weight_bits is None and getattr(whole, "quantization_config", None):

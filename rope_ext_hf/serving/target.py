@@ -45,8 +45,7 @@ class Model:
 
     Attributes:
         name: the folder or Hub id, as an engine takes it; "MODEL" for a model in memory.
-        config: its text config.
-        composite: whether that lies under `text_config`.
+        config: its text config; composite: whether that lies under `text_config`.
         specs: the patches recorded in it, bottom first.
         layer_types: the layer types that a method applies to; [None]: all layers.
         described: the rotary embedding of those layers.
