@@ -33,7 +33,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label, method_key
+from rope_ext_hf.runs.labels import Method, label
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
@@ -133,9 +133,6 @@ class GainRuns(RunKind):
             answers=tuple(values),
         )
 
-    def rows(self, run: Run[ContextGain]) -> Iterable[Sequence[Any]]:
-        return ([getattr(result, name) for name in self.columns] for result in run.results)
-
     def table(self, run: Run[ContextGain], *, detailed: bool = False) -> Table:
         """One row per method and distance, one column per length: the gain, `detailed` with its interval."""
         setting: Mapping[str, int] = run.settings["setting"]
@@ -148,13 +145,16 @@ class GainRuns(RunKind):
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
         """The gain; an item is a row, at all distances of a length together."""
-        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for r in run.results:
-            row = items.setdefault(method_key(r.method), {})
-            before = row.get(r.length, [(0.0, 0.0)] * len(r.answers))
-            row[r.length] = [
-                (nats + each.gain, tokens + each.tokens) for (nats, tokens), each in zip(before, r.answers, strict=True)
-            ]
+        items = {
+            key: {
+                length: [
+                    (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
+                    for answers in zip(*(result.answers for result in results), strict=True)
+                ]
+                for length, results in row.items()
+            }
+            for key, row in run.by_length.items()
+        }
         return [Measure("gain from evidence", "nats per token", Evidence.GAIN, True, items, "row")]
 
     def not_finite(self, run: Run[ContextGain]) -> list[str]:

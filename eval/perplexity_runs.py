@@ -100,7 +100,9 @@ class PerplexityRuns(RunKind):
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        return LineChart(_loss_lines(run.results), run.context_length, "Bits per byte; lower is better")
+        rows = by_method(run.results).items()
+        lines = {name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)] for name, row in rows}
+        return LineChart(lines, run.context_length, "Bits per byte; lower is better")
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
@@ -208,11 +210,11 @@ def _items(
     run: Run[Result], pairs: Callable[[Result], Iterable[tuple[float, float]]]
 ) -> dict[str, dict[int, list[tuple[float, float]]]]:
     """The pairs of each result, by the method's key and length; results without any are left out."""
-    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for result in run.results:
-        if found := list(pairs(result)):
-            items.setdefault(method_key(result.method), {})[result.length] = found
-    return items
+    found = {
+        key: {length: of_length for length, [result] in row.items() if (of_length := list(pairs(result)))}
+        for key, row in run.by_length.items()
+    }
+    return {key: row for key, row in found.items() if row}
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
@@ -228,17 +230,9 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
 
 def _best_of_lengths(run: Run[Result]) -> dict[int, set[str]]:
     """The keys of the methods that no other one is surely better than, by length; none where nothing is compared."""
-    known, lengths = run.findings, sorted({result.length for result in run.results})
+    known = run.findings
     loss = next((m for m in known.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
-    return {length: set() if loss is None else {*known.best(loss, length)} for length in lengths}
-
-
-def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
-    """Bits per byte where they are finite, as (length, value) by label."""
-    return {
-        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
-        for name, row in by_method(results).items()
-    }
+    return {length: set() if loss is None else {*known.best(loss, length)} for length in run.lengths}
 
 
 def _scored_text(result: Result) -> str:

@@ -129,17 +129,16 @@ class TaskRuns(RunKind):
         caption = f"{one.samples} prompts per task and length{luck}. {_MEANING}"
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
-        every = sorted({result.length for result in run.results})
         for name, row in by_method(run.results).items():
             key = method_key(row[0].method)
             mean, reach = means[key], lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
-            best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in every]
+            best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in run.lengths]
             middle = ("all",) if detailed else ()
             view.add_row(Text(name), *middle, *best, "" if reach is None else str(reach), end_section=not detailed)
             for task in dict.fromkeys(result.task for result in row) if detailed else ():
                 at = {each.length: f"{each.score:.1%}{marks[each.length]}" for each in row if each.task == task}
-                view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
+                view.add_row("", Text(printable(task)), *(at.get(n, "") for n in run.lengths), "")
         return view
 
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
@@ -170,14 +169,12 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt as token ids.
+    """One prompt as token ids, with strings that a right answer holds, and wrong answers.
 
     Attributes:
         ids: (tokens,) int32.
         budget: tokens to generate at most.
-        references: strings that a right answer holds.
         candidates: (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated.
-        others: wrong answers.
     """
 
     ids: Tensor
@@ -197,7 +194,6 @@ class TaskMeasurement(Measurement):
     Args:
         prompts: by (context length, index of the task), as many of each.
         score: the score of an answer, from 0 to 1, by its text, the references and the wrong answers.
-        stop: token ids that end an answer.
     """
 
     kind = "tasks"
@@ -261,16 +257,13 @@ def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     """The mean over tasks of each prompt, by the method's key and length, where every task is complete."""
     tasks = run.settings["setting"]["tasks"].split(",")
-    rows: dict[str, dict[int, list[TaskResult]]] = {}
-    for result in run.results:
-        rows.setdefault(method_key(result.method), {}).setdefault(result.length, []).append(result)
     return {
         key: {
             length: [fmean(scores) for scores in zip(*(result.scores for result in results), strict=True)]
             for length, results in sorted(row.items())
             if len(results) == len(tasks)
         }
-        for key, row in rows.items()
+        for key, row in run.by_length.items()
     }
 
 

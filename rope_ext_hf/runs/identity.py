@@ -49,8 +49,13 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "data": data,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+        "versions": versions_now(),
     }
+
+
+def versions_now() -> dict[str, str]:
+    """The versions of the packages that results depend on most."""
+    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
 
 
 _COMPUTING = (

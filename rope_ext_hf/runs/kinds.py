@@ -109,6 +109,19 @@ class Run(Generic[R_co]):
         methods = {method_key(result.method): result.method for result in self.results}
         return {key: self.extended_length(method) for key, method in methods.items()}
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The context lengths of the results, ascending."""
+        return sorted({result.length for result in self.results})
+
+    @cached_property
+    def by_length(self) -> dict[str, dict[int, list[R_co]]]:
+        """The results by the method's key and the length: one each, or one per depth, distance or task."""
+        rows: dict[str, dict[int, list[R_co]]] = {}
+        for result in self.results:
+            rows.setdefault(method_key(result.method), {}).setdefault(result.length, []).append(result)
+        return rows
+
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
         return bool(result.length > (self.extended_lengths[method_key(result.method)] or result.length))
@@ -276,9 +289,9 @@ class RunKind(ABC):
     ) -> MethodResult:
         """The result of one method and cell, from the values of all items and what each cost."""
 
-    @abstractmethod
     def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
-        """The values of `columns`, per result."""
+        """The values of `columns`, per result; by default the result's attributes of these names."""
+        return ([getattr(result, name) for name in self.columns] for result in run.results)
 
     @abstractmethod
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
@@ -457,10 +470,8 @@ def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
         for place, (measure, (_, run)) in enumerate(zip(made, measures, strict=True)):
             if count[measure.name] > 1:
                 seen[measure.name] += 1
-                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")[
-                    index
-                ]
-                made[place] = replace(measure, name=f"{measure.name}, {told}")
+                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")
+                made[place] = replace(measure, name=f"{measure.name}, {told[index]}")
     return made
 
 

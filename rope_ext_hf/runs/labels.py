@@ -14,10 +14,12 @@ Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result
 
 
 class MethodResult(Protocol):
-    """A result, which has at least its method."""
+    """A result, which has at least its method and context length."""
 
     @property
     def method(self) -> Method: ...
+    @property
+    def length(self) -> int: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 

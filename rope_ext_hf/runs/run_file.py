@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,7 @@ from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.questions import Question, anything, shell_line
 from rope_ext_hf.reading.documents import corpus_name
 from rope_ext_hf.reference import folder_of
+from rope_ext_hf.runs.identity import versions_now
 from rope_ext_hf.runs.journal import read_plain
 
 if TYPE_CHECKING:
@@ -115,10 +115,6 @@ def run_file(
     stated |= {"revision": commit} if commit else {}
     stated.pop("model", None)
     return RunFile(question.command, name, stated, versions_now())
-
-
-def versions_now() -> dict[str, str]:
-    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
 
 
 def _stated(question: Question) -> dict[str, Any]:

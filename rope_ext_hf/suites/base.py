@@ -172,20 +172,16 @@ def fill(
         smallest: the least size of a prompt.
         step: by how much larger a prompt is that tells how long one more of its parts is.
     """
-    made = []
-    for index in range(wanted.count):
-        of_size = partial(sample, index)
+
+    def filled(of_size: Callable[[int], Sample]) -> Sample:
         each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
         most = max(smallest, int(2 * wanted.room / each) + 1)
-        size = largest_fitting(smallest, most, partial(_fits, of_size, wanted.room))
+        size = largest_fitting(smallest, most, lambda size: of_size(size).length <= wanted.room)
         if size is None:
             raise too_short(task, wanted.length)
-        made.append(of_size(size))
-    return made
+        return of_size(size)
 
-
-def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
-    return sample(size).length <= room
+    return [filled(partial(sample, index)) for index in range(wanted.count)]
 
 
 class _TooShortError(MethodError):
