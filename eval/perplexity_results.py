@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 from rope_ext_hf.errors import short
@@ -51,15 +52,7 @@ class DocumentLoss(NamedTuple):
         raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
 
     def plus(self, nats: float, tokens: int, size: int, key_nats: float = 0.0, key_tokens: int = 0) -> DocumentLoss:
-        return DocumentLoss(
-            self.name,
-            self.nats + nats,
-            self.tokens + tokens,
-            self.bytes + size,
-            self.spans + 1,
-            self.key_nats + key_nats,
-            self.key_tokens + key_tokens,
-        )
+        return DocumentLoss(self.name, *map(add, self[1:], (nats, tokens, size, 1, key_nats, key_tokens)))
 
 
 @dataclass(frozen=True)

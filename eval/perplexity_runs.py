@@ -194,13 +194,9 @@ class PerplexityMeasurement(Measurement):
                     of_span, of_keys = nats[span.score_from - first : span.score_to - first], nats[:0]
                     if self.keys is not None:
                         of_keys = of_span[self.keys[item][span.score_from : span.score_to]]
-                    losses[span.length] = before.plus(
-                        of_span.sum().item(),
-                        len(of_span),
-                        document.bytes_between(span.score_from, span.score_to),
-                        of_keys.sum().item(),
-                        len(of_keys),
-                    )
+                    size = document.bytes_between(span.score_from, span.score_to)
+                    sums = of_span.sum().item(), len(of_span), size, of_keys.sum().item(), len(of_keys)
+                    losses[span.length] = before.plus(*sums)
                 progress(stop - start)
             cost = scorer.take_cost()
             yield from (((length,), loss, cost) for length, loss in losses.items())

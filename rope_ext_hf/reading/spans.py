@@ -125,11 +125,6 @@ class EvalPlan:
         return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
 
     @property
-    def tokens(self) -> int:
-        """Tokens that go through the model."""
-        return sum(self.passes)
-
-    @property
     def passes(self) -> list[int]:
         return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
 

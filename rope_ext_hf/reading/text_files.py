@@ -150,6 +150,17 @@ def optional_package(module: str, purpose: str) -> Any:
         raise CorpusError(f"{purpose} need the package {package}: {install_command('eval')}") from error
 
 
+@contextmanager
+def set_to(module: Any, **values: Any) -> Iterator[None]:
+    """With attributes of another package's module set to these values, and set back at the end."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        vars(module).update(values)
+        yield
+    finally:
+        vars(module).update(before)
+
+
 # -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------
 
 

@@ -25,23 +25,8 @@ def _listed(table: str, kind: str) -> tuple[str, ...]:
 TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
 HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
-_CONSONANTS = (
-    *"bcdfghjklmnprstvwz",
-    "bl",
-    "br",
-    "ch",
-    "cr",
-    "dr",
-    "fl",
-    "gr",
-    "pl",
-    "qu",
-    "sh",
-    "st",
-    "th",
-    "tr",
-    "wh",
-)
+_CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
+_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)
 """The parts of made-up words."""
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
 
