@@ -1,12 +1,9 @@
 """Models that keep the sine and cosine of every position as a table in their weights: RoFormer of transformers.
 
-    model = rope.patch(RoFormerForMaskedLM.from_pretrained(folder), "yarn", factor=4)
-    model.save_pretrained("longer")      # loads with plain transformers: the table is among the weights
-
 The table has one row [sin | cos] for each position up to max_position_embeddings (RoFormer, Su et al. 2021, arXiv
-2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a
-state_dict holds the method's own table, for as many positions as the extended length. The rows of a batch share the
-rows of the table, so a method cannot follow the length of each.
+2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a state_dict
+holds the method's own table, for as many positions as the extended length, which plain transformers loads. The rows of
+a batch share the rows of the table, so a method cannot follow the length of each.
 """
 
 from __future__ import annotations
@@ -33,17 +30,12 @@ def keeps_angles_in_weights(config: Any) -> bool:
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
-    """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
     kind = _TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can take the place of a table of angles.
-
-    Raises:
-        UnsupportedModelError: it cannot; slots of other kinds take every method.
-    """
+    """Check that a method can take the place of a table of angles; slots of other kinds take every method."""
     for slot in slots:
         if not slot.is_table:
             continue
@@ -114,11 +106,7 @@ class _TableSlot(PatchedSlot):
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
-    """Put the table of plain RoPE back into a model that was loaded with the table of a patch.
-
-    Args:
-        positions: max_position_embeddings before the patch.
-    """
+    """Put the table of plain RoPE, of the `positions` before the patch, back into a model loaded with its table."""
     for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)

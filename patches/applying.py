@@ -29,12 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
-    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
-        CheckpointError: the specs are of another model.
-    """
+    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top."""
     apply_plan(plan_replay(model, specs))
     return model
 
@@ -86,7 +81,6 @@ def _attend_by(plan: PatchPlan) -> None:
 
 
 def take_off(model: nn.Module) -> None:
-    """Take every patch off."""
     state = patch_state(model)
     configs = state.configs if state else []
     for parent in list(model.modules()):

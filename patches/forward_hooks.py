@@ -21,12 +21,9 @@ from rope_ext_hf.rotary.graphs import graph_break
 
 
 class DecoderHooks(ABC):
-    """Hooks around the forward of a decoder; a subclass works out what the modules inside need.
+    """Hooks around the forward of a decoder, for the slots inside; a subclass works out what the modules inside need.
 
     They hold nothing that changes with a forward, so that several threads may run one model.
-
-    Args:
-        slots: the patched slots inside the decoder.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:

@@ -48,9 +48,8 @@ _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, p
 class LengthHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a length-dependent method.
 
-    Raises:
-        LengthError: a cache that was filled elsewhere, or whose keys cannot be rotated again; not under
-            `fixed_length`, where no frequencies change.
+    They refuse a cache that was filled elsewhere, or whose keys cannot be rotated again, by a LengthError; not under
+    `fixed_length`, where no frequencies change.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
@@ -99,7 +98,6 @@ class LengthHooks(DecoderHooks):
         context.cache_rows = RowState(lengths, positions, first_change if short else 0, one_input_each)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Undo `pre_forward` and record how the keys in the cache are rotated now."""
         context = self.end(decoder)
         if output is None:
             return
@@ -114,7 +112,6 @@ class LengthHooks(DecoderHooks):
             self.record(cache, output, state)
 
     def _held(self) -> bool:
-        """Whether `fixed_length` holds a length."""
         return any(table.fixed_length for table in tables_of(self.slots))
 
     def _check_fixed(self, cache: Any) -> None:
@@ -129,9 +126,7 @@ class LengthHooks(DecoderHooks):
     ) -> None:
         """Rotate the keys of a cache to the frequencies of rows of `lengths` (rows or 1,) tokens.
 
-        Args:
-            positions: (rows or 1, tokens), of the new tokens.
-            counted: no row is longer than the number of its tokens.
+        `positions` (rows or 1, tokens): of the new tokens; `counted`: no row is longer than its number of tokens.
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
         table, cache, past_length = tables[0], context.cache, context.past_length
@@ -178,11 +173,7 @@ class LengthHooks(DecoderHooks):
 
 
 def token_positions(context: ForwardContext) -> Tensor:
-    """Positions of the new tokens, (rows or 1, tokens).
-
-    Raises:
-        LengthError: positions or a mask from which the length of a row does not follow.
-    """
+    """Positions of the new tokens, (rows or 1, tokens); LengthError: the length of a row does not follow from them."""
     positions = context.position_ids
     if positions is None:
         if context.prepared_mask:
@@ -253,8 +244,7 @@ def _rotate_in_place(
 ) -> None:
     """Rotate all keys in a cache; an error on the way leaves it without a state of its rows, and so refused.
 
-    Args:
-        rotation: of keys that carry the attention factor (True), and of others.
+    `rotation`: of keys that carry the attention factor (True), and of others.
     """
     state.rows = None
     for scaled, some in _by_attention_factor(layers):

@@ -1,8 +1,4 @@
-"""Load a folder that was saved patched, of a model or of a PEFT adapter.
-
-model = from_pretrained("folder")      # the class its config names, plus the patch saved with the folder
-model = from_pretrained("adapter")     # its base model, patched as it was in training, and the adapter on it
-"""
+"""Load a folder that was saved patched, of a model or of a PEFT adapter on its base model."""
 
 from __future__ import annotations
 
@@ -43,11 +39,7 @@ _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
-
-    Raises:
-        CheckpointError: no such folder or Hub id, a number that no model has, or a record that contradicts the config.
-    """
+    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None."""
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
 
@@ -75,11 +67,7 @@ def _without_record(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
-    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself.
-
-    Raises:
-        CheckpointError, FileError: as `load_config` and `find_adapter` do; an adapter of an adapter.
-    """
+    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself."""
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
@@ -155,7 +143,6 @@ def _load_found(
     auto_class: str | None,
     kwargs: dict[str, Any],
 ) -> PreTrainedModel:
-    """The model of what `find_config` found."""
     if adapter is None:
         return _load_patched(path, config, record, auto_class, kwargs)
     own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
@@ -189,16 +176,10 @@ def _load_patched(
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
-    """The class of transformers that a config is loaded with.
+    """The class of transformers that a config is loaded with; `auto_class` names one to take instead.
 
     It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
     images, or for bare models that has its model type.
-
-    Args:
-        auto_class: the name of a class to take instead.
-
-    Raises:
-        CheckpointError: an `auto_class` that transformers does not have, or `architectures` that are no names.
     """
     import transformers
 
@@ -239,12 +220,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as the record in its config, or with its adapter, states; stacked patches included.
-
-    Raises:
-        CheckpointError: a record of a patch of another model.
-        FingerprintError: the model rotates otherwise than the record says of the saved one.
-    """
+    """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

@@ -1,8 +1,5 @@
 """Put a method into a live model, and take it out again.
 
-    model = patch(model, "yarn", factor=8)
-    unpatch(model)
-
 What changes is planned first (planning.py), then applied (applying.py). A model may be given by its name.
 """
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
 that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
-
-
 _CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: PATCH_KEY}
 """Files that a patched copy changes, and the key that changes in them."""
 
@@ -53,7 +51,6 @@ class _RewritingSave:
         model.__dict__["save_pretrained"] = self
 
     def remove(self) -> None:
-        """Go back to the method of the class."""
         self.model.__dict__.pop("save_pretrained", None)
 
     def __call__(
@@ -85,10 +82,7 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     """Have a model, every model inside it, and its adapters, present or added later, saved with the patch.
 
     Adapters are most often added to a model that is patched already, and nothing of that reaches this package. But
-    saving them begins with `state_dict`, of which a model may announce the beginning.
-
-    Args:
-        slot: a slot of the model; it keeps the way back.
+    saving them begins with `state_dict`, of which a model may announce the beginning. The slot keeps the way back.
     """
     from transformers import PreTrainedModel
 
@@ -107,11 +101,7 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:
-    """What serving engines make of the config that saving a patched model writes; worked out once per patch.
-
-    Args:
-        saved: that config, where it is at hand.
-    """
+    """What serving engines make of the config that saving a patched model writes (`saved`, where it is at hand)."""
     if state.engines is None:
         if saved is None:
             saved = _as_saved(next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched)).to_dict())
@@ -170,12 +160,8 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
 def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
-    The record gets the fingerprint of the model.
-
-    Args:
-        name: what warnings call the folder, which gets its name later.
-
-    Warns of engines known to run another model from it.
+    The record gets the fingerprint of the model. `name`: what warnings, of engines known to run another model from it,
+    call the folder, which gets its name later.
     """
     file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -213,9 +199,6 @@ def save_patched_folder(
     are of another model, are left out.
 
     Args:
-        model: patched; on any device.
-        source: where the files are.
-        out: the new folder.
         progress: called with the bytes that are copied, and those of all files.
         as_code: add code by which plain transformers loads the folder, see `write_loading_code`.
         finish: called with the whole copy before it gets its name, to write its card.
@@ -263,9 +246,6 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
 
     Both folders are read, as fast as the disk allows: copying takes as long. A file that `save_patched_folder` changes
     on the way is compared by its JSON, without what is changed there.
-
-    Raises:
-        FileError: a file of the source leads out of it.
     """
     names = [name for name in list_files(source) if not _left_out(Path(name))]
     return [name for name in names if not _is_copy(source / name, out / name)]

@@ -10,8 +10,7 @@ from functools import cached_property
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import Config, needed, rope_divisors
 
-_EXACT = 1e-6
-"""The largest relative difference of frequencies and magnitudes that counts as the same."""
+_EXACT = 1e-6  # the largest relative difference of frequencies and magnitudes that counts as the same
 
 
 @dataclass(frozen=True)
@@ -81,20 +80,14 @@ class RopeKeys:
 
     @cached_property
     def model_type(self) -> str:
-        """The model type of the text config."""
         return str(self.text.get("model_type"))
 
     @cached_property
     def theta(self) -> float:
-        """The base."""
         return float(self.settings["rope_theta"])
 
     def number(self, key: str) -> float:
-        """A number of the rope settings.
-
-        Raises:
-            ServingError: missing where the engine takes none for it, or not a finite number above 0.
-        """
+        """A number of the rope settings, else the usual one; ServingError where there is neither."""
         return needed(self.settings, key, self.usual.get(key))
 
     def yarn(self, factor: float, original: float, *, truncate: bool) -> list[float]:
@@ -108,11 +101,7 @@ class RopeKeys:
         return formulas.yarn_magnitude(factor, mscale) / formulas.yarn_magnitude(factor, all_dim)
 
     def divided(self, key: str) -> list[float]:
-        """The frequencies of a longrope by one of its lists, "long_factor" or "short_factor".
-
-        Raises:
-            ServingError: the list is missing, or has other than a number above 0 for each rotated pair.
-        """
+        """The frequencies of a longrope by one of its lists, "long_factor" or "short_factor"."""
         return formulas.divided(self.theta, self.dim, rope_divisors(self.settings, key, self.dim))
 
     def computed(self, inv_freq: Sequence[float], magnitude: float = 1.0, *notes: str) -> Computed:

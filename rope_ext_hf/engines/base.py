@@ -79,7 +79,6 @@ class Target:
 
     @functools.cached_property
     def model_type(self) -> str:
-        """The model type of the text config."""
         return str(self.config.get("model_type", ""))
 
     @functools.cached_property
@@ -219,7 +218,6 @@ class ServingConfig(ShownAsTables):
 
 
 def _remark(text: str) -> str:
-    """A comment of a shell."""
     return wrapped(text, "# ", "# ")
 
 
@@ -491,11 +489,7 @@ _ENGINES: dict[str, type[Engine]] = {}
 
 
 def register_engine(name: str) -> Callable[[type[Engine]], type[Engine]]:
-    """Register a class as the engine of a name.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Register a class as the engine of a name; ValueError where the name is taken."""
 
     def register(cls: type[Engine]) -> type[Engine]:
         if name in _ENGINES:
@@ -514,11 +508,7 @@ def list_engines() -> dict[str, type[Engine]]:
 
 
 def find_engine(name: str) -> Engine:
-    """The engine of a name.
-
-    Raises:
-        UnknownMethodError: there is none.
-    """
+    """The engine of a name; UnknownMethodError where there is none."""
     if name not in _ENGINES:
         raise UnknownMethodError(
             f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(list_engines())}"
@@ -546,15 +536,11 @@ def other_engines() -> list[Engine]:
 # --- whether one engine computes what another one does ---------------------------------------------------------------
 
 _Expected = tuple[tuple[int, Computed], ...]
-"""The numbers of a reference, each with a length of inputs in tokens: long ones, then short ones if those differ."""
+"""Each with the length of inputs in tokens that it is for: long ones, then short ones if those differ."""
 
 
 def expected_of(reference: Engine, config: Config) -> _Expected:
-    """Compute a config by an engine that follows every input, to compare others with.
-
-    Raises:
-        ServingError: the reference refuses the config.
-    """
+    """Compute a config by an engine that follows every input, to compare others with."""
     longest = reference.computes(config)
     assert longest.length is not None
     short = ((1, reference.computes(config, 1)),) if longest.by_length else ()
@@ -562,11 +548,7 @@ def expected_of(reference: Engine, config: Config) -> _Expected:
 
 
 def runs_otherwise(engine: Engine, expected: _Expected, config: Config) -> str | None:
-    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6.
-
-    Raises:
-        ServingError: the engine refuses the config.
-    """
+    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6."""
     ours = engine.computes(config, expected[0][0])
     if ours.by_length and len(expected) == 1:  # it follows the input, and the reference does not
         expected = (*expected, (1, expected[0][1]))

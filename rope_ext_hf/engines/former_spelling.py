@@ -91,11 +91,7 @@ class FormerSpellingEngine(ConfigEngine):
         return self.table["families"].get(model_type, {}).get("rope_parameters") is True
 
     def reached(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
-        """The rope type that reaches the rotary class of a family's file, with a note where it is another one.
-
-        Raises:
-            ServingError: the file stops at the rope type.
-        """
+        """The rope type that reaches the rotary class of a family's file, with a note where it is another one."""
         types = self.table["families"][model_type].get("types")
         if types is None or kind in types or kind == "default":
             return kind, ()

@@ -67,11 +67,7 @@ class OverridingEngine(ConfigEngine):
         return super().other(rope)
 
     def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
-        """Compute the settings for the plug-in.
-
-        Raises:
-            ServingError: the model file does not hand them on.
-        """
+        """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
         if rope.model_type in self.theta_alone:
             raise ServingError(
                 f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"

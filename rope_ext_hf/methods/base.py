@@ -28,32 +28,23 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.guidance import Guidance
 
-UNBOUNDED = 2**62
-"""A length in tokens that no input reaches."""
-
+UNBOUNDED = 2**62  # a length in tokens that no input reaches
 TWO_PI = 2 * math.pi
 
 
 @dataclass(frozen=True)
 class TrainedScaling:
-    """A scaling that a model was trained with, and what lies underneath it.
+    """A scaling that a model was trained with."""
 
-    Attributes:
-        method: the method, a frequency method.
-        rotary: the rotary embedding that the method was applied to.
-        context_length: the length in tokens that the model is for under this scaling.
-    """
-
-    method: RopeMethod
-    rotary: Rotary
-    context_length: int
+    method: RopeMethod  # a frequency method
+    rotary: Rotary  # what the method was applied to
+    context_length: int  # tokens that the model is for under this scaling
 
     def __post_init__(self) -> None:
         if not self.context_length >= 1:
             raise MethodError(f"context_length must be at least 1 token, got {self.context_length}")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
@@ -200,7 +191,7 @@ def divisor_lists(rotary: Rotary, short: Tensor, long: Tensor) -> dict[str, list
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float; bool is neither."""
+    """Whether a value is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -226,25 +217,18 @@ class RopeMethod(ABC):
 
     unlabelled: ClassVar[frozenset[str]] = frozenset()
     """Parameters that `label` leaves out."""
-
     trainable: ClassVar[str] = ""
     """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
-
     guidance: ClassVar[Guidance | None] = None
     """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
-
     least: ClassVar[Mapping[str, int]] = {"factor": 1}
     """The smallest value of parameters, by name."""
-
     above_zero: ClassVar[tuple[str, ...]] = ("attention_factor",)
     """Parameters that must be above 0."""
-
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
     """What parameters may be, by name."""
-
     one_per_cache: ClassVar[bool] = False
     """Whether a row keeps the frequencies that it began with as long as its cache lives."""
-
     begins_search: ClassVar[bool] = False
     """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 

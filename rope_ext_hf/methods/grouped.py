@@ -27,16 +27,14 @@ from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import DEFAULT_GROUP, RemappedPosition, RemappingMethod, WindowedRemapping
 
 _BY_LENGTH = "length"
-"""The group that follows the present length of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Grouped(WindowedRemapping):
     """Keys at distances below `window` are seen where they are, those beyond by floor(m / G) and floor(n / G).
 
-    Attributes:
-        group: G, keys that are seen at one place; "length": the smallest that the present length of a row needs;
-            default: as small as the target length allows, 16 where there is none.
+    `group`: G, keys that are seen at one place; "length": the smallest that the present length of a row needs;
+    default: as small as the target length allows, 16 where there is none.
     """
 
     group: int | str | None = None

@@ -44,9 +44,8 @@ def alibi_slopes(heads: int) -> list[float]:
 class _ScoreBias(RemappingMethod):
     """Base of the methods that leave positions as they are and add a bias to the scores of far keys.
 
-    Attributes:
-        start: the distance in tokens from which on distances count; 0: all do, as in a model trained with the bias.
-            Default: `max_distance`, so that inputs up to there stay as they are.
+    `start`: the distance in tokens from which on distances count; 0: all do, as in a model trained with the bias.
+    Default: `max_distance`, so that inputs up to there stay as they are.
     """
 
     guidance = Guidance(

@@ -29,9 +29,7 @@ from rope_ext_hf.methods.tiles import Tile, band_tiles
 class _TurnedQueries(RemappingMethod):
     """Keys at distances below `window` are seen where they are, those beyond from `start` on.
 
-    Attributes:
-        window: S, in tokens.
-        start: W, the distance at which the key at the distance S is seen; at most `window`.
+    `window`: S, in tokens. `start`: W, the distance at which the key at the distance S is seen; at most `window`.
     """
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
