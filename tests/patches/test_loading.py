@@ -67,8 +67,9 @@ def test_a_context_length_under_another_key_comes_back(
     assert loaded.config.max_position_embeddings == context_length
     assert rope.describe(loaded).context_length == context_length
     assert model_digest(loaded) == model_digest(rope.from_pretrained(tmp_path / "plain"))
+    other: dict[str, Any] = {key: 128}
     with pytest.raises(CheckpointError, match=f"{key} of a patched folder follows from its patch"):
-        rope.from_pretrained(tmp_path / "patched", **{key: 128})
+        rope.from_pretrained(tmp_path / "patched", **other)
 
 
 def test_a_model_that_carried_a_scaling_comes_back_to_it(tmp_path: Path) -> None:
