@@ -48,7 +48,8 @@ def run(
 
 def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None:
     """Run the command of a file, with the options that were typed in place of those of the file."""
-    from rope_ext_hf.runs.run_file import IN_MEMORY, versions_now
+    from rope_ext_hf.runs.identity import versions_now
+    from rope_ext_hf.runs.run_file import IN_MEMORY
 
     group: Any = context.find_root().command
     functions = {name: inspect.unwrap(each.callback) for name, each in group.commands.items()}
