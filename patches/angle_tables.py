@@ -86,17 +86,12 @@ class _TableSlot(PatchedSlot):
         cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 
-    @torch.no_grad()
-    def saved_table(self) -> Tensor:
-        """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
-        rows: Tensor = self(torch.Size((1, self.state.encoding.saved_length)))
-        return rows
-
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As any module's, with the table under `weight`."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         del state[f"{prefix}replaced.weight"]
-        state[f"{prefix}weight"] = self.saved_table()
+        with torch.no_grad():  # (positions, head_dim), of every position up to the extended length
+            state[f"{prefix}weight"] = self(torch.Size((1, self.state.encoding.saved_length)))
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import (
-    AttentionRule,
-    Rotation,
-    RowGroup,
-    ScoreModifiers,
-    TokenPositions,
-    pick_rows,
-)
+from rope_ext_hf.attention.rules import AttentionRule, Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod

@@ -116,10 +116,7 @@ class SelfExtend(_Grouped):
     floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
     """
 
-    guidance = Guidance(
-        when="the extended length is known; positions stay whole numbers, as in training",
-        decode=ZONES,
-    )
+    guidance = Guidance(when="the extended length is known; positions stay whole numbers, as in training", decode=ZONES)
     window_share = 4
     left_out: ClassVar = {**RemappingMethod.left_out, "floor_window": True}
 

@@ -61,13 +61,6 @@ class KeyRotation:
     """By pairing and sign, what both members of each pair are multiplied by to give both; made when first needed."""
 
     @classmethod
-    def between_lengths(
-        cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
-    ) -> KeyRotation:
-        """The rotation from the frequencies at lengths `before` (rows,) to `after` (rows,), see `read_and_store`."""
-        return cls.read_and_store(table, before, after, positions, 0, scaled)[0]
-
-    @classmethod
     def read_and_store(
         cls, table: RotaryEmbedding, stored: Tensor, present: Tensor, positions: Tensor, new: int, scaled: bool = True
     ) -> tuple[KeyRotation, KeyRotation]:
