@@ -68,15 +68,10 @@ class _TableSlot(PatchedSlot):
     def forward(  # type: ignore[override]
         self, input_ids_shape: torch.Size, past_key_values_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Give rows [sin | cos], with the arguments of the module that is replaced.
+        """Give rows [sin | cos], (length, head_dim), or the shape of position_ids with head_dim added.
 
-        Args:
-            input_ids_shape: (batch, length).
-            past_key_values_length: tokens in the cache.
-            position_ids: integers of any shape; default: the next `length` positions after the past.
-
-        Returns:
-            (length, head_dim), or the shape of position_ids with head_dim added.
+        The arguments are those of the module that is replaced: `input_ids_shape` is (batch, length); without positions
+        they are the next ones after the past.
         """
         like = self.replaced.weight
         assert isinstance(like, Tensor)

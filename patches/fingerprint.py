@@ -89,11 +89,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Any) -> Fingerprint:
-        """The inverse of `to_dict`.
-
-        Raises:
-            CheckpointError: values of another form.
-        """
+        """The inverse of `to_dict`; CheckpointError for values of another form."""
         try:
             layers = {
                 str(name): _LayerRope(

@@ -44,12 +44,11 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
-    """Cover tiles: rectangles of one size and mask share a call where they are evenly spaced.
+    """Cover the tiles of a zone, in the order of their queries: evenly spaced ones of one size and mask share a call.
 
     Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
 
     Args:
-        tiles: those of a zone in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
         max_joined: the most queries, those of all rows, of a call over rows of the same queries.

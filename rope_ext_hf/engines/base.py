@@ -257,11 +257,7 @@ class Engine(ABC):
         """
 
     def with_plugin(self) -> Engine:
-        """This engine with the plug-in of this package loaded.
-
-        Raises:
-            ServingError: there is none for it.
-        """
+        """This engine with the plug-in of this package loaded; ServingError where there is none for it."""
         having = ", ".join(name for name, engine in _ENGINES.items() if engine.with_plugin is not Engine.with_plugin)
         raise ServingError(f"there is no plug-in of this package for {self.name}; there is one for {having}")
 
@@ -271,14 +267,7 @@ class Engine(ABC):
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
 
     def options_on(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """The options for the GPUs of a server.
-
-        Args:
-            given: as `GPUMemory.options` has them.
-
-        Raises:
-            ServingError: they are not known for this engine.
-        """
+        """The options for the GPUs of a server, from those of `GPUMemory`; ServingError: they are not known."""
         if not self.on_gpus:
             having = " and ".join(name for name, engine in _ENGINES.items() if engine.on_gpus)
             raise ServingError(f"options for GPUs are known for {having}, not for {self.name}; leave out --gpus")
@@ -301,11 +290,7 @@ class Engine(ABC):
         return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
 
     def check_family(self, target: Target) -> None:
-        """Refuse a family that the engine does not run as transformers does.
-
-        Raises:
-            ServingError: it does not; the message gives the reason.
-        """
+        """Refuse, by a ServingError, a family that the engine does not run as transformers does."""
         for reason, model_types in self.table["refused"].items():
             if target.model_type in model_types:
                 raise ServingError(
@@ -356,11 +341,7 @@ class ConfigEngine(Engine):
         return self.by_type(self.read(config, length))
 
     def by_type(self, rope: RopeKeys) -> Computed:
-        """Compute frequencies and magnitude for the rope type.
-
-        Raises:
-            ServingError: it has no such rope type, or refuses the settings.
-        """
+        """Frequencies and magnitude for the rope type; ServingError: there is none such, or wrong settings."""
         match self.aliases.get(str(rope.kind), rope.kind):
             case "default":
                 return rope.computed(formulas.plain(rope.theta, rope.dim))

@@ -272,11 +272,7 @@ class RopeMethod(ABC):
         return self.length_dependent or rotary.length_dependent
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
-        """The frequencies for one input.
-
-        Args:
-            rotary: the rotary embedding that they are computed from.
-            length: tokens in the input; None: the context length.
+        """The frequencies for one input of `length` tokens; None: the context length.
 
         Raises:
             MethodError: parameters that do not fit `rotary`, or a length below 1.
@@ -289,11 +285,7 @@ class RopeMethod(ABC):
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The frequencies of each row, on the device of `lengths`; no value is read on the host.
-
-        Args:
-            rotary: the rotary embedding that they are computed from.
-            lengths: tokens of each row, (...) float64.
+        """The frequencies of each row, on the device of `lengths`, (...) float64; no value is read on the host.
 
         Returns:
             inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64.
@@ -328,15 +320,7 @@ class RopeMethod(ABC):
         """
 
     def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
-        """`compute` with other values of `trainable`, through which gradients flow.
-
-        Args:
-            rotary: the rotary embedding that the method is applied to.
-            values: (dim // 2,) floating point.
-
-        Returns:
-            inv_freq, (dim // 2,) in the dtype of `values`.
-        """
+        """`compute` with other `values` of `trainable`, (dim // 2,), through which gradients flow, in their dtype."""
         raise TypeError(f"{self.name} has no parameter that is trained")
 
     @property

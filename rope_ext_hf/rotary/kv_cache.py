@@ -185,10 +185,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
     Args:
         unrotated, rotated, rotated_scaled: the layer after one token that was not rotated, after the same token
             rotated by `radians`, and the latter with an attention factor of 1.25 as well.
-        radians: (dim // 2,), none near a whole cycle.
-
-    Raises:
-        ValueError: naming the attributes that change with the rotation in another way.
+        radians: (dim // 2,), none near a whole cycle. ValueError names attributes that change in another way.
     """
     before, after = vars(unrotated), vars(rotated)
     changed = [name for name in before if not nearly_equal(before[name], after[name])]
