@@ -1,11 +1,5 @@
 """The ground that every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
 
-    >>> from rope_ext_hf.methods import Rotary, Yarn, frequencies
-    >>> plain = Rotary(dim=128, theta=500000.0, trained_length=8192)
-    >>> llama = plain.scaled(Llama3(factor=8.0), context_length=131072)    # Llama 3.1, as its config describes it
-    >>> frequencies("yarn", llama, factor=2).inv_freq.shape                # for 262,144 tokens
-    torch.Size([64])
-
 Symbols as in the papers: d = `Rotary.dim`, b = `Rotary.theta`, L0 = `Rotary.trained_length`, L = length, s = factor,
 theta_i = b^(-2i/d), wavelength_i = 2 pi / theta_i. A model that was trained under a scaling has frequencies w_i and an
 attention factor a of its own, and is for C = `Rotary.context_length` tokens: every method extends from there. For a

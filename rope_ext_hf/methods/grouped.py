@@ -1,6 +1,5 @@
 """Remapping methods that see far keys in groups: several neighbouring keys at one relative position.
 
-    >>> from rope_ext_hf.methods.grouped import JetLong
     >>> method = JetLong(window=2, max_distance=8)
     >>> method.distance(torch.tensor(15), torch.arange(16)).int().tolist()    # 16 tokens: groups of 2
     [7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 2, 1, 0]

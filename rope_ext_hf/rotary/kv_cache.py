@@ -1,16 +1,9 @@
-"""Re-rotate cached keys when a length-dependent method changes its frequencies.
+"""Re-rotate cached keys when a length-dependent method changes its frequencies, by the `CacheState` of the cache.
 
-Such a method has new frequencies when a row grows, and all keys that a query meets must share them. Every cache that
-was filled under such a method carries a `CacheState` (cache_state.py): the position of each key, and the length whose
-frequencies the keys have. A forward onto the cache then goes one of two ways:
-
-- Frequencies that change in steps: when a row passes a step, its keys are rotated in place, once. Nothing happens
-  between steps.
-- Frequencies that change with every token: the keys stay as they were stored, and the layer returns a rotated copy; new
-  keys are rotated back before they are stored. So rounding never accumulates, however long the decoding goes on.
-
-A key at position p is rotated from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the
-ratio of the attention factors.
+Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once. Where they change
+with every token, the keys stay as they were stored, and the layer returns a rotated copy; new keys are rotated back
+before they are stored. So rounding never accumulates, however long the decoding goes on. A key at position p is rotated
+from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the ratio of the attention factors.
 """
 
 from __future__ import annotations
