@@ -189,17 +189,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(is_number, value))
-
-
 # Annotation of a parameter -> what its value must be, for the error message, and the test for it.
 _PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", is_number),
     "float | None": ("a number", is_number),
     "int | None": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "tuple[float, ...]": ("a list of numbers", _are_numbers),
+    "tuple[float, ...]": ("a list of numbers", lambda value: isinstance(value, tuple) and all(map(is_number, value))),
 }
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
-from rope_ext_hf.rotary.phase import angles, phase_to_radians
+from rope_ext_hf.rotary.phase import angles
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 _ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
@@ -78,12 +78,6 @@ class KeyRotation:
             return cls(cos, sin), cls(back.cos, -back.sin)
         ratio = (factor[:, 1:] / factor[:, :1])[:, None]
         return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
-
-    @classmethod
-    def from_phase(cls, phase: Tensor) -> KeyRotation:
-        """The rotation by fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
-        angle = phase_to_radians(phase)
-        return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def last(self, count: int) -> KeyRotation:
         """The rotation of the last `count` tokens; a static cache has empty places behind, which no query sees."""
