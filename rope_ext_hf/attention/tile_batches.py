@@ -148,10 +148,7 @@ class MergedSoftmax:
         return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention to further keys of the queries `spans`, as a kernel returns it.
-
-        `part` and `part_lse` have the spans folded into the batch.
-        """
+        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys."""
         if self._lse is None:
             if spans.size == self.query.shape[-2]:
                 self.out = part if self.out is None else self.out.copy_(part)

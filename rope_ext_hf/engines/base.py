@@ -342,18 +342,11 @@ class ConfigEngine(Engine):
 
     def by_type(self, rope: RopeKeys) -> Computed:
         """Frequencies and magnitude for the rope type; ServingError: there is none such, or wrong settings."""
-        match self.aliases.get(str(rope.kind), rope.kind):
-            case "default":
-                return rope.computed(formulas.plain(rope.theta, rope.dim))
-            case "linear":
-                return self.linear(rope)
-            case "llama3":
-                return self.llama3(rope)
-            case "yarn":
-                return self.yarn(rope)
-            case "longrope":
-                return self.longrope(rope)
-        return self.other(rope)
+        kind = self.aliases.get(str(rope.kind), str(rope.kind))
+        if kind == "default":
+            return rope.computed(formulas.plain(rope.theta, rope.dim))
+        rules = {"linear": self.linear, "llama3": self.llama3, "yarn": self.yarn, "longrope": self.longrope}
+        return rules.get(kind, self.other)(rope)
 
     def linear(self, rope: RopeKeys) -> Computed:
         """Position interpolation."""
