@@ -57,8 +57,7 @@ _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an a
 
 
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
-_OF_PATCH = ("over", "context_length", "layers", "native")
-"""Further arguments of `patch` that `--model_args` may hold."""
+_OF_PATCH = ("over", "context_length", "layers", "native")  # further arguments of `patch` that `--model_args` may hold
 
 
 @register_model("rope-ext")
@@ -161,8 +160,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
         """The model of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
 
-        Args:
-            additional_config: lm-eval's own options: device, batch_size, max_batch_size.
+        `additional_config` holds lm-eval's own options: device, batch_size, max_batch_size.
         """
         given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
         device, most = given.pop("device", None), given.pop("max_batch_size", None)
@@ -263,7 +261,6 @@ def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizer
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:
-    """The most tokens that lm-eval may give the model."""
     description = describe(model)
     extended = description.extended_length  # None: it follows the input, as far as anyone asks
     if asked is None:
@@ -374,11 +371,10 @@ def evaluate(
 
 
 class _TaskFinder:
-    """The tasks of lm-eval, of this package, and of a folder.
+    """The tasks of lm-eval, of this package, and of a folder of the user's.
 
     Args:
         own: a folder that this package's tasks are written into; they are read when they are built.
-        include_path: the user's folder.
         metadata: for tasks that make their own data.
         max_length: of the model, in tokens.
     """
@@ -394,11 +390,7 @@ class _TaskFinder:
         self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
-        """Names of tasks and groups, and paths of YAML files.
-
-        Raises:
-            MethodError: none, or an unknown one; the message has the nearest.
-        """
+        """Names of tasks and groups, and paths of YAML files; MethodError: none, or an unknown one."""
         if isinstance(tasks, str) or not tasks:
             raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
         found: list[str] = []
@@ -414,7 +406,6 @@ class _TaskFinder:
         return found
 
     def build(self, tasks: Sequence[str]) -> list[Any]:
-        """Task and group objects, with their data."""
         built: list[Any] = []
         for name in self.names(tasks):
             with _task_errors(name):

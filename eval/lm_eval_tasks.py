@@ -41,17 +41,12 @@ _LONG_SUITES = {
 }
 """lm-eval's own suites of long inputs, by how their tasks' names begin, and what they fetch from the network."""
 
-_SAMPLES = 20
-"""Prompts per task, as `rope-ext tasks` asks."""
+_SAMPLES = 20  # prompts per task, as `rope-ext tasks` asks
 _CLASS = f"!function {__name__}.SuiteTask"
 
 
 def write_tasks(folder: str | Path) -> Path:
-    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced.
-
-    Raises:
-        FileError: anything the disk refuses.
-    """
+    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced."""
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,7 @@ from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, by_method, length_table
 from rope_ext_hf.suites.statements import insert
@@ -44,7 +44,6 @@ class TrialScore(NamedTuple):
     rank: float
 
     def to_record(self) -> list[float]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -132,9 +131,6 @@ class RetrievalRuns(RunKind):
             scores=tuple(values),
         )
 
-    def rows(self, run: Run[Retrieval]) -> Iterable[Sequence[Any]]:
-        return ([getattr(result, name) for name in self.columns] for result in run.results)
-
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
         """One row per method and depth, one column per length: exact match and mean rank."""
         one = run.results[0]
@@ -168,13 +164,15 @@ class RetrievalRuns(RunKind):
         """
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
-        shares: dict[str, dict[int, list[list[float]]]] = {}
-        for r in run.results:
-            right = [float(score.exact if exact else score.rank == 1) for score in r.scores]
-            shares.setdefault(method_key(r.method), {}).setdefault(r.length, []).append(right)
         items = {
-            key: {n: [(fmean(of_trial), 1.0) for of_trial in zip(*depths, strict=True)] for n, depths in row.items()}
-            for key, row in shares.items()
+            key: {
+                length: [
+                    (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
+                    for of_trial in zip(*(result.scores for result in results), strict=True)
+                ]
+                for length, results in row.items()
+            }
+            for key, row in run.by_length.items()
         }
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
@@ -183,13 +181,11 @@ class RetrievalRuns(RunKind):
 
 @dataclass
 class Trial:
-    """One prompt less its haystack, as token ids; the same at every length and for every method.
+    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method.
 
     Attributes:
-        head, question: (tokens,) int64.
-        statements: (tokens,) int64 each; the one asked for first.
-        depths: of the other statements, as shares of the haystack.
-        answers: (1 + distractors, A) int64, the right one first.
+        statements: the one asked for first; depths are those of the others, as shares of the haystack.
+        answers: (1 + distractors, A), the right one first.
         start: where in the haystack its text begins, as a share.
         spare: tokens that are left free, so that the haystack is as long as under a longer question.
     """
@@ -209,7 +205,6 @@ class Trial:
 
     @property
     def tail(self) -> int:
-        """Tokens of question and answer."""
         return len(self.question) + len(self.answers[0])
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
@@ -227,8 +222,7 @@ class RetrievalMeasurement(Measurement):
     """The ranks of right answers, at every depth of every context length; an item is one trial.
 
     Args:
-        trials: one list per depth, the same one or those of `shared_trials`.
-        depths: ascending, all different.
+        trials: one list per depth, the same one or those of `shared_trials`; depths are ascending, all different.
         shared: prompts of one trial and length differ in their question only, which alone is read after the first.
     """
 
@@ -281,7 +275,6 @@ class RetrievalMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        """Read one trial's prompt at every length and depth asked for."""
         scorer.take_cost()
         read = 0  # the length that was read last
         for cell in cells:

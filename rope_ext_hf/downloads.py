@@ -42,19 +42,10 @@ _asked: dict[str, tuple[float, bool]] = {}
 def download(
     name: str, revision: str | None = None, *, patterns: Sequence[str] = ("*",), weights: bool = False
 ) -> Path:
-    """Return the folder of huggingface_hub's cache with a model's files, after downloading those that it lacks.
+    """The folder of huggingface_hub's cache with a model's files, after downloading those that it lacks where it can.
 
-    Where the Hub cannot be reached, that is the folder as it is.
-
-    Args:
-        name: OWNER/NAME.
-        revision: branch, tag or commit; default: the branch main.
-        patterns: the files to download, weights and a copy of the model in Meta's format aside.
-        weights: whether to download the weights that would be loaded as well, in one of their formats.
-
-    Raises:
-        CheckpointError: no such repository or revision, one that needs a login, a download that is interrupted or not
-            what the Hub announced; with no Hub to ask, a model that is not in the cache.
+    The files by `patterns`, weights and a copy of the model in Meta's format aside; with `weights` also those that
+    would be loaded, in one of their formats.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -155,15 +146,7 @@ def _unreached(name: str) -> CheckpointError:
 
 
 def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times.
-
-    Args:
-        name: a folder or Hub id.
-        given: arguments of transformers, such as revision and cache_dir.
-
-    Raises:
-        CheckpointError: a Hub id that is not in the cache, and no answer.
-    """
+    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     name = str(name)
@@ -197,12 +180,7 @@ def hub_answers(endpoint: str) -> bool:
 
 
 def check_upload(name: str, *, private: bool = True) -> None:
-    """Refuse what would stop an upload, before there is anything to upload.
-
-    Raises:
-        CheckpointError: no name of a repository, a Hub that cannot be reached, nobody signed in, or a repository that
-            is public where a private one is asked for.
-    """
+    """Refuse what would stop an upload, before there is anything to upload."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -217,11 +195,7 @@ def check_upload(name: str, *, private: bool = True) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool = True) -> str:
-    """Upload a folder to a repository of the Hub, which is made where there is none; its address.
-
-    Raises:
-        CheckpointError: the Hub refuses.
-    """
+    """Upload a folder to a repository of the Hub, which is made where there is none; its address."""
     from huggingface_hub import HfApi
 
     with _upload_errors(name):

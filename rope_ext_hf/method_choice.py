@@ -33,11 +33,7 @@ def _methods(given: Any) -> tuple[Any, ...]:
 
 
 def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
-    """One number or several, comma lists among them, all finite.
-
-    Raises:
-        MethodError: anything else; the message shows the option and an example.
-    """
+    """One number or several, comma lists among them, all finite; the error shows the option and an example."""
     parts = _parts(given)
     try:
         numbers = tuple(map(float, parts))
@@ -111,14 +107,7 @@ class MethodChoice(Question):
         return {"over": self.over, "context_length": self.context_length}
 
     def check(self, *, factor_alone: bool = False) -> None:
-        """Refuse parameters that no method was given for.
-
-        Args:
-            factor_alone: whether a factor may stand without a method, for a command that has methods of its own.
-
-        Raises:
-            MethodError: a factor, a length or another parameter without a method.
-        """
+        """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""
         options = ["--target-length"] if self.target_length else []
         options += ["--factor"] if self.factor and not factor_alone else []
         options += [f"--{name.replace('_', '-')}" for name in self.parameters]
@@ -134,11 +123,7 @@ class PatchChoice(MethodChoice):
     """One method with one factor."""
 
     def check_single(self, *, required: bool = False) -> None:
-        """Refuse several methods or factors, and options that no method was given for.
-
-        Raises:
-            MethodError: one of these, or no method where one is required.
-        """
+        """Refuse several methods or factors, and options that no method was given for."""
         self.check()
         if required and not self.method:
             raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from docs import links, make_figures
+from docs import links, make_figures, site
 from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
@@ -374,6 +374,11 @@ def test_relative_links_become_absolute() -> None:
     )
     above = links.absolute_links("[a](b.md) [c](../d/e.py)", "https://p.org/q", "docs", only_above=True)
     assert above == "[a](b.md) [c](https://p.org/q/blob/main/d/e.py)"
+
+
+def test_names_of_options_stay_in_one_piece_on_the_site() -> None:
+    page = site.on_page_content("<p>a--b <code>ppl MODEL --max-spans 3</code></p>")
+    assert page == '<p>a--b <code>ppl MODEL <span class="option">--max-spans</span> 3</code></p>'
 
 
 def test_the_address_stands_in_one_place() -> None:

@@ -141,12 +141,6 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
-    """The memory of every dtype, batch and length.
-
-    Raises:
-        CheckpointError: a config without the sizes of its heads.
-        ServingError: it has no layers.
-    """
     with foreign_errors("the sizes of the heads cannot be read from this config"):
         if not cached_layers(config):
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")
@@ -164,10 +158,9 @@ def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
+    """The candidates by purpose, not ranked: those that helped a measured model at this length; for fine-tuning any.
 
-    Where no candidate for serving helped, they are the methods that did and that a server runs. Fine-tuning needs no
-    measurement.
+    Where no candidate for serving helped, they are the methods that did and that a server runs.
     """
 
     servers = list_engines().keys() - {_OWN_PROCESS}
@@ -324,7 +317,6 @@ class _Planner:
         server: GPUServer | None,
         on_gpus: GPUMemory | None,
     ) -> dict[str, tuple[str, ...]]:
-        """The commands to run next, by their goal."""
         model, target = self.name, self.target_length
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys(name for names in choices.values() for name in names))
@@ -377,7 +369,6 @@ def _kind(method: RopeMethod) -> str:
 
 
 def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingConfig) -> Iterable[str]:
-    """The commands that lead to a running server."""
     yield command_line("serve-config", model, **asked, engine=engine)
     if config.gguf_keys:
         yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)

@@ -44,35 +44,20 @@ _CHARACTERS = 6
 
 @dataclass(frozen=True)
 class Extension:
-    """How a model is extended and served.
-
-    Attributes:
-        model, engine: what is extended, and for which engine.
-        method: the method, by name.
-        target_length, context_length: tokens; the factor is one over the other.
-        reason: why this method, in words.
-        expected: what it costs inputs within the context length by the measurements of this package, in words.
-        expectations: by length, how much the loss rises there over that of the model as loaded at the context length on
-            each small model that was measured, in bits per byte; the context length and the target length.
-        lengths: the lengths in tokens that are measured, the context length and the target length last.
-        out: the folder that is written.
-        patch: the method, as it is patched in.
-        perplexity: what is measured before; None: nothing.
-        steps: the words of the commands that do it, by name: ppl (where it is measured), patch and serve-config.
-    """
+    """How a model is extended and served."""
 
     model: str
     engine: str
-    method: str
+    method: str  # by name
     target_length: int
-    context_length: int
-    reason: str
-    expected: str
+    context_length: int  # in tokens as well; the factor is one over the other
+    reason: str  # why this method, in words
+    expected: str  # what it costs inputs within the context length by our measurements, in words
     expectations: dict[int, tuple[float, ...]]
-    lengths: tuple[int, ...]
-    out: str
-    patch: LayerChoice
-    perplexity: Perplexity | None
+    lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
+    out: str  # the folder that is written
+    patch: LayerChoice  # the method, as it is patched in
+    perplexity: Perplexity | None  # what is measured before; None: nothing
     steps: dict[str, list[str]]
 
     @property
@@ -81,7 +66,6 @@ class Extension:
         return {name: shell_line(words) for name, words in self.steps.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("patch", "perplexity")
         }
@@ -93,26 +77,16 @@ class ExtensionVerdict:
 
     All numbers are in bits per byte, means over documents that weigh alike, paired: where one long document weighs as
     much as all others, little is known of the mean by tokens.
-
-    Attributes:
-        method: what was measured, by name.
-        context_length, target_length: tokens.
-        change: how much the loss at the target length changes, compared with the model as loaded there.
-        prices: how much the loss changes, by length up to the context length.
-        balances: the change at the target length and the price together, by length; above 0 the price is above the
-            gain.
-        rises: how much the loss with the method is above that of the model as loaded at the context length, by length.
-        expectations: the same on each small model that was measured.
     """
 
-    method: str
+    method: str  # by name
     context_length: int
     target_length: int
-    change: Estimate | None
-    prices: Mapping[int, Estimate | None]
-    balances: Mapping[int, Estimate | None]
-    rises: Mapping[int, Estimate | None]
-    expectations: Mapping[int, Sequence[float]]
+    change: Estimate | None  # of the loss at the target length, over the model as loaded there
+    prices: Mapping[int, Estimate | None]  # the change, by length up to the context length
+    balances: Mapping[int, Estimate | None]  # change and price together, by length; above 0: no gain is left
+    rises: Mapping[int, Estimate | None]  # of the loss over the model as loaded at the context length
+    expectations: Mapping[int, Sequence[float]]  # the same rises on each small model
 
     @property
     def refusal(self) -> str:
@@ -130,7 +104,6 @@ class ExtensionVerdict:
 
     @property
     def sentences(self) -> list[str]:
-        """The gain, the prices, and what was expected."""
         gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=_UNIT)}"
         prices = [f"at {length:,} tokens it is {verdict(price, unit=_UNIT)}" for length, price in self.prices.items()]
         items = 0 if self.change is None else self.change.items
@@ -164,7 +137,6 @@ class ExtensionVerdict:
         return " ".join(self.sentences)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self) | {"refusal": self.refusal, "text": str(self)}
 
 
@@ -178,17 +150,8 @@ def plan_extension(
 ) -> Extension:
     """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
-    Args:
-        model: a folder, a Hub id or "reference".
-        asked: the length, the engine, and more.
-        reading: further options of `rope-ext ppl`, such as device, by their names in Python.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
-
-    Raises:
-        MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
-        ServingError: an engine that serves no fitting method, or a length that does not fit on its GPUs.
-        CheckpointError: no such model.
+    `reading` are further options of `rope-ext ppl`, such as device, by their names in Python. A MethodError where no
+    extension is needed, a patch is there already, or no method brings it there; a ServingError of the engine.
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
     engine = find_engine(asked.engine).name
@@ -280,14 +243,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
 def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
 
-    Its files are compared with those of the model, which takes as long as to copy them.
-
-    Args:
-        revision, trust_remote_code: as `plan_extension` takes them.
-
-    Raises:
-        MethodError: it is there without that patch, or was made from another model or other weights.
-        CheckpointError, FingerprintError: its config is damaged.
+    Its files are compared with those of the model, which takes as long as to copy them; MethodError: they differ.
     """
     out = Path(extension.out)
     if not out.exists():

@@ -10,17 +10,14 @@ Training makes rows of W_q and W_k that rotate at similar frequencies similar. F
 where f_p[i] is the frequency of dim i under pairing p: the Fourier transform of an attention that falls off as
 e^(-distance / r), so that the two dims of a pair have the greatest likeness. The head's score is the correlation of the
 energy with the likeness of the half pairing, minus that of the interleaved pairing. Correlations leave out the diagonal
-and the means of rows and columns, so that dims with large weights do not count as similar.
+and the means of rows and columns, so that dims with large weights do not count as similar. (The energies of pairs alone
+left half-paired models with norms of q and k undecided: neighbouring frequencies are similar too, which raises adjacent
+dims of half-paired weights.)
 
 The verdict is the sign of the mean score over heads. It needs `_MIN_SIGMA` standard errors (from the differences
 between heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else it is None.
-
-`benchmarks/detection.py` measures it: docs/conversion.md has the scores, and how many random initialisations got none.
-
-Where a text is given, the loss on it is measured with the rows in either order as well.
-
-The energies of pairs alone, without their neighbours, left half-paired models with norms of q and k undecided:
-neighbouring frequencies are similar too, which raises adjacent dims of half-paired weights.
+`benchmarks/detection.py` measures it, with results in docs/conversion.md. Where a text is given, the loss on it is
+measured with the rows in either order as well.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 _MAX_LAYERS_READ = 8  # evenly spaced over the depth
 _MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
@@ -108,7 +104,6 @@ class PairingReport:
     consumers: tuple[PairingReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a JSON-ready dict."""
         return asdict(self)
 
     @property
@@ -185,7 +180,7 @@ def detect_pairing(
 
 
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
-    """Return how each head's energies correlate with the likenesses of its dims under either pairing.
+    """Correlate each head's energies with the likenesses of its dims under either pairing, off the diagonal.
 
     Args:
         query: (heads, dims, width), the rows that rotate.
@@ -193,7 +188,7 @@ def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
         inv_freq: (dims / 2,), radians per token.
 
     Returns:
-        (heads, 2): correlations for half and interleaved, over all entries off the diagonal.
+        (heads, 2): for half and interleaved.
     """
     shared = len(query) // len(key)
     grouped = query.reshape(len(key), shared * query.shape[1], -1)
@@ -227,11 +222,7 @@ def _double_center(table: Tensor) -> Tensor:
 
 
 def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[PairingReport, ...]:
-    """Detect the pairing of what rotates beside the attention that the config counts.
-
-    Args:
-        pairing: what is stated of the attention; None: by the config or the family table.
-    """
+    """Detect the pairing of what rotates beside the attention, which is stated to be in `pairing`."""
     pairing = pairing or weights.stated
     indexers, kept = weights.indexers()
     try:
@@ -309,12 +300,7 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
 
 
 def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
-    """Measure the loss on a text with the rows as they are and in the other order.
-
-    Raises:
-        CorpusError: a text that is too short, or no tokenizer.
-        CheckpointError, UnsupportedModelError: a model that cannot be run, or whose rows cannot be moved.
-    """
+    """Measure the loss on a text with the rows as they are and in the other order."""
     model = weights.load()
     runs = class_pairing(model.config)
     if runs is None:

@@ -19,7 +19,6 @@ from rope_ext_hf.files import json_text, read_json, write_json
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport
 
-
 _NEED_FILE = "need.json"
 """The name of the file that a run leaves in its folder."""
 
@@ -93,11 +92,7 @@ def _next_command(found: NeedReport, model: str, out: Path) -> str:
 
 
 def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | None:
-    """The tokens up to which a model reads as it is, by what `need` left in a folder; None: it is not known.
-
-    Raises:
-        FileError: no such file, a damaged one, or one of another model.
-    """
+    """The tokens up to which a model reads as it is, by what `need` left in a folder; None: it is not known."""
     from rope_ext_hf.hub import source_digest
 
     found, file = read_json(folder / _NEED_FILE), repr(str(folder / _NEED_FILE))

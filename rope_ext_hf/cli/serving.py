@@ -16,14 +16,7 @@ from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
-from rope_ext_hf.cli.options import (
-    DryRun,
-    EvalOptions,
-    Json,
-    LoadOptions,
-    Model,
-    SourceOptions,
-)
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, SourceOptions
 from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short, size_text
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.servers.baselines import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
-
 
 _Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
@@ -314,21 +306,9 @@ def audit(
 
 
 def _configure(
-    model: str,
-    methods: PatchChoice,
-    source: SourceOptions,
-    engine: str,
-    version: str | None,
-    **how: Any,
+    model: str, methods: PatchChoice, source: SourceOptions, engine: str, version: str | None, **how: Any
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
     quiet_transformers()
-    return serving_config(
-        model,
-        engine,
-        engine_version=version,
-        **how,
-        **source.version,
-        **methods.arguments_of_patch,
-    )
+    return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)

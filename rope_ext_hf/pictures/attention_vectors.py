@@ -31,7 +31,6 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout, candidate_key_layouts, nearly
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _NAME = "rope_ext_hf.record"
 _SHIFT, _PROBED = 5, 16  # how far, and how many tokens, the second pass is moved to find out how a layer rotates
 
@@ -57,16 +56,8 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
 def spectra(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The mean of q_i conj(k_i) over every query and key of a text, each of length 1, where they stand left out.
 
-    Args:
-        model: not patched; in eval mode for what it is in use.
-        ids: (tokens,) integers, at least 16 and at most the context length.
-
-    Returns:
-        (heads, pairs) complex128, the heads of every layer that rotates by the frequencies a method would change.
-
-    Raises:
-        LengthError: a text too short or too long.
-        UnsupportedModelError: a model that is patched, or whose attention cannot be listened to.
+    The model is not patched. ids: (tokens,) integers, at least 16 and at most the context length -> (heads, pairs)
+    complex128, the heads of every layer that rotates by the frequencies a method would change.
     """
     if patched_slots(model):
         raise UnsupportedModelError(

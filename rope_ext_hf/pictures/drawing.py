@@ -31,9 +31,6 @@ def picture(path: str | Path | None, width: float, height: float) -> Iterator[An
     """An empty matplotlib figure, in inches, that becomes a PNG at `path` when the block ends; it needs no display.
 
     Without a path no file is written: the figure is for a notebook, which shows it.
-
-    Raises:
-        ImportError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -82,12 +79,9 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7
 def draw_lines(
     axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], *, size: float = 7, last: int = 1
 ) -> None:
-    """Lines with their names at their ends.
+    """Lines with their names at their ends, within the limits that are given.
 
-    Args:
-        limits: the lowest and the highest value that is shown; None: as the lines have it.
-        size: of the names, in points.
-        last: a name stands at the mean of so many values: the very last one of a ragged line says little.
+    A name, of `size` points, stands at the mean of the `last` values: one end of a ragged line says little.
     """
     for _, across, up, style in lines:
         axes.plot(across, up, **style)

@@ -52,20 +52,10 @@ def explain(
 
     Args:
         folder: exists; files in it of the same names are replaced, each whole or not at all.
-        rotary: the geometry.
-        methods: what is drawn beside plain RoPE, by name.
         length: how far the pictures reach, in tokens; at least the trained length.
-        title: stands above the page.
         trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
-            scores are drawn of random vectors only.
-        note: a sentence about them for the page.
+            scores are drawn of random vectors only. `note` is a sentence about them.
         progress: called before each picture with how many are drawn, of how many.
-
-    Raises:
-        ImportError: matplotlib or scikit-learn is not installed.
-        FileError: anything the disk refuses.
-        MethodError: a method that cannot go with this geometry, a length below the trained one, or more dims or
-            positions than can be drawn.
     """
     check_size(rotary, length)
     pictures, parts, sections = {}, [], _sections(rotary, methods, length, title, trained, note)

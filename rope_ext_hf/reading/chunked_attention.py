@@ -70,11 +70,7 @@ class MaskRule:
 
 
 def _mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
-    """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`.
-
-    Raises:
-        NotReadInChunksError: a mask of another kind.
-    """
+    """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function
 
     window = chunk = None
@@ -103,9 +99,6 @@ def chunked_attention(
 
     Returns:
         (batch, tokens, heads, head_dim), None for the weights.
-
-    Raises:
-        NotReadInChunksError: mask tensors, position biases or other additions to the scores.
     """
     unknown = [name for name in _UNSUPPORTED if given.get(name) is not None]
     if unknown:
@@ -155,8 +148,7 @@ def reading_in_chunks(
 ) -> AbstractContextManager[None]:
     """Every attention module of this model uses `chunked_attention`, until the end of the block.
 
-    Args:
-        reach_seen: called at every attention with how many keys a query may see, itself included; None: all.
+    `reach_seen` is called at every attention with how many keys a query may see, itself included; None: all.
     """
     return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
 

@@ -6,10 +6,7 @@
     documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line
 
 Real text that needs no download: every Python installation carries several megabytes of English documentation and
-source code. The bundled reference model was trained on it, less the modules in `HELD_OUT`, which are what `stdlib`
-measures with.
-
-Files are untrusted: nothing in them is executed or unpickled, and what is damaged is refused with file and line.
+source code.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -35,6 +31,7 @@ from rope_ext_hf.reading.text_files import (
     read_file,
     read_rows,
     reason,
+    set_to,
     token_ids,
 )
 
@@ -312,20 +309,6 @@ def _shuffled(documents: Iterable[D], seed: int | None) -> Iterator[D]:
 # -- the Hugging Face Hub ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _few_retries(datasets: Any) -> Iterator[None]:
-    """With a connection given up after a minute or two without an answer, not after ten."""
-    names = ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES")
-    before = {name: getattr(datasets.config, name) for name in names}
-    try:
-        for name in names:
-            setattr(datasets.config, name, min(before[name], _STREAM_RETRIES))
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(datasets.config, name, value)
-
-
 def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
     # Bare names and existing folders would have `datasets` read local files, by builders that may unpickle them.
     if not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name) or Path(name).exists():
@@ -335,7 +318,9 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         )
     datasets = optional_package("datasets", "datasets of the Hub")
     try:
-        with _few_retries(datasets):
+        retries = ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES")
+        fewer = {name: min(getattr(datasets.config, name), _STREAM_RETRIES) for name in retries}
+        with set_to(datasets.config, **fewer):
             rows = datasets.load_dataset(
                 name,
                 name=options.get("config"),

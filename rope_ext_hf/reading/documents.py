@@ -50,11 +50,7 @@ class Tokens:
 
 
 def utf8_bytes(name: str, text: str) -> int:
-    """The UTF-8 bytes of the text of a document.
-
-    Raises:
-        CorpusError: half a surrogate pair, which JSON can spell and no tokenizer takes.
-    """
+    """The UTF-8 bytes of a document's text; CorpusError for half a surrogate pair, which JSON can spell."""
     try:
         return len(text.encode("utf-8"))
     except UnicodeEncodeError as error:
@@ -78,5 +74,4 @@ def corpus_name(corpus: Corpus | None) -> str | None:
     return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
 
 
-Corpus = str | Path | Document | Tensor | Iterable[object]
-"""Everything that `rope_ext_hf.reading.corpora.load` takes."""
+Corpus = str | Path | Document | Tensor | Iterable[object]  # everything that `rope_ext_hf.reading.corpora.load` takes

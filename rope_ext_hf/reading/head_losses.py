@@ -12,14 +12,9 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder.
+    """The head of a language model, run apart from its decoder, with `room` bytes for logits at a time.
 
-    Args:
-        head: from hidden states to logits.
-        config: the text config, which states how logits are scaled or capped after the head.
-        dtype: of the model.
-        room: bytes for logits at a time.
-        finish: logits are scaled or capped as the config says.
+    Under `finish` logits are scaled or capped after it as the text config says.
     """
 
     head: Any
@@ -46,7 +41,6 @@ class HeadLosses:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits of all the vocabulary, float32."""
         return self._finished(self.head(hidden))
 
     def _parts(self, hidden: Tensor, width: int) -> Iterator[Tensor]:

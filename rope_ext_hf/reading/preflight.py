@@ -1,9 +1,7 @@
 """Estimates of the memory and time of a measurement, made from the config before any weights are read.
 
-    >>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
-    >>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
-
-Also a warning about layers whose sliding window is shorter than the context.
+>>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+>>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
 """
 
 from __future__ import annotations
@@ -38,11 +36,9 @@ class MemoryEstimate:
     """Memory of a measurement, in bytes.
 
     Attributes:
-        weights: the weights.
         cache: keys and values on the device, of one span.
         working: activations.
         offloaded: keys and values in main memory, where they are offloaded.
-        logits: the logits.
         training: gradients, and what the optimizer keeps.
     """
 
@@ -74,11 +70,8 @@ class Forecast:
         does: what would be done, line by line.
         tokens: that would be read, of all methods; 0: the time decides.
         seconds: at least, by the floating-point operations on the device, or as was asked for.
-        device: where it would run.
-        memory: what that must hold at most.
-        gpu: the same on a GPU, whose spans are read in larger parts.
-        disk: bytes that would be written, results aside.
-        folder: where.
+        memory, gpu: what the device must hold at most, and a GPU, whose spans are read in larger parts.
+        disk: bytes that would be written into `folder`, results aside.
     """
 
     does: tuple[str, ...]
@@ -92,7 +85,6 @@ class Forecast:
 
     @property
     def room(self) -> int:
-        """Bytes that are free on the disk."""
         path = Path(self.folder).absolute()
         return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
 
@@ -183,9 +175,7 @@ def check_memory(
 ) -> MemoryEstimate:
     """Return the estimated memory if the devices have that much free.
 
-    Args:
-        spread: count the memory of all devices, as a device map uses it.
-        offload_cache, together: as `estimate_memory` takes them.
+    `spread` counts the memory of all devices, as a device map uses it; others are as `estimate_memory` takes them.
 
     Raises:
         CheckpointError: too little memory; the message has the figures and what would fit.

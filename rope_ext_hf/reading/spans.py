@@ -48,11 +48,7 @@ class Setting:
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are.
-
-    Raises:
-        CorpusError: a text with half a surrogate pair, which UTF-8 cannot hold, or token ids that are none.
-    """
+    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are."""
     return [each if isinstance(each, Tokens) else _tokenize(each, tokenizer) for each in documents]
 
 
@@ -110,9 +106,7 @@ class EvalPlan:
     """The spans that a perplexity evaluation reads, the same for every method; pure data.
 
     Attributes:
-        protocol: the protocol that made the spans.
         lengths: ascending context lengths.
-        options: options of the protocol.
         prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
         documents: every document with anything to read, and its spans in reading order.
         left_out: documents too short for the lengths.
@@ -127,18 +121,11 @@ class EvalPlan:
 
     @property
     def setting(self) -> Setting:
-        """The part of the plan that a result records."""
         options = self.options
         return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
 
     @property
-    def tokens(self) -> int:
-        """Tokens that go through the model."""
-        return sum(self.passes)
-
-    @property
     def passes(self) -> list[int]:
-        """Tokens of each pass through the model."""
         return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
 
     @property
@@ -169,15 +156,9 @@ def make_plan(
     max_spans: int | None = None,
     left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans.
+    """Cut tokenised documents into spans; arguments and errors are those of `perplexity`.
 
-    Args:
-        documents: tokenised documents.
-        lengths, protocol, targets, stride, tokenizer, bos, max_spans: as `perplexity` takes them.
-        left_out: documents that were too short before.
-
-    Raises:
-        CorpusError, MethodError: as `perplexity` does.
+    `left_out` counts documents that were too short before.
     """
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
@@ -238,11 +219,7 @@ def prefix_token(
 
     Args:
         tokenizer: None: no prefix.
-        bos: True: the BOS token, False: none, None: by `default`.
-        default: see `Protocol.default_prefix`.
-
-    Raises:
-        MethodError: bos=True without a tokenizer, or with one that has no BOS token.
+        bos: True: the BOS token, False: none, None: by `default`, see `Protocol.default_prefix`.
     """
     if bos is False or (bos is None and tokenizer is None):
         return None
@@ -272,12 +249,7 @@ def prepare(
 ) -> EvalPlan:
     """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
 
-    Args:
-        model: may be on the meta device; no weights are read.
-        corpus, tokenizer, bos, **options: as `perplexity` takes them.
-
-    Raises:
-        CorpusError, MethodError: as `perplexity` does.
+    The model may be on the meta device; other arguments and errors are those of `perplexity`.
     """
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
@@ -297,15 +269,7 @@ def prepare(
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
-    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input.
-
-    Args:
-        prompts: (tokens,) each.
-        longest: in tokens.
-
-    Raises:
-        CorpusError: a token that the model has no embedding for.
-    """
+    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input."""
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
@@ -327,12 +291,7 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model's weights; None where the model has no name and none is needed.
-
-    Raises:
-        CheckpointError: no tokenizer there.
-        CorpusError: a tokenizer is needed and the model has no name.
-    """
+    """The tokenizer beside the model's weights; None where the model has no name and none is needed."""
     if model.name_or_path:
         return load_tokenizer(model.name_or_path)
     if needed:

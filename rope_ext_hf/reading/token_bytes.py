@@ -96,9 +96,7 @@ def _byte_fallback(tokens: Sequence[str]) -> list[bytes]:
 def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Where each token ends if a character's bytes are divided evenly among the tokens that it belongs to.
 
-    Args:
-        before: bytes before each character of the text.
-        offsets: of tokens that overlap.
+    `before` holds the bytes before each character of the text, `offsets` are those of tokens that overlap.
     """
     first, last = min(start for start, _ in offsets), max(stop for _, stop in offsets)
     changes = [0] * (last - first + 1)  # in the number of tokens, from one character to the next

@@ -1,12 +1,9 @@
 """What the numbers of a run depend on besides text and protocol: the model, what is patched, and the code.
 
 A run's folder is named after this, so that a changed model starts another run. A value too many costs a run anew, one
-too few a wrong number: where in doubt, a value is in.
-
-Not in it are the tokenizer and the tokens per pass. What is read are token ids, and what a text weighs are the bytes of
-its tokens: `Measurement.fingerprint` has both, the BOS token too. Nothing is generated, so nothing is decoded: an
-answer is right where its ids are the likeliest, whatever a vocabulary calls them. The tokens per pass change the last
-digits of a loss; but a run that ran out of memory must go on with fewer.
+too few a wrong number: where in doubt, a value is in. Not in it are the tokenizer, since `Measurement.fingerprint` has
+the ids that are read and the bytes of each, and the tokens per pass: these change the last digits of a loss, but a run
+that ran out of memory must go on with fewer.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
-    """Where a result comes from."""
     parameter = next(model.parameters())
     return {
         "model": model.name_or_path,
@@ -53,8 +49,13 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "data": data,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+        "versions": versions_now(),
     }
+
+
+def versions_now() -> dict[str, str]:
+    """The versions of the packages that results depend on most."""
+    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
 
 
 _COMPUTING = (
@@ -72,7 +73,6 @@ class Basis:
 
     Attributes:
         rotary: the rotary embedding, scalings included.
-        layers: as `patch` takes them.
         below: the live patches that stay underneath, bottom first.
     """
 
@@ -86,7 +86,6 @@ class Basis:
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -97,11 +96,7 @@ class Basis:
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
     """What these methods are applied to: of a method that the model has already, alone, what it is applied to there.
 
-    Args:
-        over, context_length: as `patch` takes them.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
+    Arguments and errors are those of `patch`.
     """
     specs = present_specs(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
@@ -111,16 +106,7 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 
 
 def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str) -> dict[str, Any]:
-    """What a run of these methods depends on, as settings of the run.
-
-    Args:
-        methods: None is the model as it is, with its present patches.
-        basis: as `find_basis` gives it.
-        over: as `patch` takes it.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """What a run of these methods depends on, as settings; the method None is the model with its present patches."""
     specs = present_specs(model)
     as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
@@ -180,7 +166,7 @@ def digest_inputs(
 
     Args:
         model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
-        tokenizer: its files are read, which do not say where it was loaded from.
+        tokenizer: its files are read, without what says where it was loaded from.
         texts: each as token ids, which change with the tokenizer.
     """
     read = hashlib.sha256()

@@ -1,8 +1,5 @@
 """Runs and the kinds of runs: what a run's folder holds, what measures it, and how its results are shown.
 
-    run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
-    run.kind.name, run.results, run.table()
-
 A run measures methods on items (documents, or prompts). Each item has a value per cell: a context length, or a context
 length and a depth. A result is made of the values of all items of its cell.
 
@@ -111,6 +108,19 @@ class Run(Generic[R_co]):
         """`extended_length` of each method that has results, by its key."""
         methods = {method_key(result.method): result.method for result in self.results}
         return {key: self.extended_length(method) for key, method in methods.items()}
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The context lengths of the results, ascending."""
+        return sorted({result.length for result in self.results})
+
+    @cached_property
+    def by_length(self) -> dict[str, dict[int, list[R_co]]]:
+        """The results by the method's key and the length: one each, or one per depth, distance or task."""
+        rows: dict[str, dict[int, list[R_co]]] = {}
+        for result in self.results:
+            rows.setdefault(method_key(result.method), {}).setdefault(result.length, []).append(result)
+        return rows
 
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
@@ -279,9 +289,9 @@ class RunKind(ABC):
     ) -> MethodResult:
         """The result of one method and cell, from the values of all items and what each cost."""
 
-    @abstractmethod
     def rows(self, run: Run[Any]) -> Iterable[Sequence[Any]]:
-        """The values of `columns`, per result."""
+        """The values of `columns`, per result; by default the result's attributes of these names."""
+        return ([getattr(result, name) for name in self.columns] for result in run.results)
 
     @abstractmethod
     def table(self, run: Run[Any], *, detailed: bool = False) -> Table:
@@ -378,7 +388,6 @@ class RunPlan(Generic[M_co]):
     """What a run measures, made and checked before any weights are read.
 
     Attributes:
-        measurement: what is read and scored, the same with each method.
         data: what the text is called.
         methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
             measured with the method that it has.
@@ -461,24 +470,17 @@ def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
         for place, (measure, (_, run)) in enumerate(zip(made, measures, strict=True)):
             if count[measure.name] > 1:
                 seen[measure.name] += 1
-                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")[
-                    index
-                ]
-                made[place] = replace(measure, name=f"{measure.name}, {told}")
+                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")
+                made[place] = replace(measure, name=f"{measure.name}, {told[index]}")
     return made
 
 
 _KINDS: dict[str, RunKind] = {}
-_KINDS_IN = "rope_ext_hf.eval"
-"""The package with the files of kinds, which are found by their names as plug-ins are."""
+_KINDS_IN = "rope_ext_hf.eval"  # the package with the files of kinds, which are found by their names as plug-ins are
 
 
 def register_run_kind(kind: K) -> K:
-    """Make a kind of run known by its name; a decorator.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make a kind of run known by its name, a decorator; ValueError where the name is taken."""
     if kind.name in _KINDS:
         raise ValueError(f"there is a kind of run called {kind.name!r} already")
     _KINDS[kind.name] = kind()
@@ -488,8 +490,7 @@ def register_run_kind(kind: K) -> K:
 def run_kind(name: str) -> RunKind:
     """The kind of run of this name; files of kinds are read where it is not known yet.
 
-    Raises:
-        ValueError: there is none; the message has the nearest name.
+    Raises ValueError where there is none; the message has the nearest name.
     """
     if name not in _KINDS:
         for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):

@@ -10,15 +10,16 @@ from typing import Any, Protocol
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
-Method = dict[str, Any] | None
-"""`RopeMethod.to_dict` of the method of a result, or None for the model as loaded."""
+Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result, or None for the model as loaded
 
 
 class MethodResult(Protocol):
-    """A result, which has at least its method."""
+    """A result, which has at least its method and context length."""
 
     @property
     def method(self) -> Method: ...
+    @property
+    def length(self) -> int: ...
     def to_dict(self) -> dict[str, Any]: ...
 
 

@@ -1,8 +1,5 @@
 """The results of runs of any kind, for a method at a context length: one number and the items that it is a mean over.
 
-    for measure in run.kind.measures(run):
-        print(measure.name, measure.estimate(method_key(None), 4096))
-
 Items of one length are the same documents or prompts for every method, so methods are compared item by item.
 """
 
@@ -102,7 +99,6 @@ class Measure:
         return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
 
     def lengths(self, key: str) -> list[int]:
-        """The lengths at which a method was measured, ascending."""
         return sorted(self.items.get(key, {}))
 
     @property
@@ -111,11 +107,9 @@ class Measure:
         return max(length for row in self.items.values() for length in row)
 
     def measured(self, length: int) -> list[str]:
-        """The keys of the methods measured at a length."""
         return [key for key, row in self.items.items() if length in row]
 
     def estimate(self, key: str, length: int, *, level: float = 0.975) -> Estimate:
-        """The value of one method at one length."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)
@@ -173,12 +167,7 @@ class Measure:
 def kendall_tau(one: Tensor, other: Tensor) -> Tensor:
     """How alike two measures rank methods: 1 the same order, 0 no relation, -1 the reverse; ties count as tau-b.
 
-    Args:
-        one, other: (..., methods), two values of each method.
-
-    Returns:
-        (...,); NaN where all values of one measure are equal.
-
+    From values (..., methods) of each to (...,); NaN where all values of one measure are equal.
     Source: Kendall, The treatment of ties in ranking problems (1945).
     """
     first, second = (torch.sign(values.unsqueeze(-1) - values.unsqueeze(-2)).flatten(-2) for values in (one, other))

@@ -21,8 +21,7 @@ from torch import Tensor
 
 FEWEST = 3
 """Items that an interval takes: from two, an interval that holds 95% is hundreds of times as wide as they are apart."""
-_DRAWN_AT_ONCE = 2**20
-"""Indices that `resample` holds in memory at a time."""
+_DRAWN_AT_ONCE = 2**20  # indices that `resample` holds in memory at a time
 
 
 class Estimate(NamedTuple):
@@ -142,14 +141,7 @@ def t_quantile(level: float, freedom: float) -> float:
 
 
 def resample(values: Tensor, draws: int = 2000, seed: int = 0) -> Tensor:
-    """Sums over items that are drawn anew, with replacement, the same ones for every row.
-
-    Args:
-        values: (rows, items).
-
-    Returns:
-        (rows, draws).
-    """
+    """Sums (rows, draws) of values (rows, items), items drawn anew with replacement, the same for every row."""
     rows, items = values.shape
     generator, at_once = torch.Generator().manual_seed(seed), max(1, 2 * _DRAWN_AT_ONCE // (rows * items))
     parts = []

@@ -38,7 +38,6 @@ class Verdict:
     """A change, and what follows from it.
 
     Attributes:
-        outcome: whether the change is one for the better.
         change: the first value less the second; None: no measure has both.
         text: the change as it stands behind "the loss is".
     """
@@ -65,7 +64,6 @@ def verdict(
 
     Args:
         change: the first value less the second, paired by item where both are of the same items.
-        unit: of the change.
         higher_is_better: of the values.
         than: the change that counts as none; better and worse are counted from there.
         item: the kind of item that the interval is over, in the singular.
@@ -102,21 +100,19 @@ def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcom
 
 
 def _length_text(length: int, context_length: int) -> str:
-    """A length in tokens and in context lengths of the model."""
     return f"{length:,} tokens ({multiple_text(length, context_length)})"
 
 
 @dataclass(frozen=True)
 class Findings:
-    """The measures of one model with several methods: all that a conclusion follows from.
+    """The measures of one model with several methods, which conclusions follow from; methods go by their keys.
 
     Attributes:
-        names: the label of each method by its key.
-        loaded: the key of the model as loaded.
+        names: the labels.
         context_length: tokens that the model as loaded is for.
         measures: each with the methods that it was measured of; two of one name are over different text.
         times: seconds per token, higher is worse; one for each run that was timed.
-        extended: tokens that each method is for, by its key; a method without an end is left out.
+        extended: tokens that each method is for; a method without an end is left out.
     """
 
     names: Mapping[str, str]
@@ -133,15 +129,12 @@ class Findings:
 
     @cached_property
     def informative(self) -> list[Measure]:
-        """Those that can decide something."""
         return [measure for measure in self.ordered if not measure.flaw]
 
     def called(self, key: str) -> str:
-        """A method in a sentence."""
         return AS_LOADED if key == self.loaded else self.names[key]
 
     def beyond(self, key: str, length: int) -> bool:
-        """Whether a length is longer than a method is for."""
         return length > self.extended.get(key, length)
 
     def compare(self, one: str, other: str) -> Outcome:
@@ -159,7 +152,6 @@ class Findings:
         return outcome
 
     def change(self, measure: Measure, one: tuple[str, int], other: tuple[str, int], than: float = 0.0) -> Verdict:
-        """The verdict on a change of a measure between two methods and lengths."""
         return verdict(
             measure.change(one, other),
             unit=measure.change_unit,
@@ -232,13 +224,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion from findings.
-
-    Attributes:
-        text: in sentences.
-        best: the key of the method that reads best; None: it cannot be told.
-        equal: the keys of the methods that nothing tells from it, itself among them.
-    """
+    """The conclusion from findings: the key of the best method (None: not told), and of those equal to it, too."""
 
     text: str
     best: str | None

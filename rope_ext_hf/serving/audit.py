@@ -43,7 +43,7 @@ class _EngineReport:
     """The verdict on one engine and a file.
 
     Attributes:
-        engine, version: the engine, and the version whose source its rules were taken from.
+        version: the version whose source the engine's rules were taken from.
         computed: None where the engine refuses the file, or its rules for this family are unknown.
         differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
         unknown: why nothing can be stated; None: something can.
@@ -61,7 +61,6 @@ class _EngineReport:
 
     @property
     def verdict(self) -> str:
-        """The verdict in words."""
         if self.unknown:
             return f"not checked: {self.unknown}"
         return self.differs or "the same"
@@ -141,12 +140,7 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
 
 @foreign_errors("this config cannot be audited")
 def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
-    """`audit` of a config that has been read.
-
-    Raises:
-        CheckpointError: a number that no model has.
-        ServingError: a model whose angles are a table in its weights, which no config describes.
-    """
+    """`audit` of a config that has been read."""
     check_stated(config)
     model_type = str(config.get("model_type"))
     if angle_table(model_type) is not None:

@@ -20,8 +20,7 @@ from rope_ext_hf.serving.questions import GPUServer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SHARE = 0.9
-"""Of a GPU's memory, for the server: the rest is the driver's, and what libraries keep."""
+_SHARE = 0.9  # of a GPU's memory, for the server: the rest is the driver's, and what libraries keep
 _STEP, _BLOCK = 8192, 16
 """Tokens that a server computes in a step by default, which windows keep for as long; and of a block of keys."""
 _MOST_INPUTS, _MOST_GPUS = 256, 64
@@ -37,12 +36,11 @@ class GPUMemory:
     """What one server has room for.
 
     Attributes:
-        gpus, bytes: the GPUs, and the memory of each.
+        bytes: the memory of each GPU.
         shared_by: the GPUs that the model can be dealt out to (tensor parallelism), at most all of them.
         weights: bytes on each GPU.
         room: bytes on each for keys and values: 90%, without weights and 2 GiB for activations.
-        tokens: the length asked for.
-        sizes: bytes on each GPU of keys and values of an input of that length, by their bits: 16, and 8 where they can.
+        sizes: bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can.
         longest: tokens of one input that fits alone, likewise.
         fewest: GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either.
     """
@@ -77,7 +75,6 @@ class GPUMemory:
 
     @property
     def sentences(self) -> list[str]:
-        """What is on each GPU, and what fits."""
         sizes = {bits: f"{size_text(size)} of each GPU in {bits} bits" for bits, size in self.sizes.items()}
         parts = [
             f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {size_text(self.bytes)}: {size_text(self.weights)} of weights "
@@ -109,16 +106,9 @@ class GPUMemory:
 def gpu_memory(
     model: PreTrainedModel, tokens: int, server: GPUServer, *, kv_bits: Iterable[int] = (16, 8)
 ) -> GPUMemory:
-    """Compute what fits on the GPUs of a server.
+    """Compute what fits on the GPUs of a server, one if it does not state them, at an input of so many tokens.
 
-    Args:
-        model: on any device, the meta device included.
-        tokens: the length of an input.
-        server: its GPUs; one, if it does not state them.
-        kv_bits: that keys and values may have there, the best first.
-
-    Raises:
-        MethodError: quantised weights whose bits are not stated.
+    `kv_bits` are those that keys and values may have there, the best first. The model may be on the meta device.
     """
     whole: Any = model.config
     if server.weight_bits is None and getattr(whole, "quantization_config", None):

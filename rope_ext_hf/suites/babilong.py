@@ -1,10 +1,8 @@
 """BABILong: bAbI's facts among the sentences of any text (Kuratov et al. 2024, arXiv 2406.10149).
 
-qa1 to qa5 of bAbI (Weston et al. 2015, arXiv 1502.05698): where somebody is, where a thing is, where it was before,
-what lies in a direction of a room, who gave what to whom. The facts are made by a small world of people, things and
+qa1 to qa5 of bAbI (Weston et al. 2015, arXiv 1502.05698). The facts are made by a small world of people, things and
 rooms, and not taken from bAbI's files; the wordings around them, and how an answer is scored, are those of BABILong.
 The haystack gives the sentences between them. The answer is begun with "Answer:", which BABILong leaves to the model.
-No package beside this one is needed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Keys and values are random UUIDs, as in "Lost in the Middle" (Liu et al. 2023, arXiv 2307.03172). Two keys with their
 values stand before the question as examples. The object has as many keys as the length takes; the one asked for stands
-at a random place. The wording is HELMET's, but that the object has a heading and is named "above", where it stands. No
-package beside this one is needed.
+at a random place. The wording is HELMET's, but that the object has a heading and is named "above", where it stands.
 """
 
 from __future__ import annotations

@@ -380,7 +380,6 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
 
 @cache
 def _words(kind: str) -> list[str]:
-    """A word list of the package `wonderwords`."""
     try:
         text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     except ImportError as error:

@@ -3,13 +3,11 @@
     collator = PoSECollator(length=4096, target_length=32768)
     Trainer(model, arguments, train_dataset=rows, data_collator=collator)   # or a DataLoader's collate_fn
 
-An example is a dict with `input_ids`, perhaps `labels` (default: the ids), as tokenizers and datasets give them; it is
-one document, not several packed together. Padding is left out by its `attention_mask`, and other keys are dropped. What
-is drawn at random follows from the seed and the ids of the example alone: not from the batch, the worker or the process
-that it lands in, nor from what was drawn before, so that a training that is resumed draws the same.
-
-A length-dependent method counts the tokens of a row. Under PoSE and random positions, which stand for longer inputs,
-train inside `rope_ext_hf.fixed_length(model, target_length)`.
+An example is one document: a dict with `input_ids`, perhaps `labels` (default: the ids) and `attention_mask`, by which
+padding is left out; other keys are dropped. What is drawn follows from the seed and the ids of the example alone, not
+from the batch, the worker or what was drawn before, so that a training that is resumed draws the same. PoSE and random
+positions stand for longer inputs: with a length-dependent method, which counts the tokens of a row, train inside
+`rope_ext_hf.fixed_length(model, target_length)`.
 """
 
 from __future__ import annotations
@@ -78,14 +76,7 @@ class _PositionCollator:
         return dict(zip(("input_ids", "labels", "position_ids", "attention_mask"), batch, strict=True))
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Choose the tokens of a document that make a row, and the position of each.
-
-        Args:
-            tokens: of the document.
-
-        Returns:
-            Indices into the document and positions, each (row,) int64.
-        """
+        """Choose the tokens of a document that make a row: their indices and their positions, each (row,) int64."""
         raise NotImplementedError
 
 

@@ -47,7 +47,6 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _HELD_OUT = 10
 """One document of so many is measured on instead of trained on."""
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8
@@ -126,7 +125,6 @@ def _share_text(share: Estimate) -> str:
 
 
 def _settings(asked: Finetuning) -> dict[str, Any]:
-    """The fields of a question, JSON-ready, under the names of `finetune`."""
     (method,) = asked.method
     values = settings_of(asked) | {"factor": asked.factor[0] if asked.factor else None}
     values["params"] = values.pop("parameters")
@@ -135,7 +133,6 @@ def _settings(asked: Finetuning) -> dict[str, Any]:
 
 
 def _load(asked: Finetuning) -> Any:
-    """The model as loaded."""
     gc.collect()  # a Trainer and the model before refer to each other
     return load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
 
@@ -193,9 +190,7 @@ def _answer(
     return made
 
 
-def lengths_and_texts(
-    asked: Finetuning,
-) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
+def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
     """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
@@ -222,38 +217,24 @@ def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _Fi
 
 @dataclass
 class _FinetuningRun:
-    """A fine-tuning in its folder.
-
-    Attributes:
-        asked: the question.
-        folder: of the run.
-        say: called with a line of progress.
-        tokenizer: of the model.
-        training, held_out: the texts that are trained on, and measured.
-        short, long: the context length and the extended one, in tokens.
-        base: the model as loaded, until it is measured.
-        file: what was asked.
-        origin: what the card of the trained model is told of it.
-        runs, measured: what measured it, and the results of the text, by model.
-        answered: by model, the share of each prompt that is answered exactly, over its depths.
-        trained: steps, seconds and losses, by model.
-    """
+    """A fine-tuning in its folder."""
 
     asked: Finetuning
     folder: Path
     say: Callable[[str], None]
     tokenizer: PreTrainedTokenizerBase
-    training: list[Tokens]
-    held_out: list[Tokens]
-    short: int
-    long: int
-    base: Any
-    file: RunFile
-    origin: dict[str, Any] = field(default_factory=dict)
+    training: list[Tokens]  # trained on
+    held_out: list[Tokens]  # measured
+    short: int  # the context length in tokens
+    long: int  # the extended one
+    base: Any  # the model as loaded, until it is measured
+    file: RunFile  # what was asked
+    origin: dict[str, Any] = field(default_factory=dict)  # what the card of the trained model is told of it
     runs: dict[str, list[Run[Any]]] = field(default_factory=dict)
-    measured: dict[str, list[Result]] = field(default_factory=dict)
+    measured: dict[str, list[Result]] = field(default_factory=dict)  # of text, by model
     answered: dict[str, list[float]] = field(default_factory=dict)
-    trained: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By model, the share of each prompt answered exactly, over its depths."""
+    trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # steps, seconds and losses, by model
     progress: Progress | bool | None = None
 
     def measure_untrained(self) -> None:
@@ -321,7 +302,6 @@ class _FinetuningRun:
         return RopeCallback(data=self.held_out, lengths=sorted({self.short, length}), tokenizer=self.tokenizer, **few)
 
     def report(self) -> FinetuneReport:
-        """Compare the models that were measured."""
         order = [name for name in _MODELS if name in self.measured]
         base, ours = self.measured["as loaded"][0], self.measured["trained"]
         gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}

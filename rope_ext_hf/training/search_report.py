@@ -32,15 +32,11 @@ def decide(
 ) -> _Decision:
     """Decide whether the find of a search is written, or the best fixed method.
 
-    A fixed method needs no search: where the two are not told apart, it is written.
+    A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
 
     Args:
-        found: the label of the find.
         best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
-        change: the loss of what was found less that of this method, on text that the search did not read.
-        length: at which they are compared, in tokens.
-        unit: of the change.
-        is_fixed: whether what was found is a fixed method itself; it stays where the two are not told apart.
+        change: the loss of the find less that of this method, on text that the search did not read, in `unit`.
     """
     if best_fixed is None:
         return _Decision(True, f"No other fixed method surely holds the bound: {found} is written.")

@@ -59,7 +59,6 @@ from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_st
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
 _PATIENCE = 40
@@ -175,36 +174,25 @@ def _answer(
 
 @dataclass
 class _Search:
-    """A search in its folder.
-
-    Attributes:
-        candidates: those that were read, in an earlier run or in this one.
-        budget: how long is searched.
-        progress: of the measurement.
-        file: what was asked.
-        target: the target length in tokens.
-        bound: the most nats per token that may be lost at the context length.
-        fixed: the fixed methods, by their labels.
-    """
+    """A search in its folder."""
 
     folder: Path
     reader: Reader
     rotary: Rotary
     settings: dict[str, Any]
     say: Callable[[str], None]
-    candidates: list[Candidate]
+    candidates: list[Candidate]  # those that were read, in an earlier run or in this one
     budget: Budget
-    progress: Progress
-    file: RunFile
+    progress: Progress  # of the measurement
+    file: RunFile  # what was asked
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
-        self.bound: float = self.settings["most_lost"]
+        self.bound: float = self.settings["most_lost"]  # nats per token at the context length
         names = dict.fromkeys((*self.settings["methods"], *fixed_methods(self.rotary)))
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:
-        """A fixed method for the target length."""
         method = resolve_method(name, self.rotary, target_length=self.target)
         return bind(self.reader.model, method, self.target, **self.reader.underneath)
 
@@ -213,14 +201,7 @@ class _Search:
         return best_candidate(self.candidates, self.bound)
 
     def through_all_stages(self, to_measure: float) -> Candidate:
-        """Read candidates until the budget is used.
-
-        Args:
-            to_measure: passages of the target length that are read afterwards, whose time is left over.
-
-        Raises:
-            MethodError: no candidate holds the bound.
-        """
+        """Read candidates until the budget is used, but for the time to read `to_measure` more passages."""
         for stage, share in _STAGES.items():
             for method, parameters, label in self._methods() if stage == "methods" else self._curves(stage):
                 if self._used(to_measure) >= share or self._idle(stage) >= _PATIENCE:
@@ -236,7 +217,6 @@ class _Search:
         )
 
     def _used(self, to_measure: float) -> float:
-        """The share of the budget that is used."""
         if not self.candidates:
             return 0.0
         seconds = sum(each.seconds for each in self.candidates)
@@ -309,11 +289,7 @@ class _Search:
     ) -> tuple[Candidate, SearchReport, Path]:
         """Read text that the search did not read, and choose between what was found and the best fixed method.
 
-        Args:
-            asked: prompts in that text, where answers count; else none.
-
-        Returns:
-            What is written, the report, and the folder of the run.
+        `asked` are prompts in that text, where answers count. Gives what is written, its report, and the run's folder.
         """
         kept = (self.folder / "measured", self.progress, self.file)
         held = _HeldOut(self.reader, measurement, data, asked, self.target, *kept)
@@ -377,24 +353,20 @@ class _Search:
 
 @dataclass
 class _HeldOut:
-    """Losses of methods on text that the search did not read: of all tokens, and of those that count.
-
-    Attributes:
-        asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
-        results: by the method's name in the report, then by length.
-        answers: by that name, the loss of each answer.
-    """
+    """Losses of methods on text that the search did not read: of all tokens, and of those that count."""
 
     reader: Reader
     measurement: PerplexityMeasurement
     data: str
     asked: Sequence[Passage]
+    """Prompts whose answers count; none: key tokens where the measurement has them, else all tokens."""
     target: int
     folder: Path
     progress: Progress
     file: RunFile
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
-    answers: dict[str, list[float]] = field(default_factory=dict)
+    """By the method's name in the report, then by length."""
+    answers: dict[str, list[float]] = field(default_factory=dict)  # by that name, the loss of each
 
     def read(self, methods: dict[str, RopeMethod | None]) -> None:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
@@ -408,7 +380,6 @@ class _HeldOut:
                 self.answers[name] = self.reader.losses(method, self.asked)
 
     def rename(self, before: str, after: str) -> None:
-        """Call a method by another name."""
         self.results[after] = self.results.pop(before)
         if self.asked:
             self.answers[after] = self.answers.pop(before)
