@@ -173,10 +173,8 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 class _Row:
     """A row as token ids, and what fills its prompts.
 
-    Attributes:
-        head: what every prompt begins with: a BOS token, or nothing.
-        before, evidence, after: its context in three parts.
-        others: texts without the evidence, in the order in which they follow its context.
+    Each begins with `head`, a BOS token or nothing. `others` are texts without the evidence, in the order in which they
+    follow its context.
     """
 
     head: Tensor
@@ -314,10 +312,7 @@ def plan_gain(
 
 
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
-    """A row's text before the evidence, the evidence, the text after it, the question and the answer.
-
-    Raises CorpusError for one that is no text, or evidence that does not stand in the context exactly once.
-    """
+    """The text before the evidence, it, the text after it, question and answer; CorpusError: it is not there once."""
     for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):
             raise CorpusError(f"{context.name}: the column {column!r} has no text")

@@ -107,7 +107,7 @@ class _KeyTokenMeasurement(Measurement):
     """The key tokens among those that a perplexity run scores, of which `length` is the longest length.
 
     The documents, as the evaluator's tokenizer cuts them, have passes (start, stop, first): tokens start to stop are
-    read, the first of them in each pass replaced by `prefix`, and those from `first` on may be key tokens.
+    read, after `prefix` if there is one, and those from `first` on may be key tokens.
     """
 
     kind = "keys"
@@ -210,10 +210,9 @@ def _passes(spans: Iterable[Span], longest: int) -> list[Pass]:
 
 
 def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySetting]:
-    """The key tokens among those that a plan scores at its longest length, by an evaluator with the same tokenizer.
+    """The key tokens that a plan scores at its longest length, (tokens,) bool of each document, and their setting.
 
-    The documents may have come as token ids. Returns each one's tokens, marked, (tokens,) bool, and how they were
-    found.
+    The evaluator has the same tokenizer; the documents may have come as token ids.
     """
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []

@@ -28,7 +28,6 @@ from rope_ext_hf.reading.scorer import TokenScorer
 
 _WINDOW, _OF_LENGTH = 4096, 8
 """Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
-
 Range = tuple[int, int]  # the first character and the one after the last
 Pass = tuple[int, int, int]
 """Tokens of a document: the first that is read, the one after the last, and the first that may be a key token."""
@@ -58,10 +57,7 @@ class KeySetting:
 
 
 def key_setting(longest: int, window: int | None = None) -> KeySetting:
-    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, whichever is less.
-
-    `window` is another number; MethodError where it is not shorter than the longest length.
-    """
+    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, or the given one."""
     chosen = min(_WINDOW, max(1, longest // _OF_LENGTH)) if window is None else window
     if not 1 <= chosen < longest:
         raise MethodError(
@@ -122,12 +118,7 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Places of the key tokens of documents.
-
-    Attributes:
-        evaluator: the model that found them, and its method.
-        documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
-    """
+    """Places of the key tokens of documents, by the digest of each text: its name, and ranges, ascending and apart."""
 
     evaluator: str
     setting: KeySetting
@@ -166,12 +157,7 @@ class KeyRanges:
 
 
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
-    """Read key tokens that another run found; the file may be somebody else's.
-
-    Raises:
-        FileError: it cannot be read, or does not hold key tokens.
-        MethodError: they were found with another window than was asked for.
-    """
+    """Read key tokens that another run found, with `window` if one was asked for; the file may be somebody else's."""
     saved = read_json(Path(file))
     try:
         setting = KeySetting(**saved["setting"])

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
 
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
-
-
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
 _OF_PATCH = ("over", "context_length", "layers", "native")  # further arguments of `patch` that `--model_args` may hold
 

@@ -214,9 +214,9 @@ def _items(
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
-    """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
+    """By how much the loss of a method is above that of the model as loaded at its context length, nats per token.
 
-    Nats per token with a 95% interval, paired by document; None where either was not measured.
+    With a 95% interval, paired by document; None where either was not measured.
     """
     length = run.context_length
     at = {method_key(result.method): result for result in run.results if result.length == length}

@@ -158,10 +158,7 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
-
-        A trial counts as the share of its prompts, one at each depth.
-        """
+        """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
         items = {

@@ -191,9 +191,8 @@ class TaskPrompt:
 class TaskMeasurement(Measurement):
     """The scores of a suite's tasks; an item is one prompt of every task and length.
 
-    Args:
-        prompts: by (context length, index of the task), as many of each.
-        score: the score of an answer, from 0 to 1, by its text, the references and the wrong answers.
+    `prompts` are by (context length, index of the task). `score` takes an answer's text, the references and the wrong
+    answers.
     """
 
     kind = "tasks"

@@ -27,12 +27,9 @@ from rope_ext_hf.patches.attention_interface import (
 )
 
 T = TypeVar("T")
-
 _ATTENTION = "rope_ext_hf.chunks"
-
 _UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
 """Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
-
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
 """While a model is checked: called at every attention with the keys that a query may see, None for all."""
 
@@ -159,10 +156,8 @@ def attending(
 ) -> Iterator[None]:
     """Every attention module of this model uses a function, until the end of the block.
 
-    Args:
-        name: the name that transformers knows the function by.
-        attention: as `chunked_attention`, with masks as `_mask_rule` describes them.
-        variable, value: the variable that the function reads, and its value inside.
+    It is known to transformers by `name`, takes what `chunked_attention` does, with masks as `_mask_rule` has them, and
+    reads the variable, which has this value inside.
     """
     register_attention(name, attention, _mask_rule)
     token = variable.set(value)

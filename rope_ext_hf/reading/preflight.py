@@ -33,13 +33,11 @@ EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when rea
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a measurement, in bytes.
+    """Memory of a measurement, in bytes; under `training` gradients, and what the optimizer keeps.
 
     Attributes:
-        cache: keys and values on the device, of one span.
+        cache: keys and values on the device, of one span; offloaded: those in main memory.
         working: activations.
-        offloaded: keys and values in main memory, where they are offloaded.
-        training: gradients, and what the optimizer keeps.
     """
 
     weights: int

@@ -63,9 +63,7 @@ class Cost(NamedTuple):
 
 
 T = TypeVar("T")
-
 _LEAST_CHUNK = 16  # tokens per pass below which less memory is of no use
-
 CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
 
 

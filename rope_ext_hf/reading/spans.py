@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.reading.protocols`; `left_out` documents were too short.
+    """How the text of a result was read, see `Protocol`; `left_out` documents were too short.
 
     `keys` says which model found the key tokens, and how; empty: there are none.
     """
@@ -156,10 +156,7 @@ def make_plan(
     max_spans: int | None = None,
     left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans; arguments and errors are those of `perplexity`.
-
-    `left_out` counts documents that were too short before.
-    """
+    """Cut tokenised documents into spans, as `perplexity` does; `left_out` documents were too short before."""
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
@@ -217,9 +214,7 @@ def prefix_token(
 ) -> int | None:
     """The token id that an input begins with, or None.
 
-    Args:
-        tokenizer: None: no prefix.
-        bos: True: the BOS token, False: none, None: by `default`, see `Protocol.default_prefix`.
+    With `bos` it is the BOS token, with False none, with None the one of `default`, see `Protocol.default_prefix`.
     """
     if bos is False or (bos is None and tokenizer is None):
         return None
@@ -247,10 +242,7 @@ def prepare(
     bos: bool | None = None,
     **options: Any,
 ) -> EvalPlan:
-    """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
-
-    The model may be on the meta device; other arguments and errors are those of `perplexity`.
-    """
+    """Load, tokenise, check and plan, as `perplexity` does before the model reads; it may be on the meta device."""
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):

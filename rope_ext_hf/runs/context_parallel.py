@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 
 _ATTENTION = "rope_ext_hf.context_parallel"
-
 _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
 

@@ -43,7 +43,6 @@ R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
-
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
 """What methods extend, in words, by `over`."""
 
@@ -488,10 +487,7 @@ def register_run_kind(kind: K) -> K:
 
 
 def run_kind(name: str) -> RunKind:
-    """The kind of run of this name; files of kinds are read where it is not known yet.
-
-    Raises ValueError where there is none; the message has the nearest name.
-    """
+    """The kind of run of this name; files of kinds are read where it is not known yet. ValueError: there is none."""
     if name not in _KINDS:
         for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):
             if file.name.endswith("_runs"):

@@ -49,12 +49,9 @@ _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --o
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it is asked for.
+    """One run, as it is asked for: options by the names of the fields, and versions of the packages that answered.
 
-    Attributes:
-        options: everything else that was asked, by the names of the fields.
-        versions: of the packages that answered, by their names.
-        lines: where each key stands in the file `source`, where it was read from one.
+    `lines` says where each key stands in the file `source`, where it was read from one.
     """
 
     command: str
@@ -172,7 +169,7 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """The runs of a file, or of the run.yaml in a folder; what the keys hold is checked by the command that asks it.
+    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command.
 
     Raises FileError: no such file, one of a later format, or one that holds something else; the message has the line.
     """

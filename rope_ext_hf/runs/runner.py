@@ -104,11 +104,9 @@ class _TqdmProgress(Progress):
 
 @dataclass(frozen=True)
 class _Job:
-    """A plan on a model.
+    """A plan on a model; methods have their `to_dict` beside them, by its key, in the order of measuring.
 
-    Attributes:
-        loaded: the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
-        methods: each with its `to_dict`, by its key, in the order in which they are measured.
+    `loaded` is the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
     """
 
     model: PreTrainedModel

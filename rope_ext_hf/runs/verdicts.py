@@ -35,12 +35,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A change, and what follows from it.
-
-    Attributes:
-        change: the first value less the second; None: no measure has both.
-        text: the change as it stands behind "the loss is".
-    """
+    """A change (None: no measure has both), what follows from it, and the text that stands behind "the loss is"."""
 
     outcome: Outcome
     change: Estimate | None

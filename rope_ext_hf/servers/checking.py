@@ -51,7 +51,6 @@ _READINGS, _COMPARED = 8, 128
 """Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
 reads: about."""
 _KEYS = "{}-bit keys and values"
-
 _Context = Callable[[], AbstractContextManager[Any]]
 
 

@@ -47,7 +47,6 @@ On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of 
 0.27 at 1,024.
 """
 _STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step at once, in float32
-
 _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 

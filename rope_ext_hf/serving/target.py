@@ -126,10 +126,7 @@ def make_targets(
     remaps: bool = False,
     **params: Any,
 ) -> list[Target]:
-    """`make_target`, once for each length profile, shortest first; for another method one target.
-
-    `remaps`: whether the engine runs remapping methods.
-    """
+    """`make_target` for each length profile, shortest first, else once; `remaps`: the engine runs remapping methods."""
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")

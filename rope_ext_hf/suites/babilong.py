@@ -25,7 +25,6 @@ _SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.t
 _WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
-
 _PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 _GIVERS = ("Bill", "Fred", "Jeff", "Mary")
 _ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")

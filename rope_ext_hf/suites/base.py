@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 
 S = TypeVar("S", bound="type[Suite]")
-
-
 _TRIED = 32  # times a length that is too short, where a longer one is looked for
 
 
@@ -138,10 +136,7 @@ class Suite(ABC):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`.
-
-        `references` and `others` are those of the sample.
-        """
+        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 

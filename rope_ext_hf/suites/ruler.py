@@ -103,12 +103,9 @@ _FWE = _Template(
 
 @dataclass
 class _Generator:
-    """The generator of the prompts of one task, at one length.
+    """The generator of the prompts of one task, at one length, of which `room` is left beside a chat template.
 
-    Attributes:
-        length: tokens of prompt and generation together.
-        room: `length` less a chat template's tokens.
-        numbers: the stream of `numpy.random`, which upstream seeds beside that of `random`.
+    `numbers` is the stream of `numpy.random`, which upstream seeds beside that of `random`.
     """
 
     task: str

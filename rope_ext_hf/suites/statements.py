@@ -26,10 +26,8 @@ TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training
 HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
-_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)
-"""The parts of made-up words."""
+_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
-
 _Draw = Callable[[random.Random, bool], str]
 """A random name or value, from what is held out if the second argument is true, else from what is trained on."""
 
@@ -94,9 +92,9 @@ def _code_prefix(rng: random.Random, held_out: bool) -> str:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a name and its value are stated, how they are asked for, and the answer.
+    """How a name and its value are stated, how they are asked for, and the answer: each a format string.
 
-    Each is a format string with {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    It has {name}, {NAME} in capitals, and {value}; the question has no {value}.
     """
 
     statement: str
@@ -223,7 +221,7 @@ class RetrievalQuestion:
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw `keys` names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
+    """Draw names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
 
     `wording` is its number, counted on from 0 after the last; default: a random one.
     """
