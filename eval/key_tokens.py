@@ -118,7 +118,10 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Places of the key tokens of documents, by the digest of each text: its name, and ranges, ascending and apart."""
+    """Places of the key tokens of documents, found by `evaluator`: a model with its method.
+
+    By the digest of a document's text `documents` has its name, and ranges of characters, ascending and apart.
+    """
 
     evaluator: str
     setting: KeySetting

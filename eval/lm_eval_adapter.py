@@ -51,7 +51,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")

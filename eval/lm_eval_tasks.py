@@ -28,7 +28,6 @@ from rope_ext_hf.suites.base import list_suites, suite
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-
 _LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
     "niah": "essays, and punkt of nltk; niah_single_1 fetches nothing",

@@ -35,7 +35,6 @@ from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_sha
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _LENGTHS = (1, 1.5, 2, 4)  # lengths that are measured, in context lengths
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -24,7 +24,6 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
 GPU_WORKING_BYTES = 2 * 2**30
 _WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too

@@ -31,7 +31,6 @@ from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _ATTENTION = "rope_ext_hf.context_parallel"
 _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 

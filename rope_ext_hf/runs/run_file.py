@@ -38,7 +38,6 @@ from rope_ext_hf.runs.journal import read_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"  # the only key of a value that no file can hold, such as a list of texts; it says what that was
 _FORMAT = 1  # what is written; a file of an earlier format is read by its renamed keys

@@ -106,7 +106,6 @@ def record_server(
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
         FileError: the file exists, or the disk refuses it.
-        CheckpointError, CorpusError: as other functions raise them.
     """
     check_destination(Path(path))
     client = connect(url, served_name, seconds, anew=True)

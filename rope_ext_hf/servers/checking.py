@@ -211,7 +211,6 @@ def check_server(
 
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
-        CheckpointError, CorpusError, MethodError: as other functions raise them.
     """
     if not 2 <= weight_bits <= 32:
         raise MethodError(f"weight_bits must be from 2 to 32, got {weight_bits}")

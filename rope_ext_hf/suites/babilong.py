@@ -20,7 +20,6 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
 _WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"

@@ -23,7 +23,6 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 S = TypeVar("S", bound="type[Suite]")
 _TRIED = 32  # times a length that is too short, where a longer one is looked for
 

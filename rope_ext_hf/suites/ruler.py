@@ -51,7 +51,6 @@ from rope_ext_hf.suites.base import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TRIES = 100
