@@ -41,7 +41,6 @@ from rope_ext_hf.runs.tables import length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 KEYS_FILE = "keys.json"
 
 
@@ -116,7 +115,7 @@ class _KeyTokenMeasurement(Measurement):
         self, documents: Sequence[tuple[Tokens, Sequence[Pass]]], prefix: int | None, setting: KeySetting, length: int
     ) -> None:
         self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
-        self.items = [document.name for document, _ in documents]
+        self.items, self.all_cells = [document.name for document, _ in documents], [(length,)]
         self.passes = [size for _, passes in documents for each in passes for size in self._sizes(*each)]
         self.scored = 2 * sum(stop - first for _, passes in documents for _, stop, first in passes)
 
@@ -125,9 +124,6 @@ class _KeyTokenMeasurement(Measurement):
         window, stride = self.setting.window, self.setting.stride
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
         return [stop - start, *[min(window + stride, stop - start)] * windows]
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return [(self.length,)]
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
@@ -140,7 +136,6 @@ class _KeyTokenMeasurement(Measurement):
     ) -> Iterator[tuple[Cell, _DocumentKeys, Cost]]:
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
-        scorer.take_cost()
         for each in passes:
             of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
             compared |= of_pass[0]

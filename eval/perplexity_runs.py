@@ -181,7 +181,6 @@ class PerplexityMeasurement(Measurement):
         """Score one document; lengths that share passes share their cost."""
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
-        scorer.take_cost()
         for context, same_context in groupby(wanted, key=lambda span: span.context):
             losses: dict[int, DocumentLoss] = {}
             for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):

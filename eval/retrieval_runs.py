@@ -237,7 +237,7 @@ class RetrievalMeasurement(Measurement):
         self.setting, self.haystack, self.shared = setting, haystack, shared
         self.trials = dict(zip(depths, trials, strict=True))
         ordered = sorted(set(lengths))
-        self._cells = [(length, depth) for length in ordered for depth in depths]
+        self.all_cells = [(length, depth) for length in ordered for depth in depths]
         self.items = [f"trial {index}" for index in range(len(trials[0]))]
         self.passes = [
             length if index == 0 or not shared else trial.tail
@@ -250,9 +250,6 @@ class RetrievalMeasurement(Measurement):
         answers = trials[0][0].answers
         self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         shared = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes())
         digests: dict[Cell, str] = {}
@@ -262,7 +259,7 @@ class RetrievalMeasurement(Measurement):
                 for ids in (trial.head, *trial.statements, trial.question, trial.answers):
                     of_depth.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
                 of_depth.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-            for cell in self._cells:
+            for cell in self.all_cells:
                 if cell[1] == depth:
                     of_cell = of_depth.copy()
                     of_cell.update(repr(cell).encode())
@@ -272,7 +269,6 @@ class RetrievalMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        scorer.take_cost()
         read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]

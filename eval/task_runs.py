@@ -206,15 +206,13 @@ class TaskMeasurement(Measurement):
         stop: Collection[int],
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
+        self.all_cells = list(self.prompts)
         self.score, self.decode, self.stop = score, decode, stop
         every = [prompt for of_cell in self.prompts.values() for prompt in of_cell]
         self.items = [f"sample {index}" for index in range(len(every) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in every]
         answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in every]
         self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return list(self.prompts)
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digests = {}
@@ -230,7 +228,6 @@ class TaskMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TaskScore, Cost]]:
-        scorer.take_cost()
         for cell in cells:
             prompt = self.prompts[cell][item]
             if prompt.candidates:

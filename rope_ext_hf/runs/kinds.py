@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.measures import Measure
 
-
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
@@ -332,6 +331,7 @@ class Measurement(ABC):
         passes: tokens of each pass through the model, with one method.
         scored: tokens that go through the model's head, with one method.
         after_each_pass: tokens that are read from the cache of each pass, which estimates of time count in.
+        all_cells: the cells of every item, where all have the same.
     """
 
     kind: ClassVar[str]
@@ -340,10 +340,11 @@ class Measurement(ABC):
     passes: Sequence[int]
     scored: int
     after_each_pass: int = 0
+    all_cells: Sequence[Cell]
 
-    @abstractmethod
     def cells(self, item: int) -> Sequence[Cell]:
-        """The cells that one item has values for."""
+        """The cells that one item has values for; by default `all_cells`."""
+        return self.all_cells
 
     @abstractmethod
     def cell_fingerprints(self) -> Mapping[Cell, str]:

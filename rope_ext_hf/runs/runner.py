@@ -175,6 +175,7 @@ class _Job:
             with self._applied(method):
                 for item in items:
                     if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                        scorer.take_cost()  # of whatever went before
                         for cell, value, cost in measurement.measure(scorer, item, left, report):
                             write(Record(saved, item, cell, value, cost))
 
