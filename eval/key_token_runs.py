@@ -157,14 +157,8 @@ def plan_keys(
 ) -> RunPlan[_KeyTokenMeasurement]:
     """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
 
-    Args:
-        evaluator: finds them, with its tokenizer; it may be on the meta device.
-        plan: of the spans that are scored afterwards.
-        window: see `key_setting`.
-        **reading: as `RunPlan` takes it.
-
-    Raises:
-        CorpusError: documents that came as token ids, or none that is longer than the window.
+    The evaluator may be on the meta device; the tokenizer is its own. For `window` see `key_setting`, for `reading`
+    `RunPlan`. CorpusError: documents that came as token ids, or none that is longer than the window.
     """
     longest = plan.lengths[-1]
     setting = key_setting(longest, window)

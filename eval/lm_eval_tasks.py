@@ -78,9 +78,6 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
     of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
     `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
     `--apply_chat_template`, too.
-
-    Raises:
-        MethodError: no length or several, no tokenizer, or a length that is too short for the task.
     """
 
     def __init__(self, config: Mapping[str, Any], **_: Any) -> None:

@@ -69,8 +69,7 @@ class TaskResult:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
         length: of prompt and generation together, in tokens, at most.
         samples: prompts.
-        score: mean over prompts, from 0 to 1.
-        scores: of each prompt.
+        score: mean over prompts, from 0 to 1; scores: of each.
     """
 
     method: Method

@@ -133,14 +133,10 @@ def estimate_memory(
     offload_cache: bool = False,
     together: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of reading spans of up to `longest` tokens.
+    """Estimate the memory of reading spans of up to `longest` tokens, by default on the CPU and in the model's dtype.
 
-    Args:
-        model: on any device, the meta device included.
-        dtype: the dtype that the weights will be loaded in; default: the model's.
-        device: the device it will run on; default: the CPU.
-        offload_cache: keys and values wait in main memory, those of one layer at a time on the device.
-        together: processes that read a span together; the estimate is for one of them.
+    Under `offload_cache` keys and values wait in main memory, those of one layer at a time on the device. Where
+    processes read a span `together`, the estimate is for one of them.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
@@ -170,13 +166,9 @@ def check_memory(
     offload_cache: bool = False,
     together: int = 1,
 ) -> MemoryEstimate:
-    """Return the estimated memory if the devices have that much free.
+    """Return the estimated memory if the devices have that much free, under `spread` all of them together.
 
-    `spread` counts the memory of all devices, as a device map uses it; others are as `estimate_memory` takes them.
-
-    Raises:
-        CheckpointError: too little memory; the message has the figures and what would fit.
-        MethodError: keys and values can only be offloaded from a GPU.
+    CheckpointError: too little; the message has the figures and what would fit. Others are as of `estimate_memory`.
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")

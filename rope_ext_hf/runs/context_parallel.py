@@ -179,9 +179,6 @@ def spread_over(
 
     Returns:
         The plan, its processes, and why it is without the model as loaded where that takes the length from each part.
-
-    Raises:
-        MethodError: one process, a cache in main memory, or a method that needs whole spans.
     """
     if workers.count == 1:
         raise MethodError(

@@ -409,10 +409,7 @@ class RunPlan(Generic[M_co]):
 
 
 def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
-    """What runs of one model found; the same whatever order they come in.
-
-    Runs of one kind that read the same items alike, by the digests of their cells, count as one.
-    """
+    """What runs of one model found, in any order; those of one kind that read the same items alike count as one."""
     first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
     loaded = first.settings["loaded"]
     names = labels([loaded, *(result.method for run in runs for result in run.results)])

@@ -140,10 +140,7 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """The process that has ended, and why, in words; None: none has.
-
-        `seen` has the last sign of life of each, and when it was new; it is brought up to date.
-        """
+        """The process that has ended, and why; None: none has. `seen`: the last sign of life of each, and its time."""
         if self._watched.check(["failed"]):
             return bytes(self._watched.get("failed")).decode()
         now = time.monotonic()
@@ -196,12 +193,7 @@ class Workers:
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
-        """The processes that torchrun or accelerate launched; one where there was no launcher.
-
-        Raises:
-            MethodError: another number of processes is running than `expected`, not all of them came, or the launcher
-                does not say where they meet.
-        """
+        """The processes that torchrun or accelerate launched, as many as `expected`; one without a launcher."""
         workers = cls()
         if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:

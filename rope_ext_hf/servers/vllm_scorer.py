@@ -59,19 +59,12 @@ def scored_by_engine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan of perplexity whose text is read by an engine; no weights are read.
+    """A plan of perplexity whose text is read by an engine, on so many GPUs; no weights are read.
 
-    Args:
-        empty: the model on the meta device, as its folder describes it.
-        alone: whether one process measures, on one device.
-        gpus: that share the model in the engine.
+    `empty` is the model on the meta device, as its folder describes it; `alone`: one process measures, on one device.
 
     Returns:
         The plan, and why it is without the model as loaded where vLLM cannot run that at all lengths.
-
-    Raises:
-        MethodError: another engine, or several processes.
-        ServingError: vLLM is not installed, or cannot run one of the methods at all lengths.
     """
     if engine != VLLM.name:
         raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")

@@ -60,13 +60,7 @@ class Model:
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
-    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read.
-
-    Raises:
-        CheckpointError: no such model.
-        UnsupportedModelError: a model without rotary embeddings, or with several.
-        ServingError: a config without the sizes of its heads.
-    """
+    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read."""
     if isinstance(model, nn.Module):
         config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
