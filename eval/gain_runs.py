@@ -171,19 +171,15 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 
 @dataclass(frozen=True)
 class _Row:
-    """A row as token ids, and what fills its prompts.
+    """A row as token ids, and what fills its prompts."""
 
-    Each begins with `head`, a BOS token or nothing. `others` are texts without the evidence, in the order in which they
-    follow its context.
-    """
-
-    head: Tensor
+    head: Tensor  # what every prompt begins with: a BOS token, or nothing
     before: Tensor
     evidence: Tensor
     after: Tensor
     question: Tensor
     answer: Tensor
-    others: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow its context
 
     def prompts(self, length: int, distance: int) -> tuple[Tensor, Tensor, int]:
         """The prompt with the evidence and the one without, (length - A,) each, and how many tokens both begin with."""

@@ -35,19 +35,13 @@ Pass = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KeySetting:
-    """The thresholds and windows by which a token is a key token.
+    """The thresholds and windows by which a token is a key token."""
 
-    Attributes:
-        window: tokens of a short context, which is up to `stride` - 1 longer.
-        stride: tokens that share a short context.
-        gain: by how many nats its log-probability with the long context is above that with the short one, at least.
-        likely: the least log-probability with the long context, in nats.
-    """
-
-    window: int
-    stride: int
+    window: int  # tokens of a short context, which is up to `stride` - 1 longer
+    stride: int  # tokens that share a short context
+    # by how many nats its log-probability with the long context is above that with the short one, at least
     gain: float = 2.0
-    likely: float = -2.0
+    likely: float = -2.0  # the least log-probability with the long context, in nats
 
     def __str__(self) -> str:
         return (
@@ -118,13 +112,11 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Places of the key tokens of documents, found by `evaluator`: a model with its method.
+    """Places of the key tokens of documents."""
 
-    By the digest of a document's text `documents` has its name, and ranges of characters, ascending and apart.
-    """
-
-    evaluator: str
+    evaluator: str  # the model that found them, and its method
     setting: KeySetting
+    # by the digest of a document's text: its name, and ranges of characters, ascending and apart
     documents: Mapping[str, tuple[str, tuple[Range, ...]]]
 
     @property

@@ -178,22 +178,15 @@ class RetrievalRuns(RunKind):
 
 @dataclass
 class Trial:
-    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method.
-
-    Attributes:
-        statements: the one asked for first; depths are those of the others, as shares of the haystack.
-        answers: (1 + distractors, A), the right one first.
-        start: where in the haystack its text begins, as a share.
-        spare: tokens that are left free, so that the haystack is as long as under a longer question.
-    """
+    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method."""
 
     head: Tensor
-    statements: tuple[Tensor, ...]
-    depths: tuple[float, ...]
+    statements: tuple[Tensor, ...]  # the one asked for first
+    depths: tuple[float, ...]  # of the other statements, as shares of the haystack
     question: Tensor
-    answers: Tensor
-    start: float
-    spare: int = 0
+    answers: Tensor  # (1 + distractors, A), the right one first
+    start: float  # where in the haystack its text begins, as a share
+    spare: int = 0  # tokens that are left free, so that the haystack is as long as under a longer question
 
     @property
     def wording(self) -> int:

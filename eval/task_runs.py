@@ -32,23 +32,15 @@ _ROUNDING = 1e-6  # below this, scores differ by rounding alone
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """How prompts were made and answers scored.
-
-    Attributes:
-        tasks: names of the suite's tasks, by a comma; a cell's second number is an index of them.
-        score: "generate" or "rank".
-        chat: whether the tokenizer's chat template was applied.
-        extra: tokens that may be generated beyond each task's own budget.
-        chance: the score by luck, where answers are ranked; 0: not known.
-    """
+    """How prompts were made and answers scored."""
 
     suite: str
-    tasks: str
-    score: str
+    tasks: str  # names of the suite's tasks, by a comma; a cell's second number is an index of them
+    score: str  # "generate" or "rank"
     seed: int
-    chat: bool
-    extra: int
-    chance: float = 0.0
+    chat: bool  # whether the tokenizer's chat template was applied
+    extra: int  # tokens that may be generated beyond each task's own budget
+    chance: float = 0.0  # the score by luck, where answers are ranked; 0: not known
 
 
 class TaskScore(NamedTuple):
@@ -168,17 +160,12 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt as token ids, with strings that a right answer holds, and wrong answers.
+    """One prompt as token ids, with strings that a right answer holds, and wrong answers."""
 
-    Attributes:
-        ids: (tokens,) int32.
-        budget: tokens to generate at most.
-        candidates: (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated.
-    """
-
-    ids: Tensor
-    budget: int
+    ids: Tensor  # (tokens,) int32
+    budget: int  # tokens to generate at most
     references: tuple[str, ...]
+    # (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated
     candidates: tuple[Tensor, ...] = ()
     others: tuple[str, ...] = ()
 

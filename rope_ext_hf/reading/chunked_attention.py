@@ -44,19 +44,13 @@ class _MaskReadError(NotReadInChunksError, AttributeError):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """The rule that a mask follows, in place of the mask.
+    """The rule that a mask follows, in place of the mask."""
 
-    Attributes:
-        window: keys a query sees, itself included; None: no window.
-        chunk: queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all.
-        past: tokens before the queries.
-        keys: keys that the layer's cache hands out, those of the queries included.
-    """
-
-    window: int | None
+    window: int | None  # keys a query sees, itself included; None: no window
+    # queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all
     chunk: int | None
-    past: int
-    keys: int
+    past: int  # tokens before the queries
+    keys: int  # keys that the layer's cache hands out, those of the queries included
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")

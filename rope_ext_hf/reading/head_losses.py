@@ -12,16 +12,13 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder, with `room` bytes for logits at a time.
-
-    Under `finish` logits are scaled or capped after it as the text config says.
-    """
+    """The head of a language model, run apart from its decoder."""
 
     head: Any
-    config: Any
-    dtype: torch.dtype
-    room: int
-    finish: bool = True
+    config: Any  # of the text
+    dtype: torch.dtype  # of the model
+    room: int  # bytes for logits at a time
+    finish: bool = True  # logits are scaled or capped as the config says
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihoods, (tokens,) float32, of what follows each hidden state; (tokens, hidden).

@@ -32,19 +32,14 @@ EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when rea
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a measurement, in bytes; under `training` gradients, and what the optimizer keeps.
-
-    Attributes:
-        cache: keys and values on the device, of one span; offloaded: those in main memory.
-        working: activations.
-    """
+    """Memory of a measurement, in bytes."""
 
     weights: int
-    cache: int
-    working: int
-    offloaded: int = 0
+    cache: int  # keys and values on the device, of one span
+    working: int  # activations
+    offloaded: int = 0  # keys and values in main memory
     logits: int = 0
-    training: int = 0
+    training: int = 0  # gradients, and what the optimizer keeps
 
     @property
     def total(self) -> int:
@@ -61,23 +56,15 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do and take, by its config and its text alone.
+    """What a run would do and take, by its config and its text alone."""
 
-    Attributes:
-        does: what would be done, line by line.
-        tokens: that would be read, of all methods; 0: the time decides.
-        seconds: at least, by the floating-point operations on the device, or as was asked for.
-        memory, gpu: what the device must hold at most, and a GPU, whose spans are read in larger parts.
-        disk: bytes that would be written into `folder`, results aside.
-    """
-
-    does: tuple[str, ...]
-    tokens: int
-    seconds: float
+    does: tuple[str, ...]  # what would be done, line by line
+    tokens: int  # that would be read, of all methods; 0: the time decides
+    seconds: float  # at least, by the floating-point operations on the device, or as was asked for
     device: torch.device
-    memory: MemoryEstimate
-    gpu: MemoryEstimate
-    disk: int
+    memory: MemoryEstimate  # that the device must hold at most
+    gpu: MemoryEstimate  # the same on a GPU, whose spans are read in larger parts
+    disk: int  # bytes that would be written into `folder`, results aside
     folder: str
 
     @property

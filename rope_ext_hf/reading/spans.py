@@ -34,17 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `Protocol`; `left_out` documents were too short.
-
-    `keys` says which model found the key tokens, and how; empty: there are none.
-    """
+    """How the text of a result was read, see `rope_ext_hf.reading.protocols`."""
 
     protocol: str
     targets: int
     stride: int
     bos: bool
-    left_out: int
-    keys: str = ""
+    left_out: int  # documents that were too short
+    keys: str = ""  # which model found the key tokens, and how; empty: there are none
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
@@ -103,21 +100,15 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The spans that a perplexity evaluation reads, the same for every method; pure data.
-
-    Attributes:
-        lengths: ascending context lengths.
-        prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
-        documents: every document with anything to read, and its spans in reading order.
-        left_out: documents too short for the lengths.
-    """
+    """The spans that a perplexity evaluation reads, the same for every method; pure data."""
 
     protocol: Protocol
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # ascending context lengths
     options: ProtocolOptions
-    prefix: int | None
+    prefix: int | None  # the token id that stands first in each span, or before each document, see `Protocol`; or None
+    # every document with anything to read, and its spans in reading order
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
-    left_out: int
+    left_out: int  # documents too short for the lengths
 
     @property
     def setting(self) -> Setting:

@@ -385,27 +385,22 @@ class Measurement(ABC):
 
 @dataclass(frozen=True)
 class RunPlan(Generic[M_co]):
-    """What a run measures, made and checked before any weights are read.
-
-    Attributes:
-        data: what the text is called.
-        methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
-            measured with the method that it has.
-        over, context_length: what the methods extend, as `patch` takes them.
-        chunk, offload_cache: as `TokenScorer` takes them.
-        scorer: makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class.
-        reader: what the run's settings say of it, where it is another one.
-    """
+    """What a run measures, made and checked before any weights are read."""
 
     measurement: M_co
-    data: str
+    data: str  # what the text is called
+    # in the order in which they are measured and shown, None for the model as it is; of none, the model is measured
+    # with the method that it has
     methods: tuple[RopeMethod | None, ...] = ()
+    # over, context_length: what the methods extend, as `patch` takes them
     over: str = "own"
     context_length: int | None = None
+    # chunk, offload_cache: as `TokenScorer` takes them
     chunk: int | None = None
     offload_cache: bool = False
+    # makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class
     scorer: Callable[..., Any] | None = None
-    reader: dict[str, str] = field(default_factory=dict)
+    reader: dict[str, str] = field(default_factory=dict)  # what the run's settings say of it, where it is another one
 
 
 def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:

@@ -48,16 +48,13 @@ _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --o
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it is asked for: options by the names of the fields, and versions of the packages that answered.
-
-    `lines` says where each key stands in the file `source`, where it was read from one.
-    """
+    """One run, as it is asked for."""
 
     command: str
-    model: Any
-    options: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict, compare=False)
+    model: Any  # a folder, a Hub id or "reference"
+    options: dict[str, Any]  # everything else that was asked, by the names of the fields
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages that answered
+    lines: dict[str, int] = field(default_factory=dict, compare=False)  # where each key stands in the file `source`
     source: Path | None = field(default=None, compare=False)
 
     def text(self) -> str:

@@ -104,15 +104,13 @@ class _TqdmProgress(Progress):
 
 @dataclass(frozen=True)
 class _Job:
-    """A plan on a model; methods have their `to_dict` beside them, by its key, in the order of measuring.
-
-    `loaded` is the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
-    """
+    """A plan on a model."""
 
     model: PreTrainedModel
     plan: RunPlan[Any]
-    basis: Basis
-    loaded: dict[str, Any] | None
+    basis: Basis  # what the methods are applied to
+    loaded: dict[str, Any] | None  # the method of the model as it is, where that is measured; as its `to_dict` has it
+    # each with its `to_dict`, by its key, in the order in which they are measured
     methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
 
     @classmethod

@@ -25,18 +25,13 @@ _DRAWN_AT_ONCE = 2**20  # indices that `resample` holds in memory at a time
 
 
 class Estimate(NamedTuple):
-    """A mean over items with its 95% interval.
+    """A mean over items with its 95% interval."""
 
-    Attributes:
-        value: the mean; not finite where an item's value is not.
-        low, high: the ends of the interval; None with fewer than `FEWEST` items, or where the value is not finite.
-        items: how many there are.
-    """
-
-    value: float
+    value: float  # the mean; not finite where an item's value is not
+    # low, high: the ends of the interval; None with fewer than `FEWEST` items, or where the value is not finite
     low: float | None
     high: float | None
-    items: int
+    items: int  # how many there are
 
     def text(self, number: Callable[[float], str]) -> str:
         """The value with its interval in brackets, as `number` writes them; without brackets where there is none."""

@@ -100,21 +100,15 @@ def _length_text(length: int, context_length: int) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """The measures of one model with several methods, which conclusions follow from; methods go by their keys.
+    """The measures of one model with several methods, which conclusions follow from; methods go by their keys."""
 
-    Attributes:
-        names: the labels.
-        context_length: tokens that the model as loaded is for.
-        measures: each with the methods that it was measured of; two of one name are over different text.
-        times: seconds per token, higher is worse; one for each run that was timed.
-        extended: tokens that each method is for; a method without an end is left out.
-    """
-
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the labels
     loaded: str
-    context_length: int
+    context_length: int  # tokens that the model as loaded is for
+    # each with the methods that it was measured of; two of one name are over different text
     measures: Sequence[Measure]
-    times: Sequence[Measure] = ()
+    times: Sequence[Measure] = ()  # seconds per token, higher is worse; one for each run that was timed
+    # tokens that each method is for; a method without an end is left out
     extended: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property

@@ -179,17 +179,12 @@ def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> st
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share a run; items are dealt out among them.
-
-    Attributes:
-        meeting: how they reach each other; None: they do not.
-        together: all of them measure every item, each reading a part of it, and the first one writes.
-    """
+    """The processes that share a run; items are dealt out among them."""
 
     rank: int = 0
     count: int = 1
-    meeting: _Meeting | None = None
-    together: bool = False
+    meeting: _Meeting | None = None  # how they reach each other; None: they do not
+    together: bool = False  # all of them measure every item, each reading a part of it, and the first one writes
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:

@@ -52,22 +52,19 @@ class Answer(NamedTuple):
 
 @dataclass
 class Client(ABC):
-    """A server of one kind; its `served_name` is None until it is asked for.
+    """A server of one kind."""
 
-    With `anew` each prompt is computed anew: from what is cached of another one, sums run in another order.
-    """
-
-    program: ClassVar[str]
+    program: ClassVar[str]  # its name
     probes: ClassVar[tuple[str, ...]]
     """Paths of which one answers with a JSON object on a server of this kind, and on no kind after it."""
     path: ClassVar[str] = "/v1/completions"
     facts: ClassVar[dict[str, dict[str, str]]] = {"/v1/models": {"length": "data.0.max_model_len"}}
     """What a server states of itself: by path, where in the JSON each name stands."""
     url: str
-    served_name: str | None
-    seconds: float
-    version: str
-    anew: bool = False
+    served_name: str | None  # of the model there; None: not asked yet
+    seconds: float  # that an answer may take
+    version: str  # as the server states it; empty: it does not
+    anew: bool = False  # compute each prompt anew: from what is cached of another one, sums run in another order
 
     @property
     def title(self) -> str:

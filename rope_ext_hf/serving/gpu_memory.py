@@ -33,26 +33,18 @@ _WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router"})
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """What one server has room for.
-
-    Attributes:
-        bytes: the memory of each GPU.
-        shared_by: the GPUs that the model can be dealt out to (tensor parallelism), at most all of them.
-        weights: bytes on each GPU.
-        room: bytes on each for keys and values: 90%, without weights and 2 GiB for activations.
-        sizes: bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can.
-        longest: tokens of one input that fits alone, likewise.
-        fewest: GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either.
-    """
+    """What one server has room for."""
 
     gpus: int
-    bytes: int
-    shared_by: int
-    weights: int
-    room: int
+    bytes: int  # the memory of each GPU
+    shared_by: int  # the GPUs that the model can be dealt out to (tensor parallelism), at most all of them
+    weights: int  # bytes on each GPU
+    room: int  # bytes on each for keys and values: 90%, without weights and 2 GiB for activations
     tokens: int
+    # bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can
     sizes: dict[int, int]
-    longest: dict[int, int]
+    longest: dict[int, int]  # tokens of one input that fits alone, likewise
+    # GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either
     fewest: int | None = None
 
     @property

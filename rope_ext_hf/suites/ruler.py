@@ -102,20 +102,17 @@ _FWE = _Template(
 
 @dataclass
 class _Generator:
-    """The generator of the prompts of one task, at one length, of which `room` is left beside a chat template.
-
-    `numbers` is the stream of `numpy.random`, which upstream seeds beside that of `random`.
-    """
+    """The generator of the prompts of one task, at one length."""
 
     task: str
     template: _Template
     tokenizer: PreTrainedTokenizerBase
-    length: int
-    room: int
+    length: int  # tokens of prompt and generation together
+    room: int  # of these, beside a chat template's
     seed: int
     haystack: str
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # upstream seeds both streams
         self.random, self.numbers = random.Random(self.seed), numpy.random.RandomState(self.seed)
 
     def tokens(self, text: str) -> int:

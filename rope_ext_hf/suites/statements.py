@@ -104,20 +104,14 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of retrieval.
+    """One kind of retrieval."""
 
-    Attributes:
-        name, value: how they are drawn.
-        held_out: wordings for measurements, used in turn; the bundled model is not trained on them.
-        head: instructions before the filler.
-        filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
-            library.
-    """
-
+    # name, value: how they are drawn
     name: _Draw
     value: _Draw
-    held_out: tuple[Wording, ...]
-    head: str = ""
+    held_out: tuple[Wording, ...]  # wordings for measurements, used in turn; the bundled model is not trained on them
+    head: str = ""  # instructions before the filler
+    # text that is repeated around the statements where none is given; None: the held-out modules of Python's library
     filler: str | None = None
 
 
