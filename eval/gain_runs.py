@@ -304,10 +304,7 @@ def plan_gain(
 
 
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
-    """A row's text before the evidence, the evidence, the text after it, the question and the answer.
-
-    Raises CorpusError where one is no text, or the evidence does not stand in the context exactly once.
-    """
+    """A row's text before the evidence, the evidence, the text after it, the question and the answer."""
     for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):
             raise CorpusError(f"{context.name}: the column {column!r} has no text")

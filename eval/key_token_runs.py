@@ -199,10 +199,7 @@ def _passes(spans: Iterable[Span], longest: int) -> list[Pass]:
 
 
 def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySetting]:
-    """The key tokens that a plan scores at its longest length, (tokens,) bool of each document, and their setting.
-
-    The evaluator has the same tokenizer; the documents may have come as token ids.
-    """
+    """The key tokens that a plan scores at its longest length, (tokens,) bool of each document, and their setting."""
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
     for document, spans in plan.documents:
@@ -228,10 +225,7 @@ def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement], *, wr
 
 
 def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[PerplexityMeasurement]:
-    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any.
-
-    Raises CorpusError: none of them is scored, or a document is not the one that they were found in.
-    """
+    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any."""
     read = plan.measurement.plan
     masks = [keys.mask(document) for document, _ in read.documents]
     unknown = [document.name for document, _ in read.documents if text_digest(document) not in keys.documents]

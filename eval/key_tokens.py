@@ -125,10 +125,7 @@ class KeyRanges:
         return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
-        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them.
-
-        Raises CorpusError for a document without text, or one of the same name with another text.
-        """
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
         digest = text_digest(document)
         if digest not in self.documents and document.name in {name for name, _ in self.documents.values()}:
             raise CorpusError(

@@ -142,10 +142,7 @@ class Result:
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
-    """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
-
-    `keys`: over the key tokens alone. ValueError: the two did not score the same tokens, or there is no key token.
-    """
+    """How much higher the loss of `one` is, nats per token, by document; with `keys` over the key tokens alone."""
 
     def shares(result: Result) -> dict[str, tuple[float, int]]:
         of_keys = {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}

@@ -137,10 +137,7 @@ def _attend(
 def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Every attention module of this model uses `chunked_attention`, until the end of the block.
-
-    `reach_seen` is called at every attention with how many keys a query may see, itself included; None: all.
-    """
+    """Have a model use `chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
     return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
 
 

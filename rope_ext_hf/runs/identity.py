@@ -119,11 +119,8 @@ def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
 
 
 def code_digest(model: nn.Module) -> str:
-    """A digest of the source that computes the numbers: this package's, of plug-ins, and code that came with a model.
-
-    The version alone would not do: a copy from git has the same one for months.
-    """
-    digest = _own_source().copy()
+    """A digest of the source that computes the numbers: this package's, of plug-ins, and what came with a model."""
+    digest = _own_source().copy()  # a copy from git has the same version for months
     kinds = {*map(type, model.modules()), *list_methods().values()}
     for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None

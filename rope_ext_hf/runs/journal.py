@@ -224,10 +224,8 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
-    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first.
-
-    Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
-    """
+    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first."""
+    # Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
     path = folder / _CHUNKS
     if not os.path.lexists(path):
         _write_chunks(folder, chunk, head_bytes, _link)

@@ -165,10 +165,7 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command.
-
-    Raises FileError: no such file, one of a later format, or one that holds something else; the message has the line.
-    """
+    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command."""
     path = Path(path)
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)

@@ -121,11 +121,9 @@ def _widened(
 
 @cache
 def t_quantile(level: float, freedom: float) -> float:
-    """The quantile of Student's distribution, for a level above 1/2; to 1e-5.
-
-    With x = sqrt(freedom) tan(angle), its density is proportional to cos(angle)^(freedom - 1).
-    """
+    """The quantile of Student's distribution, for a level above 1/2; to 1e-5."""
     freedom = min(freedom, 1e4)  # from there on it is the normal one to 1e-4
+    # With x = sqrt(freedom) tan(angle), its density is proportional to cos(angle)^(freedom - 1).
     angles = torch.linspace(0, math.pi / 2, 16385, dtype=torch.float64)
     area = torch.cumulative_trapezoid(angles.cos().clamp(min=0) ** (freedom - 1), angles)
     wanted = (2 * level - 1) * float(area[-1])

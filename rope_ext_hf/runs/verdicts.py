@@ -127,13 +127,10 @@ class Findings:
         return length > self.extended.get(key, length)
 
     def compare(self, one: str, other: str) -> Outcome:
-        """Whether a method reads better than another, by the first measure that tells them apart.
-
-        A measure compares at the longest length at which it has both.
-        """
+        """Whether a method reads better than another, by the first measure that tells them apart."""
         outcome = Outcome.NO_MEASURE
         for measure in self.informative:
-            if lengths := set(measure.lengths(one)) & set(measure.lengths(other)):
+            if lengths := set(measure.lengths(one)) & set(measure.lengths(other)):  # the longest of them counts
                 found = self.change(measure, (one, max(lengths)), (other, max(lengths))).outcome
                 if found in (Outcome.BETTER, Outcome.WORSE):
                     return found
@@ -191,15 +188,13 @@ class Findings:
 
     @cached_property
     def unbeaten(self) -> list[str]:
-        """The methods that no other one is better than; the one with the best value first, where a measure has all.
-
-        The model as loaded comes before a method that is not told from it: it is there without one.
-        """
+        """The methods that no other one is better than; the one with the best value first, where a measure has all."""
         worse = {one for (one, _), outcome in self.outcomes.items() if outcome is Outcome.WORSE}
         left = sorted(set(self.candidates) - worse, key=lambda key: (self.names[key], key))
         for measure in self.informative:
             lengths = [n for n in measure.lengths(left[0]) if {*left} <= {*measure.measured(n)}] if left else []
             if lengths:
+                # As loaded comes before a method that is not told from it: it is there without one.
                 return sorted(left, key=lambda key: (key != self.loaded, self._place(measure, key, lengths[-1])))
         return left
 
@@ -347,16 +342,14 @@ def _time(known: Findings, lead: str) -> list[str]:
 
 
 def time_ratio(times: Measure, key: str, loaded: str) -> Estimate | None:
-    """A method's time as a multiple of that of the model as loaded, at the longest length at which one run has both.
-
-    The geometric mean over documents: a first pass may take ten times as long as the next.
-    """
+    """A method's time as a multiple of that as loaded, at the longest length at which one run has both."""
     lengths = set(times.lengths(key)) & set(times.lengths(loaded))
     if not lengths or key == loaded:
         return None
     rows = [[seconds for seconds, _ in times.items[each][max(lengths)]] for each in (key, loaded)]
     if len(rows[0]) != len(rows[1]) or not all(map(all, rows)):
         return None
+    # A geometric mean over documents: a first pass may take ten times as long as the next.
     found = estimate([math.log(ours / plain) for ours, plain in zip(*rows, strict=True)])
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
     return Estimate(math.exp(found.value), low, high, found.items)

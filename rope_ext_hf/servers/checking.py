@@ -360,11 +360,8 @@ def _explained(
 
 
 def _logprobs(scorer: TokenScorer, before: Any, group: Sequence[Prompt]) -> Tensor:
-    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64.
-
-    `before` may be a list of tokens that are read before each prompt; anything else stands for none.
-    """
-    parts, begun = [], before if isinstance(before, list) else []
+    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64."""
+    parts, begun = [], before if isinstance(before, list) else []  # tokens that are read before each prompt
     for ids, answers in group:
         first = min(answer.position for answer in answers)
         scores = scorer.last_logits(torch.tensor([*begun, *ids]), len(ids) - first + 1).log_softmax(-1)

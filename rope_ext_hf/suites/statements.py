@@ -237,13 +237,11 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
-
-    After many of these, values that training draws: of long held-out ones there are few of one length.
-    """
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same task."""
     yield from question.answers[1:]
     answer = task.held_out[wording % len(task.held_out)].answer
     for drawn in itertools.count():
+        # at last values that training draws: of long held-out ones there are few of one length
         yield answer.format(value=task.value(rng, drawn < 1000))
 
 
