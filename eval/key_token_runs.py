@@ -157,8 +157,7 @@ def plan_keys(
 ) -> RunPlan[_KeyTokenMeasurement]:
     """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
 
-    The evaluator may be on the meta device; the tokenizer is its own. For `window` see `key_setting`, for `reading`
-    `RunPlan`. CorpusError: documents that came as token ids, or none that is longer than the window.
+    The evaluator may be on the meta device, with its own tokenizer; for `window` see `key_setting`.
     """
     longest = plan.lengths[-1]
     setting = key_setting(longest, window)

@@ -211,9 +211,8 @@ class Trial:
 class RetrievalMeasurement(Measurement):
     """The ranks of right answers, at every depth of every context length; an item is one trial.
 
-    Args:
-        trials: one list per depth, the same one or those of `shared_trials`; depths are ascending, all different.
-        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
+    There is a list of trials per depth, ascending: the same one, or those of `shared_trials`, whose prompts of a length
+    differ in their question only: it alone is read after the first.
     """
 
     kind = "passkey"

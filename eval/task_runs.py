@@ -175,10 +175,9 @@ class TaskPrompt:
 
 
 class TaskMeasurement(Measurement):
-    """The scores of a suite's tasks; an item is one prompt of every task and length.
+    """The scores of a suite's tasks; an item is a prompt of every task and length, by (length, index of the task).
 
-    `prompts` are by (context length, index of the task). `score` takes an answer's text, the references and the wrong
-    answers.
+    `score` takes an answer's text, the references and the wrong answers.
     """
 
     kind = "tasks"

@@ -19,8 +19,7 @@ from itertools import accumulate
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return where each token ends in the text, in UTF-8 bytes; a token begins where the one before it ends.
 
-    Tokens, (T,), are as the vocabulary writes them; offsets, (T,), the first character of each and the one after its
-    last.
+    Tokens, (T,), are as the vocabulary writes them; offsets, (T,), have the first character and the one after the last.
     """
     data = text.encode("utf-8")
     if (spelled := _spelled(data, tokens)) is not None:

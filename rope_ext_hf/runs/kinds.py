@@ -62,11 +62,7 @@ class Run(Generic[R_co]):
 
     @property
     def folder(self) -> Path:
-        """Where its files are.
-
-        Raises:
-            ValueError: it was measured without files.
-        """
+        """Where its files are; ValueError: it was measured without files."""
         if self.path is None:
             raise ValueError("this run was measured without files; give out=... to keep it in a folder")
         return self.path
@@ -88,10 +84,9 @@ class Run(Generic[R_co]):
         return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
 
     def extended_length(self, method: Mapping[str, Any] | None) -> int | None:
-        """The length in tokens that the model is for under one of the methods; None: it has no end, or is not known.
+        """The length in tokens that the model is for under a method; None: it has no end, or is not known.
 
-        Args:
-            method: `RopeMethod.to_dict`, or None for the model as loaded.
+        `method` is `RopeMethod.to_dict`, or None for the model as loaded.
         """
         if method_key(method) == method_key(self.settings["loaded"]):
             return self.context_length
@@ -177,11 +172,7 @@ class Run(Generic[R_co]):
         return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
 
     def to_dataframe(self) -> Any:
-        """The results as a pandas DataFrame, a row per result, with the columns of results.csv.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """The results as a pandas DataFrame, a row per result, with the columns of results.csv; pandas is needed."""
         try:
             from pandas import DataFrame
         except ImportError as error:
@@ -234,11 +225,7 @@ class Run(Generic[R_co]):
 
 
 class Results(list[R]):
-    """The results of one call, a list; a notebook shows them as their run.
-
-    Attributes:
-        run: the run that they are of.
-    """
+    """The results of one call, a list; a notebook shows them as the `run` that they are of."""
 
     def __init__(self, run: Run[R]) -> None:
         super().__init__(run.results)

@@ -67,8 +67,7 @@ def collect(
 ) -> Collected:
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
-    Where no lengths are given, those are left out that are not `affordable`, but the shortest. ServingError has the
-    server's words.
+    Where no lengths are given, those are left out that are not `affordable`, but the shortest.
     """
     lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]

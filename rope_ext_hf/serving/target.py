@@ -97,8 +97,7 @@ def refuse_adapter(name: str | Path, folder: Path) -> None:
 def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
     """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
 
-    Without a method it is the patch that the model carries, else the model as published. Raises MethodError as `patch`
-    does, and ServingError for a method that changes with every input, or that remaps positions.
+    Without a method it is the patch that the model carries, else the model as published.
     """
     target, *longer = make_targets(model, method, **params)
     if longer:
