@@ -132,6 +132,6 @@ class _Encoder:
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end an answer: of the model's generation config and of the tokenizer."""
-    given = getattr(model.generation_config, "eos_token_id", None)
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # some classes have none
     tokens = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id}
     return frozenset(int(token) for token in tokens if token is not None)
