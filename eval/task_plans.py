@@ -27,7 +27,6 @@ from rope_ext_hf.suites.base import suite as find_suite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _RANKED = 20  # answers that the right one is ranked among, itself counted
 
 
@@ -133,6 +132,6 @@ class _Encoder:
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end an answer: of the model's generation config and of the tokenizer."""
-    given = getattr(model.generation_config, "eos_token_id", None)
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # some classes have none
     tokens = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id}
     return frozenset(int(token) for token in tokens if token is not None)

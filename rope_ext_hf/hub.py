@@ -1,10 +1,6 @@
 """A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
 
-    folder = model_folder("reference")
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
-    model = load_model("reference", device="auto")
-    tokenizer = load_tokenizer("reference")
-    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """
@@ -36,8 +32,7 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SAMPLES, _SAMPLED_BYTES = 256, 4096
-"""Blocks of a file of weights that count for its digest, and the bytes of each."""
+_SAMPLES, _SAMPLED_BYTES = 256, 4096  # blocks of a file of weights that count for its digest, and the bytes of each
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")

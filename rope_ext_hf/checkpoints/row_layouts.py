@@ -347,11 +347,6 @@ def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], keys: int, modul
     norm_side = module.rpartition(".")[2][0]  # a norm that all heads share is named q_norm, key_layernorm, ...
     if "index_norm" in rows.blocks:
         norm_side = f"index_{norm_side}"
-    return RowLayout(
-        repeat,
-        tuple(
-            replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else ""))
-            for b in (blocks[name] for name in rows.blocks)
-        ),
-        rows.pairing,
-    )
+    own = (blocks[name] for name in rows.blocks)
+    sided = tuple(replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else "")) for b in own)
+    return RowLayout(repeat, sided, rows.pairing)

@@ -131,9 +131,6 @@ def _names_adapter(file: str) -> bool:
     return file.startswith("adapter_model")
 
 
-# --- config and model ----------------------------------------------------------------------------------------------
-
-
 def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
     """The config of the model, or of the model that an adapter was trained on."""
     where = folder
@@ -178,9 +175,6 @@ def _rotated_modules(model: PreTrainedModel | None, tensors: RotaryTensors) -> f
     assert pattern is not None  # other families have a class
     layers = range(len(tensors.layers))
     return frozenset(f"{pattern.format(layer)}.{module}" for layer in layers for module in tensors.modules)
-
-
-# --- weight files --------------------------------------------------------------------------------------------------
 
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:

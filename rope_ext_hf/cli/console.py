@@ -23,8 +23,7 @@ from rope_ext_hf.terminal import terminal_width
 if TYPE_CHECKING:
     from rich.table import Table
 
-_results: list[TextIO] = []
-"""Where results are printed; the last one counts."""
+_results: list[TextIO] = []  # where results are printed; the last one counts
 
 
 @contextmanager
@@ -164,8 +163,7 @@ class _ProgressBar:
             self.left.passed(done - self.left.done)
 
 
-_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}
-"""What is timed, by what is counted."""
+_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}  # what is timed, by what is counted
 
 
 @contextmanager

@@ -65,10 +65,8 @@ def html_table(table: Table) -> str:
     Further lines of a head or a cell stand small below the first one; a style becomes classes.
     """
     head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(map(_cell, row))}</tr>\n"
-        for row in zip(*(column.cells for column in table.columns), strict=True)
-    )
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)
     title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
