@@ -131,28 +131,17 @@ def from_pretrained(
         changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
         if given := [*changed, *params]:
             raise MethodError(f"{', '.join(given)} given without a method; add method=...")
-    model = _load_found(path, config, record, adapter, auto_class, kwargs)
+    if adapter is None:
+        model = _load_patched(path, config, record, auto_class, kwargs)
+    else:
+        own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs |= only_cached(adapter.base, kwargs)
+        base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
+        model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
         patch_as_planned(plan_patch(model, method, **of_patch, **params))
     return model
-
-
-def _load_found(
-    path: str | Path,
-    config: Any,
-    record: dict[str, Any] | None,
-    adapter: Adapter | None,
-    auto_class: str | None,
-    kwargs: dict[str, Any],
-) -> PreTrainedModel:
-    if adapter is None:
-        return _load_patched(path, config, record, auto_class, kwargs)
-    own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
-    chosen = auto_class or adapter.auto_class
-    kwargs |= adapter.base_revision
-    base = _load_patched(adapter.base, config, record, chosen, kwargs | only_cached(adapter.base, kwargs))
-    return cast("PreTrainedModel", adapter.load_onto(base, **own))
 
 
 def _load_patched(
