@@ -53,12 +53,7 @@ pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; w
 
 
 def html_page(title: str, summary: str, *parts: str) -> str:
-    """A whole page.
-
-    Args:
-        title, summary: plain text.
-        parts: HTML, one below the other; empty ones are left out.
-    """
+    """A whole page: plain title and summary, and parts of HTML, of which empty ones are left out."""
     return _PAGE.format(
         title=html.escape(title), summary=html.escape(printable(summary)), body="\n".join(filter(None, parts))
     )
@@ -70,10 +65,8 @@ def html_table(table: Table) -> str:
     Further lines of a head or a cell stand small below the first one; a style becomes classes.
     """
     head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(map(_cell, row))}</tr>\n"
-        for row in zip(*(column.cells for column in table.columns), strict=True)
-    )
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)
     title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
@@ -102,7 +95,6 @@ def side_by_side(charts: Iterable[str]) -> str:
 
 
 def heading(text: str) -> str:
-    """Plain text as the head of a section."""
     return f"<h2>{html.escape(printable(text))}</h2>\n"
 
 
@@ -112,12 +104,10 @@ def collapsed(summary: str, *parts: str) -> str:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Values as indented JSON."""
     return f"<pre>{html.escape(json.dumps(values, indent=1))}</pre>"
 
 
 def paragraph(text: str) -> str:
-    """Plain text as a paragraph."""
     return f"<p>{html.escape(printable(text))}</p>"
 
 
