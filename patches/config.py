@@ -82,7 +82,7 @@ class ConfigRope:
         return self.plain.scaled(self.method, context_length=self.context_length)
 
 
-def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
+def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers)."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
@@ -98,7 +98,7 @@ def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRope:
     """The rotary embedding, of `dim` dims per head, that a config describes for a layer type (None: for all)."""
-    settings = _rope_dict(config, layer_type)
+    settings = rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
     most = _most_positions(config)
     rotated_pairs = None
@@ -197,7 +197,7 @@ def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, wri
     `writable`: whether it can state settings for the layers that the method applies to, and no others.
     """
     method, rotary, known = spec.method, spec.rotary, family(config.model_type)
-    settings = _rope_dict(config, layer_type)
+    settings = rope_dict(config, layer_type)
     extended = spec.target_length or method.extended_length(rotary)
     length, exact = extended or int(config.max_position_embeddings), True
     parameters = method.rope_parameters(rotary) if writable else None
@@ -283,6 +283,7 @@ def write_rope(
     `layer_types`: those that it applies to; [None] for a config with one set for all layers.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
+    before["max_position_embeddings"] = config.max_position_embeddings  # which DBRX states as max_seq_len
     known = family(config.model_type)
     if encoding.rope_type == "longrope" and hasattr(config, _ORIGINAL_KEY):
         setattr(config, _ORIGINAL_KEY, encoding.parameters[_ORIGINAL_KEY])
@@ -290,7 +291,7 @@ def write_rope(
         config.head_dim = config.hidden_size // config.num_attention_heads
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for layer_type in layer_types:
-        written = _unrelated_settings(_rope_dict(config, layer_type)) | dict(encoding.parameters)
+        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(encoding.parameters)
         if layer_type is None:
             parameters = written
         else:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
-from rope_ext_hf.config_keys.keys import rotated_dims
+from rope_ext_hf.config_keys.keys import rotated_dims, standard_keys
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -21,6 +21,7 @@ from rope_ext_hf.patches.config import (
     original_settings,
     read_rope,
     recorded_specs,
+    rope_dict,
     written_keys,
 )
 from rope_ext_hf.patches.families import family
@@ -148,11 +149,10 @@ def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     """The rotary embedding of one layer type, by a text config."""
-    values = config.to_dict()
+    values = standard_keys(config.to_dict())
     layers = [str(i) for i, kind in enumerate(values.get("layer_types") or ()) if kind == layer_type]
     values |= values.get("per_layer_config", {}).get(layers[0], {}) if layers else {}  # Gemma 4: heads of another size
-    parameters = values.get("rope_parameters") or {}
-    settings = parameters if layer_type is None else parameters[layer_type]
+    settings = rope_dict(config, layer_type)
     proportional = settings.get("rope_type") == "proportional"
     partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
     geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}

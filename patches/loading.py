@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rope_ext_hf.bounds import Length
+from rope_ext_hf.config_keys.keys import own_keys
 from rope_ext_hf.downloads import only_cached
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import check_regular
@@ -64,6 +65,7 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
     restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
+    written |= {own for key, own in own_keys(config["model_type"]).items() if key in restored}
     return without_loading_code({key: value for key, value in config.items() if key not in written} | restored)
 
 
@@ -165,9 +167,10 @@ def _load_patched(
     loader = class_to_load(config, auto_class)
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
+    usual = {own: key for key, own in own_keys(config.model_type).items()}
     settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
     for key in settings:
-        if key in SAVED_KEYS:
+        if {key, usual.get(key)} & {*SAVED_KEYS}:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
     positions = config.max_position_embeddings if keeps_angles_in_weights(config) else None
@@ -207,13 +210,7 @@ _WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weight
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config, of the class that `from_pretrained` would load, on the meta device.
-
-    It has modules and shapes, but no weights.
-
-    Raises:
-        CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
-    """
+    """The model of a config, of the class that `from_pretrained` would load, on the meta device, without weights."""
     try:
         loader = class_to_load(config)
         check_sizes(config)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rope_ext_hf.config_keys.keys import own_keys
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -113,8 +114,9 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
     """A config with a record of a patch, with the rope settings and the length where every program reads them."""
     record = config[PATCH_KEY]
     settings = {"rope_parameters": record["rope_parameters"]}
-    if "max_position_embeddings" in config:  # some families keep it under another name
-        settings["max_position_embeddings"] = record["max_position_embeddings"]
+    length = own_keys(config["model_type"]).get("max_position_embeddings", "max_position_embeddings")
+    if length in config:
+        settings[length] = record["max_position_embeddings"]
     saved = config | settings
     spelled = former_spelling(saved, record["layer_types"])
     return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}

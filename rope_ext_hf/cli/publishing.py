@@ -28,12 +28,7 @@ class PublishOptions(Question):
     yes: bool = asked(False, "Do not ask.", names=("--yes", "-y"))
 
     def check(self) -> None:
-        """Refuse, before any work, what would stop the upload.
-
-        Raises:
-            MethodError: --public alone, or nobody to be asked.
-            CheckpointError: as `check_upload`.
-        """
+        """Refuse, before any work, what would stop the upload."""
         from rope_ext_hf.downloads import check_upload
 
         if self.push_to_hub is None:
@@ -45,11 +40,7 @@ class PublishOptions(Question):
         check_upload(self.push_to_hub, private=not self.public)
 
     def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about.
-
-        Raises:
-            CheckpointError: the Hub refuses; the folder is as it was.
-        """
+        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about."""
         if self.push_to_hub is None:
             return
         from rope_ext_hf.downloads import upload

@@ -24,7 +24,19 @@ def text_settings(config: Config) -> dict[str, Any]:
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ServingError(f"text_config must be an object, got {type(text).__name__}")
-    return dict(text)
+    return standard_keys(text)
+
+
+def standard_keys(text: Config) -> dict[str, Any]:
+    """A text config with the usual keys, too, where its class knows them by other names: DBRX has d_model."""
+    return {key: text[own] for key, own in own_keys(str(text.get("model_type"))).items() if own in text} | dict(text)
+
+
+def own_keys(model_type: str) -> dict[str, str]:
+    """The keys of a config.json of this model type that stand for usual ones: max_seq_len of DBRX."""
+    from transformers import CONFIG_MAPPING
+
+    return dict(CONFIG_MAPPING[model_type].attribute_map) if model_type in CONFIG_MAPPING else {}
 
 
 def rope_settings(text: Config) -> dict[str, Any]:
@@ -96,7 +108,7 @@ def needed(settings: Config, key: str, default: float | None = None, *, above: f
 
 def length_setting(text: Config) -> int:
     """max_position_embeddings, in tokens."""
-    length = text.get("max_position_embeddings")
+    length = standard_keys(text).get("max_position_embeddings")
     if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
         given = "is missing" if length is None else f"is {length!r}"
         raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
