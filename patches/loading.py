@@ -135,28 +135,17 @@ def from_pretrained(
     elif not (record or adapter or auto_class or kwargs.keys() - {*_HUB_ARGUMENTS, "dtype", "device_map"}):
         empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
         plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
-    model = _load_found(path, config, record, adapter, auto_class, kwargs)
+    if adapter is None:
+        model = _load_patched(path, config, record, auto_class, kwargs)
+    else:
+        own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs |= only_cached(adapter.base, kwargs)
+        base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
+        model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
         patch_as_planned(plan_patch(model, method, **of_patch, **params))
     return model
-
-
-def _load_found(
-    path: str | Path,
-    config: Any,
-    record: dict[str, Any] | None,
-    adapter: Adapter | None,
-    auto_class: str | None,
-    kwargs: dict[str, Any],
-) -> PreTrainedModel:
-    if adapter is None:
-        return _load_patched(path, config, record, auto_class, kwargs)
-    own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
-    chosen = auto_class or adapter.auto_class
-    kwargs |= adapter.base_revision
-    base = _load_patched(adapter.base, config, record, chosen, kwargs | only_cached(adapter.base, kwargs))
-    return cast("PreTrainedModel", adapter.load_onto(base, **own))
 
 
 def _load_patched(
