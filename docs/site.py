@@ -1,16 +1,17 @@
-"""Hooks of mkdocs: the repository's address from pyproject.toml, in the header and in links that leave docs/."""
+"""Hooks of mkdocs: the repository's address, in the header and in links that leave docs/, and options in one piece."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file alone
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file alone
 
-from links import absolute_links, repository_url
+from docs.links import absolute_links, repository_url
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
@@ -28,3 +29,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     if page.file.src_uri == "contributing.md":
         return absolute_links((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), url)
     return absolute_links(markdown, url, "docs", only_above=True)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by mkdocs for each page as HTML. A browser would break a line at each hyphen of `--max-spans`."""
+    return re.sub(r"<code>[^<]*</code>", lambda code: _OPTION.sub(r'\1<span class="option">\2</span>', code[0]), html)
+
+
+_OPTION = re.compile(r"([>\s])(--?[a-z][\w-]*)")

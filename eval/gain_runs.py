@@ -3,9 +3,8 @@
     {"context": "... The bridge opened in 1937. ...", "evidence": "The bridge opened in 1937.",
      "question": "\\nThe bridge opened in", "answer": " 1937"}
 
-Each prompt is read twice: as it is, and with other text of as many tokens in place of the evidence, so that the answer
-stands at the same position. The gain is the loss without the evidence less the loss with it. Between evidence and
-answer stand as many tokens as asked for: the text that follows the evidence, then other text.
+Each prompt is read as it is, and with other text of as many tokens in place of the evidence: the gain is by how much
+the loss is higher without. Between evidence and answer stand as many tokens as asked for: first the text that follows.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label, method_key
+from rope_ext_hf.runs.labels import Method, label
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
@@ -43,11 +42,9 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_DOCSTRINGS = "docstrings"
-"""The name of the rows that need no file."""
+_DOCSTRINGS = "docstrings"  # the name of the rows that need no file
 _COLUMNS = ("context", "evidence", "question", "answer")
-_LEAST_LINE = 20
-"""Characters of a docstring's first line that is asked for."""
+_LEAST_LINE = 20  # characters of a docstring's first line that is asked for
 
 
 @dataclass(frozen=True)
@@ -67,11 +64,9 @@ class AnswerLoss(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """In nats."""
         return self.without_evidence - self.with_evidence
 
     def to_record(self) -> list[float]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -87,7 +82,6 @@ class ContextGain:
         low, high: its 95% interval over rows; None with fewer than three.
         with_evidence, without_evidence: the losses, nats per token.
         outcome: better where the gain is surely above 0, worse where it is surely below.
-        answers: the losses that these were made of.
     """
 
     method: Method
@@ -139,9 +133,6 @@ class GainRuns(RunKind):
             answers=tuple(values),
         )
 
-    def rows(self, run: Run[ContextGain]) -> Iterable[Sequence[Any]]:
-        return ([getattr(result, name) for name in self.columns] for result in run.results)
-
     def table(self, run: Run[ContextGain], *, detailed: bool = False) -> Table:
         """One row per method and distance, one column per length: the gain, `detailed` with its interval."""
         setting: Mapping[str, int] = run.settings["setting"]
@@ -154,13 +145,16 @@ class GainRuns(RunKind):
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
         """The gain; an item is a row, at all distances of a length together."""
-        items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-        for r in run.results:
-            row = items.setdefault(method_key(r.method), {})
-            before = row.get(r.length, [(0.0, 0.0)] * len(r.answers))
-            row[r.length] = [
-                (nats + each.gain, tokens + each.tokens) for (nats, tokens), each in zip(before, r.answers, strict=True)
-            ]
+        items = {
+            key: {
+                length: [
+                    (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
+                    for answers in zip(*(result.answers for result in results), strict=True)
+                ]
+                for length, results in row.items()
+            }
+            for key, row in run.by_length.items()
+        }
         return [Measure("gain from evidence", "nats per token", Evidence.GAIN, True, items, "row")]
 
     def not_finite(self, run: Run[ContextGain]) -> list[str]:
@@ -177,22 +171,15 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 
 @dataclass(frozen=True)
 class _Row:
-    """A row as token ids, and what fills its prompts.
+    """A row as token ids, and what fills its prompts."""
 
-    Attributes:
-        head: what every prompt begins with: a BOS token, or nothing.
-        before, evidence, after: its context in three parts.
-        question, answer: what follows.
-        others: texts without the evidence, in the order in which they follow its context.
-    """
-
-    head: Tensor
+    head: Tensor  # what every prompt begins with: a BOS token, or nothing
     before: Tensor
     evidence: Tensor
     after: Tensor
     question: Tensor
     answer: Tensor
-    others: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow its context
 
     def prompts(self, length: int, distance: int) -> tuple[Tensor, Tensor, int]:
         """The prompt with the evidence and the one without, (length - A,) each, and how many tokens both begin with."""
@@ -218,16 +205,12 @@ def _filled(texts: Iterable[Tensor], count: int) -> Tensor:
 
 
 class _GainMeasurement(Measurement):
-    """The losses of the rows' answers at every length and distance.
-
-    Args:
-        cells: lengths with distances that fit all rows.
-    """
+    """The losses of the rows' answers at every length and distance; these fit all rows."""
 
     kind = "gain"
 
     def __init__(self, setting: GainSetting, rows: Mapping[str, _Row], cells: Sequence[tuple[int, int]]) -> None:
-        self.setting, self.items, self._rows, self._cells = setting, list(rows), list(rows.values()), cells
+        self.setting, self.items, self._rows, self.all_cells = setting, list(rows), list(rows.values()), cells
         self.passes = [
             size
             for row in self._rows
@@ -238,15 +221,12 @@ class _GainMeasurement(Measurement):
         # The answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights.
         self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digests: dict[Cell, str] = {}
-        for cell in self._cells:
+        for cell in self.all_cells:
             digest = hashlib.sha256(repr(cell).encode())
             for row in self._rows:
-                for ids in (*row.prompts(*cell)[:2], row.answer):
+                for ids in (*row.prompts(*map(int, cell))[:2], row.answer):
                     digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
             digests[cell] = digest.hexdigest()
         return digests
@@ -256,7 +236,6 @@ class _GainMeasurement(Measurement):
     ) -> Iterator[tuple[Cell, AnswerLoss, Cost]]:
         """Read one row's prompts with the evidence and without it; what both begin with is read once."""
         row = self._rows[item]
-        scorer.take_cost()
         for cell in cells:
             length, distance = map(int, cell)
             *prompts, shared = row.prompts(length, distance)
@@ -325,11 +304,7 @@ def plan_gain(
 
 
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
-    """A row's text before the evidence, the evidence, the text after it, the question and the answer.
-
-    Raises:
-        CorpusError: one that is no text, or evidence that does not stand in the context exactly once.
-    """
+    """A row's text before the evidence, the evidence, the text after it, the question and the answer."""
     for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):
             raise CorpusError(f"{context.name}: the column {column!r} has no text")

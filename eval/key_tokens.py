@@ -28,28 +28,20 @@ from rope_ext_hf.reading.scorer import TokenScorer
 
 _WINDOW, _OF_LENGTH = 4096, 8
 """Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
-
-Range = tuple[int, int]
-"""The first character and the one after the last."""
+Range = tuple[int, int]  # the first character and the one after the last
 Pass = tuple[int, int, int]
 """Tokens of a document: the first that is read, the one after the last, and the first that may be a key token."""
 
 
 @dataclass(frozen=True)
 class KeySetting:
-    """The thresholds and windows by which a token is a key token.
+    """The thresholds and windows by which a token is a key token."""
 
-    Attributes:
-        window: tokens of a short context, which is up to `stride` - 1 longer.
-        stride: tokens that share a short context.
-        gain: by how many nats its log-probability with the long context is above that with the short one, at least.
-        likely: the least log-probability with the long context, in nats.
-    """
-
-    window: int
-    stride: int
+    window: int  # tokens of a short context, which is up to `stride` - 1 longer
+    stride: int  # tokens that share a short context
+    # by how many nats its log-probability with the long context is above that with the short one, at least
     gain: float = 2.0
-    likely: float = -2.0
+    likely: float = -2.0  # the least log-probability with the long context, in nats
 
     def __str__(self) -> str:
         return (
@@ -59,15 +51,7 @@ class KeySetting:
 
 
 def key_setting(longest: int, window: int | None = None) -> KeySetting:
-    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, whichever is less.
-
-    Args:
-        longest: the longest context length in tokens.
-        window: tokens of a short context, where another number is wanted.
-
-    Raises:
-        MethodError: a window that is not shorter than the longest length.
-    """
+    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, or the given one."""
     chosen = min(_WINDOW, max(1, longest // _OF_LENGTH)) if window is None else window
     if not 1 <= chosen < longest:
         raise MethodError(
@@ -80,20 +64,15 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
 def find_key_tokens(
     scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
 ) -> Tensor:
-    """Find the key tokens from `first` on; a token with no more than a window before it is none.
+    """Find the key tokens from `first` on, (N - first,) bool; a token with no more than a window before it is none.
 
     Windows begin every `stride` tokens from the first token on, as in the paper's code.
 
     Args:
-        scorer: reads the tokens; it has the evaluator.
         ids: (N,) int64, with the prefix token, if there is one.
         first: at least 1.
-        setting: thresholds and windows.
         prefix: the token that stands in place of the first one of a window.
         length: of inputs, at which length-dependent methods are held for the long context; in a window at its own.
-
-    Returns:
-        (N - first,) bool.
     """
     found = torch.zeros(len(ids) - first, dtype=torch.bool)
     begin = max(first, setting.window)
@@ -116,15 +95,7 @@ def find_key_tokens(
 def keys_of_document(
     scorer: TokenScorer, document: Tensor, passes: Iterable[Pass], prefix: int | None, setting: KeySetting, length: int
 ) -> tuple[set[int], set[int]]:
-    """The tokens of a document that are compared, and the key tokens among them.
-
-    Args:
-        scorer: has the evaluator.
-        document: (tokens,) int64.
-        passes: tokens start to stop are read, and those from `first` on may be key tokens.
-        prefix: the token that every pass begins with, or None.
-        setting, length: as `find_key_tokens` takes them.
-    """
+    """The tokens of a document (tokens,) that are compared, and the key tokens among them; see `find_key_tokens`."""
     compared, found = set[int](), set[int]()
     for start, stop, first in passes:
         ids, shift = document[start:stop].clone(), start
@@ -141,16 +112,11 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Places of the key tokens of documents.
+    """Places of the key tokens of documents."""
 
-    Attributes:
-        evaluator: the model that found them, and its method.
-        setting: the thresholds and windows by which they are.
-        documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
-    """
-
-    evaluator: str
+    evaluator: str  # the model that found them, and its method
     setting: KeySetting
+    # by the digest of a document's text: its name, and ranges of characters, ascending and apart
     documents: Mapping[str, tuple[str, tuple[Range, ...]]]
 
     @property
@@ -159,11 +125,7 @@ class KeyRanges:
         return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
-        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them.
-
-        Raises:
-            CorpusError: a document without text, or one of the same name with another text.
-        """
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
         digest = text_digest(document)
         if digest not in self.documents and document.name in {name for name, _ in self.documents.values()}:
             raise CorpusError(
@@ -181,23 +143,13 @@ class KeyRanges:
         return torch.tensor(inside, dtype=torch.bool)
 
     def write(self, file: Path) -> None:
-        """Write them as JSON, whole or not at all."""
         documents = [{"name": n, "sha256": d, "ranges": r} for d, (n, r) in self.documents.items()]
         with atomic_file(file) as part:
             write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
 
 
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
-    """Read key tokens that another run found; the file may be somebody else's.
-
-    Args:
-        file: keys.json.
-        window: tokens of the short context that were asked for, if any were.
-
-    Raises:
-        FileError: it cannot be read, or does not hold key tokens.
-        MethodError: they were found with another window.
-    """
+    """Read key tokens that another run found, with `window` if one was asked for; the file may be somebody else's."""
     saved = read_json(Path(file))
     try:
         setting = KeySetting(**saved["setting"])
@@ -223,11 +175,7 @@ def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
 
 
 def check_ranges(value: Any) -> tuple[Range, ...]:
-    """Ranges of characters from JSON.
-
-    Raises:
-        ValueError: anything but a list of pairs of whole numbers, ascending and apart.
-    """
+    """Ranges of characters from JSON; ValueError for anything but a list of pairs, ascending and apart."""
     last, ranges = -1, []
     for pair in value if isinstance(value, list) else [value]:
         match pair:
@@ -251,11 +199,7 @@ def merged(ranges: Iterable[Range]) -> tuple[Range, ...]:
 
 
 def character_spans(document: Tokens) -> Sequence[Range]:
-    """The characters that each token has a part of.
-
-    Raises:
-        CorpusError: the document came as token ids.
-    """
+    """The characters that each token has a part of; CorpusError where the document came as token ids."""
     places = list(zip((0, *document.ends), document.ends, strict=False))  # in bytes
     if _text(document).isascii():
         return places
@@ -264,11 +208,7 @@ def character_spans(document: Tokens) -> Sequence[Range]:
 
 
 def text_digest(document: Tokens) -> str:
-    """SHA-256 of a document's text.
-
-    Raises:
-        CorpusError: the document came as token ids.
-    """
+    """SHA-256 of a document's text; CorpusError where it came as token ids."""
     return hashlib.sha256(_text(document).encode()).hexdigest()
 
 

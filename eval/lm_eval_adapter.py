@@ -51,14 +51,10 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
-
-
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
-_OF_PATCH = ("over", "context_length", "layers", "native")
-"""Further arguments of `patch` that `--model_args` may hold."""
+_OF_PATCH = ("over", "context_length", "layers", "native")  # further arguments of `patch` that `--model_args` may hold
 
 
 @register_model("rope-ext")
@@ -161,8 +157,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
         """The model of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
 
-        Args:
-            additional_config: lm-eval's own options: device, batch_size, max_batch_size.
+        `additional_config` holds lm-eval's own options: device, batch_size, max_batch_size.
         """
         given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
         device, most = given.pop("device", None), given.pop("max_batch_size", None)
@@ -212,11 +207,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model writes after each prompt, up to a stop sequence.
-
-        Raises:
-            MethodError: a task that lets the model write more tokens than fit `max_length`.
-        """
+        """The text that the model writes after each prompt; MethodError: a task asks for more than `max_length`."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -263,7 +254,6 @@ def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizer
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:
-    """The most tokens that lm-eval may give the model."""
     description = describe(model)
     extended = description.extended_length  # None: it follows the input, as far as anyone asks
     if asked is None:
@@ -374,13 +364,9 @@ def evaluate(
 
 
 class _TaskFinder:
-    """The tasks of lm-eval, of this package, and of a folder.
+    """The tasks of lm-eval, of this package, which are written into the folder `own`, and of a folder of the user's.
 
-    Args:
-        own: a folder that this package's tasks are written into; they are read when they are built.
-        include_path: the user's folder.
-        metadata: for tasks that make their own data.
-        max_length: of the model, in tokens.
+    `metadata` is for tasks that make their own data.
     """
 
     def __init__(
@@ -394,11 +380,7 @@ class _TaskFinder:
         self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))
 
     def names(self, tasks: Sequence[str]) -> list[str]:
-        """Names of tasks and groups, and paths of YAML files.
-
-        Raises:
-            MethodError: none, or an unknown one; the message has the nearest.
-        """
+        """Names of tasks and groups, and paths of YAML files; MethodError: none, or an unknown one."""
         if isinstance(tasks, str) or not tasks:
             raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
         found: list[str] = []
@@ -414,7 +396,6 @@ class _TaskFinder:
         return found
 
     def build(self, tasks: Sequence[str]) -> list[Any]:
-        """Task and group objects, with their data."""
         built: list[Any] = []
         for name in self.names(tasks):
             with _task_errors(name):

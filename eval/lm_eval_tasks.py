@@ -28,7 +28,6 @@ from rope_ext_hf.suites.base import list_suites, suite
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-
 _LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
     "niah": "essays, and punkt of nltk; niah_single_1 fetches nothing",
@@ -41,17 +40,12 @@ _LONG_SUITES = {
 }
 """lm-eval's own suites of long inputs, by how their tasks' names begin, and what they fetch from the network."""
 
-_SAMPLES = 20
-"""Prompts per task, as `rope-ext tasks` asks."""
+_SAMPLES = 20  # prompts per task, as `rope-ext tasks` asks
 _CLASS = f"!function {__name__}.SuiteTask"
 
 
 def write_tasks(folder: str | Path) -> Path:
-    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced.
-
-    Raises:
-        FileError: anything the disk refuses.
-    """
+    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced."""
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,9 +78,6 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
     of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
     `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
     `--apply_chat_template`, too.
-
-    Raises:
-        MethodError: no length or several, no tokenizer, or a length that is too short for the task.
     """
 
     def __init__(self, config: Mapping[str, Any], **_: Any) -> None:

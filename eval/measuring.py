@@ -107,10 +107,9 @@ def perplexity(
     progress: Callable[[int], object] | bool | None = None,
     **asked: Any,
 ) -> Results[Result]:
-    """Measure the perplexity of a model at several context lengths.
+    """Measure the perplexity of a model at several context lengths; model and errors are those of `measure`.
 
     Args:
-        model: as `measure` takes it.
         corpus: a list of texts, token ids, a `datasets.Dataset`, documents, or a name: "stdlib", a file, a folder, a
             pattern, hf:OWNER/NAME; see `rope_ext_hf.reading.corpora.load`.
         data: what the text is called in results; default: its name where `corpus` is one.
@@ -119,9 +118,6 @@ def perplexity(
 
     Returns:
         One Result per length, shortest first, as a list that a notebook shows as a table.
-
-    Raises:
-        CorpusError, MethodError, FileError: as `measure` does.
     """
     return _results(model, Perplexity, asked | {"data": corpus, "data_name": data}, progress)
 
@@ -130,22 +126,18 @@ def perplexity(
 def passkey(
     model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **asked: Any
 ) -> Results[Retrieval]:
-    """Measure retrieval from several depths of several context lengths.
+    """Measure retrieval from several depths of several context lengths; model and errors are those of `measure`.
+
+    Every prompt is read once, in fixed memory; its `distractors + 1` answers of a few tokens each start from its cache.
+    Nothing is generated: greedy decoding gives the right answer exactly if each of its tokens is the likeliest after
+    those before. A chat template is not applied. Losses that are not finite count as the worst.
 
     Args:
-        model: as `measure` takes it.
         progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.
         **asked: fields of `Passkey`, and further arguments of `measure`: methods, out and others.
 
     Returns:
         One Retrieval per length and depth, in ascending order, as a list that a notebook shows as a table.
-
-    Raises:
-        CorpusError, MethodError, FileError: as `measure` does.
-
-    Every prompt is read once, in fixed memory; its `distractors + 1` answers of a few tokens each start from its cache.
-    Nothing is generated: greedy decoding gives the right answer exactly if each of its tokens is the likeliest after
-    those before. A chat template is not applied. Losses that are not finite count as the worst.
     """
     return _results(model, Passkey, asked, progress)
 
@@ -154,10 +146,11 @@ def passkey(
 def tasks(
     model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **asked: Any
 ) -> Results[TaskResult]:
-    """Measure a suite of tasks at several context lengths.
+    """Measure a suite of tasks at several context lengths; model and errors are those of `measure`.
+
+    Nothing is downloaded. ImportError: a package that makes the prompts is not installed.
 
     Args:
-        model: as `measure` takes it.
         progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.
         **asked: fields of `Tasks`, and further arguments of `measure`: methods, out and others. The tokenizer's BOS
             token is not counted, as in RULER.
@@ -165,12 +158,6 @@ def tasks(
     Returns:
         One TaskResult per length and task, as a list that a notebook shows as a table; `.run.table()` has the suite's
         scores and effective lengths.
-
-    Raises:
-        CorpusError, MethodError, FileError: as `measure` does.
-        ImportError: a package that makes the prompts is not installed.
-
-    Nothing is downloaded.
     """
     return _results(model, Tasks, asked, progress)
 
@@ -186,7 +173,7 @@ def sweep(
     progress: Callable[[str, int], object] | bool | None = None,
     **asked: Any,
 ) -> Run[Result]:
-    """Measure the model as loaded and every method on the same text, resumable.
+    """Measure the model as loaded and every method on the same text, resumable; errors are those of `measure`.
 
     Args:
         model, corpus, data: as `perplexity` takes them.
@@ -194,9 +181,6 @@ def sweep(
         out: the folder that the run's folder is made in.
         progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm.
         **asked: fields of `Sweep`, and factors, over, context_length, tokenizer, chunk and offload_cache of `measure`.
-
-    Raises:
-        CorpusError, MethodError, FileError: as `measure` does.
     """
     fields, how = Sweep.apart(asked | {"data": corpus, "data_name": data})
     return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **how)

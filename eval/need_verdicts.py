@@ -15,17 +15,13 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
-_MOST_RISE = 0.02
-"""Nats per token by which the loss may be higher than at the context length."""
+_MOST_RISE = 0.02  # nats per token by which the loss may be higher than at the context length
 _ENOUGH = 0.85
 """The share of its own score at the context length that a model has to keep, as in RULER (Hsieh et al. 2024, arXiv
 2404.06654, whose threshold is another model's score)."""
-_KNOWN = 0.5
-"""The score at the context length from which a task tells anything about a model."""
-_GUESSED = 0.9
-"""The share of the loss of guessing by frequency from which a loss tells nothing of a model."""
-ALL_TASKS = "all these tasks"
-"""The name of the prompts of several tasks that tell something, as one task."""
+_KNOWN = 0.5  # the score at the context length from which a task tells anything about a model
+_GUESSED = 0.9  # the share of the loss of guessing by frequency from which a loss tells nothing of a model
+ALL_TASKS = "all these tasks"  # the name of the prompts of several tasks that tell something, as one task
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,5 +212,4 @@ def tells(score: Estimate) -> bool:
 
 
 def share_text(score: Estimate) -> str:
-    """A score with its interval, in percent."""
     return score.text("{:.0%}".format)

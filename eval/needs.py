@@ -35,9 +35,7 @@ from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_sha
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-_LENGTHS = (1, 1.5, 2, 4)
-"""Lengths that are measured, in context lengths."""
+_LENGTHS = (1, 1.5, 2, 4)  # lengths that are measured, in context lengths
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _READ_TOKENS = 4_000_000
@@ -150,16 +148,7 @@ def need(
 
 
 def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) -> tuple[list[int], list[str]]:
-    """The lengths to measure, and a note on those that too few documents have.
-
-    Args:
-        short: tokens that the model is for.
-        target: tokens that are wanted.
-        documents: tokens of each.
-
-    Raises:
-        CorpusError: only the context length could be measured.
-    """
+    """The lengths to measure, by the tokens of each document, and a note on those that too few documents have."""
     wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}

@@ -1,8 +1,4 @@
-"""Plans of runs that measure perplexity: which text, which lengths, which methods, and which key tokens.
-
-A protocol cuts documents into spans (`protocols.py`, `spans.py`), a scorer reads the spans in fixed memory
-(`scorer.py`), and sums per document make a result with its confidence interval (`perplexity_results.py`).
-"""
+"""Plans of runs that measure perplexity: which text, which lengths, which methods, and which key tokens."""
 
 from __future__ import annotations
 
@@ -71,12 +67,8 @@ def with_keys(
 ) -> RunPlan[PerplexityMeasurement]:
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
-    Args:
-        plan: of the spans that are scored.
-        question: says what finds the key tokens, and with which short context.
-        find: carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
-            device, and its tokenizer.
-        write: whether keys.json is written into the folder of that run.
+    `find` carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
+    device, and its tokenizer. With `write` keys.json goes into the folder of that run.
     """
     source, window = question.keys_by, question.key_window
     if source is None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 from rope_ext_hf.errors import short
@@ -14,8 +15,7 @@ from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.statistics import Estimate, estimate
 
-_LARGEST_LOSS = 709.0
-"""Nats per token; a float holds exp of this and of little more."""
+_LARGEST_LOSS = 709.0  # nats per token; a float holds exp of this and of little more
 
 
 class DocumentLoss(NamedTuple):
@@ -30,17 +30,12 @@ class DocumentLoss(NamedTuple):
     key_tokens: int = 0
 
     def to_record(self) -> list[float]:
-        """As a journal holds it: everything but the name; without key tokens the last two numbers are left out."""
+        """Everything but the name; without key tokens the last two numbers are left out."""
         return list(self[1:] if self.key_tokens else self[1:5])
 
     @classmethod
     def from_record(cls, name: str, value: Any) -> DocumentLoss:
-        """Read what a journal holds of the document of this name.
-
-        Raises:
-            ValueError: anything but [nats, tokens, bytes, spans] with at least one token, then maybe the nats and the
-                number of key tokens.
-        """
+        """Read what a journal holds of the document of this name; ValueError for anything else."""
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
@@ -53,16 +48,7 @@ class DocumentLoss(NamedTuple):
         raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
 
     def plus(self, nats: float, tokens: int, size: int, key_nats: float = 0.0, key_tokens: int = 0) -> DocumentLoss:
-        """With another span."""
-        return DocumentLoss(
-            self.name,
-            self.nats + nats,
-            self.tokens + tokens,
-            self.bytes + size,
-            self.spans + 1,
-            self.key_nats + key_nats,
-            self.key_tokens + key_tokens,
-        )
+        return DocumentLoss(self.name, *map(add, self[1:], (nats, tokens, size, 1, key_nats, key_tokens)))
 
 
 @dataclass(frozen=True)
@@ -116,11 +102,7 @@ class Result:
         documents: Sequence[DocumentLoss],
         costs: Sequence[Cost] = (),
     ) -> Result:
-        """The result of one length, from every document's loss; the same whatever order the documents come in.
-
-        Args:
-            costs: of each document; empty: nothing was timed.
-        """
+        """The result of one length, whatever order the documents come in; without costs, nothing was timed."""
         order = sorted(range(len(documents)), key=documents.__getitem__)
         documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
@@ -160,14 +142,7 @@ class Result:
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
-    """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
-
-    Args:
-        keys: over the key tokens alone.
-
-    Raises:
-        ValueError: the two did not score the same tokens, or there is no key token.
-    """
+    """How much higher the loss of `one` is, nats per token, by document; with `keys` over the key tokens alone."""
 
     def shares(result: Result) -> dict[str, tuple[float, int]]:
         of_keys = {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}

@@ -27,8 +27,7 @@ from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 
-_TOLERANCE = 0.05
-"""By what share a loss may be higher and still count as that of short inputs."""
+_TOLERANCE = 0.05  # by what share a loss may be higher and still count as that of short inputs
 
 
 @register_run_kind
@@ -101,7 +100,9 @@ class PerplexityRuns(RunKind):
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        return LineChart(_loss_lines(run.results), run.context_length, "Bits per byte; lower is better")
+        rows = by_method(run.results).items()
+        lines = {name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)] for name, row in rows}
+        return LineChart(lines, run.context_length, "Bits per byte; lower is better")
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
@@ -132,15 +133,11 @@ class PerplexityRuns(RunKind):
 
 
 class PerplexityMeasurement(Measurement):
-    """The losses of a plan's documents, and of the key tokens in them.
+    """The losses of a plan's documents, and of the key tokens in them; CorpusError: no scored token is one.
 
     Args:
-        plan: of the spans that are read and scored.
         keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
         keys_from: the model that found them, and how, in words.
-
-    Raises:
-        CorpusError: no scored token is a key token.
     """
 
     kind = "perplexity"
@@ -184,7 +181,6 @@ class PerplexityMeasurement(Measurement):
         """Score one document; lengths that share passes share their cost."""
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
-        scorer.take_cost()
         for context, same_context in groupby(wanted, key=lambda span: span.context):
             losses: dict[int, DocumentLoss] = {}
             for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
@@ -197,13 +193,9 @@ class PerplexityMeasurement(Measurement):
                     of_span, of_keys = nats[span.score_from - first : span.score_to - first], nats[:0]
                     if self.keys is not None:
                         of_keys = of_span[self.keys[item][span.score_from : span.score_to]]
-                    losses[span.length] = before.plus(
-                        of_span.sum().item(),
-                        len(of_span),
-                        document.bytes_between(span.score_from, span.score_to),
-                        of_keys.sum().item(),
-                        len(of_keys),
-                    )
+                    size = document.bytes_between(span.score_from, span.score_to)
+                    sums = of_span.sum().item(), len(of_span), size, of_keys.sum().item(), len(of_keys)
+                    losses[span.length] = before.plus(*sums)
                 progress(stop - start)
             cost = scorer.take_cost()
             yield from (((length,), loss, cost) for length, loss in losses.items())
@@ -213,18 +205,15 @@ def _items(
     run: Run[Result], pairs: Callable[[Result], Iterable[tuple[float, float]]]
 ) -> dict[str, dict[int, list[tuple[float, float]]]]:
     """The pairs of each result, by the method's key and length; results without any are left out."""
-    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for result in run.results:
-        if found := list(pairs(result)):
-            items.setdefault(method_key(result.method), {})[result.length] = found
-    return items
+    found = {
+        key: {length: of_length for length, [result] in row.items() if (of_length := list(pairs(result)))}
+        for key, row in run.by_length.items()
+    }
+    return {key: row for key, row in found.items() if row}
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
-    """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
-
-    Nats per token with a 95% interval, paired by document; None where either was not measured.
-    """
+    """The loss of a method less that as loaded, at its context length, by document; None: one was not measured."""
     length = run.context_length
     at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
@@ -233,21 +222,12 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
 
 def _best_of_lengths(run: Run[Result]) -> dict[int, set[str]]:
     """The keys of the methods that no other one is surely better than, by length; none where nothing is compared."""
-    known, lengths = run.findings, sorted({result.length for result in run.results})
+    known = run.findings
     loss = next((m for m in known.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
-    return {length: set() if loss is None else {*known.best(loss, length)} for length in lengths}
-
-
-def _loss_lines(results: Sequence[Result]) -> dict[str, list[tuple[int, float]]]:
-    """Bits per byte where they are finite, as (length, value) by label."""
-    return {
-        name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)]
-        for name, row in by_method(results).items()
-    }
+    return {length: set() if loss is None else {*known.best(loss, length)} for length in run.lengths}
 
 
 def _scored_text(result: Result) -> str:
-    """The scored tokens, as a phrase."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
     protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
@@ -262,7 +242,6 @@ def _scored_text(result: Result) -> str:
 
 
 def _perplexity_text(value: float) -> str:
-    """A perplexity with as many digits as mean something."""
     return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
 
 

@@ -51,8 +51,7 @@ def _function(path: str) -> Callable[..., Any]:
 class LengthsQuestion(Question):
     """What is asked at several context lengths."""
 
-    planner: ClassVar[str]
-    """The function that plans it, with its module."""
+    planner: ClassVar[str]  # the function that plans it, with its module
 
     lengths: tuple[int, ...] | Any = asked(
         MISSING,
@@ -69,16 +68,13 @@ class LengthsQuestion(Question):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **settings: Any,
     ) -> RunPlan[Any]:
-        """What a run reads and scores, made and checked before any weights are read.
+        """What a run reads and scores, made and checked before any weights are read; errors are those of `measure`.
 
         Args:
             model: may be on the meta device.
             methods: what is measured beside the model as loaded; None: the model as it is, alone.
             tokenizer: default: the one beside the model's weights.
             **settings: fields of `RunPlan`: chunk, offload_cache.
-
-        Raises:
-            CorpusError, MethodError: as `measure` does.
         """
         question: LengthsQuestion = self
         if methods is not None:

@@ -1,8 +1,7 @@
 """Prompts of retrieval: what a long text stated is asked for at its end, at every depth of every context length.
 
-Two things are measured: whether greedy decoding gives the right answer, and the rank of the right answer among wrong
-ones by likelihood. The rank shows a signal in models too small to answer. The tasks, statements with their
-questions, are data: `suites.statements.RETRIEVALS`.
+Beside whether greedy decoding gives the right answer, its rank among wrong ones by likelihood is measured: it shows a
+signal in models too small to answer. Statements and questions are data: `suites.statements.RETRIEVALS`.
 """
 
 from __future__ import annotations
@@ -42,15 +41,12 @@ def make_trials(
     """Draw names and values, those that training never uses, in the task's held-out wordings, which take turns.
 
     Distractors have as many tokens as the right answer, so that none is likelier for its length. The answers to the
-    other keys are among them, where they have.
+    other keys are among them, where they have. MethodError: a tokenizer without enough answers of one length.
 
     Args:
         asked: index of the statement that is asked for; the statements and their places are the same for each.
         depths: of the first statements, shares of the haystack; the others stand at random depths.
         repeated: the haystack is one short text again and again; every prompt then starts at its beginning.
-
-    Raises:
-        MethodError: a tokenizer without enough answers of one length, or more keys than the task can tell apart.
     """
     prefix = prefix_token(tokenizer, None)
     made = []
@@ -108,11 +104,7 @@ def _question_and_answers(
 
 
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
-    """One list of trials per depth, whose prompts hold a statement at every depth and differ in their question only.
-
-    Args:
-        make: `make_trials` less `asked` and `depths`.
-    """
+    """Trials by `make_trials` for each depth, whose prompts have a statement at every depth and another question."""
     lists = [make(asked=index, depths=depths) for index in range(len(depths))]
     for same in zip(*lists, strict=True):
         longest = max(trial.wording for trial in same)

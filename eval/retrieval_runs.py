@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
@@ -21,7 +21,7 @@ from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, register_run_kind
-from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, by_method, length_table
 from rope_ext_hf.suites.statements import insert
@@ -44,7 +44,6 @@ class TrialScore(NamedTuple):
     rank: float
 
     def to_record(self) -> list[float]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -132,9 +131,6 @@ class RetrievalRuns(RunKind):
             scores=tuple(values),
         )
 
-    def rows(self, run: Run[Retrieval]) -> Iterable[Sequence[Any]]:
-        return ([getattr(result, name) for name in self.columns] for result in run.results)
-
     def table(self, run: Run[Retrieval], *, detailed: bool = False) -> Table:
         """One row per method and depth, one column per length: exact match and mean rank."""
         one = run.results[0]
@@ -162,19 +158,18 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
-
-        A trial counts as the share of its prompts, one at each depth.
-        """
+        """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
-        shares: dict[str, dict[int, list[list[float]]]] = {}
-        for r in run.results:
-            right = [float(score.exact if exact else score.rank == 1) for score in r.scores]
-            shares.setdefault(method_key(r.method), {}).setdefault(r.length, []).append(right)
         items = {
-            key: {n: [(fmean(of_trial), 1.0) for of_trial in zip(*depths, strict=True)] for n, depths in row.items()}
-            for key, row in shares.items()
+            key: {
+                length: [
+                    (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
+                    for of_trial in zip(*(result.scores for result in results), strict=True)
+                ]
+                for length, results in row.items()
+            }
+            for key, row in run.by_length.items()
         }
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
@@ -183,24 +178,15 @@ class RetrievalRuns(RunKind):
 
 @dataclass
 class Trial:
-    """One prompt less its haystack, as token ids; the same at every length and for every method.
-
-    Attributes:
-        head, question: (tokens,) int64.
-        statements: (tokens,) int64 each; the one asked for first.
-        depths: of the other statements, as shares of the haystack.
-        answers: (1 + distractors, A) int64, the right one first.
-        start: where in the haystack its text begins, as a share.
-        spare: tokens that are left free, so that the haystack is as long as under a longer question.
-    """
+    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method."""
 
     head: Tensor
-    statements: tuple[Tensor, ...]
-    depths: tuple[float, ...]
+    statements: tuple[Tensor, ...]  # the one asked for first
+    depths: tuple[float, ...]  # of the other statements, as shares of the haystack
     question: Tensor
-    answers: Tensor
-    start: float
-    spare: int = 0
+    answers: Tensor  # (1 + distractors, A), the right one first
+    start: float  # where in the haystack its text begins, as a share
+    spare: int = 0  # tokens that are left free, so that the haystack is as long as under a longer question
 
     @property
     def wording(self) -> int:
@@ -209,7 +195,6 @@ class Trial:
 
     @property
     def tail(self) -> int:
-        """Tokens of question and answer."""
         return len(self.question) + len(self.answers[0])
 
     def prompt(self, haystack: Tensor, length: int, depth: float) -> Tensor:
@@ -226,10 +211,8 @@ class Trial:
 class RetrievalMeasurement(Measurement):
     """The ranks of right answers, at every depth of every context length; an item is one trial.
 
-    Args:
-        trials: one list per depth, the same one or those of `shared_trials`.
-        depths: ascending, all different.
-        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
+    There is a list of trials per depth, ascending: the same one, or those of `shared_trials`, whose prompts of a length
+    differ in their question only: it alone is read after the first.
     """
 
     kind = "passkey"
@@ -246,7 +229,7 @@ class RetrievalMeasurement(Measurement):
         self.setting, self.haystack, self.shared = setting, haystack, shared
         self.trials = dict(zip(depths, trials, strict=True))
         ordered = sorted(set(lengths))
-        self._cells = [(length, depth) for length in ordered for depth in depths]
+        self.all_cells = [(length, depth) for length in ordered for depth in depths]
         self.items = [f"trial {index}" for index in range(len(trials[0]))]
         self.passes = [
             length if index == 0 or not shared else trial.tail
@@ -259,9 +242,6 @@ class RetrievalMeasurement(Measurement):
         answers = trials[0][0].answers
         self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         shared = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes())
         digests: dict[Cell, str] = {}
@@ -271,7 +251,7 @@ class RetrievalMeasurement(Measurement):
                 for ids in (trial.head, *trial.statements, trial.question, trial.answers):
                     of_depth.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
                 of_depth.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-            for cell in self._cells:
+            for cell in self.all_cells:
                 if cell[1] == depth:
                     of_cell = of_depth.copy()
                     of_cell.update(repr(cell).encode())
@@ -281,8 +261,6 @@ class RetrievalMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        """Read one trial's prompt at every length and depth asked for."""
-        scorer.take_cost()
         read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]

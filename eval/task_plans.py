@@ -18,7 +18,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.eval.task_runs import TaskMeasurement, TaskPrompt, TaskSetting
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, prefix_token, text_of
+from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.suites.base import Sample, count_tokens
@@ -27,9 +27,7 @@ from rope_ext_hf.suites.base import suite as find_suite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-_RANKED = 20
-"""Answers that the right one is ranked among, itself counted."""
+_RANKED = 20  # answers that the right one is ranked among, itself counted
 
 
 def plan_tasks(
@@ -104,12 +102,7 @@ def _as_message(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 class _Encoder:
-    """Samples as token ids, with the tokenizer's chat template or without it.
-
-    Attributes:
-        chat: whether the template is applied.
-        reserved: tokens of the template.
-    """
+    """Samples as token ids, with the tokenizer's chat template or without it, which takes `reserved` tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
@@ -117,15 +110,11 @@ class _Encoder:
         self.first = [] if chat or prefix is None else [prefix]
         self.reserved = template_tokens(tokenizer) if chat else 0
 
-    def _ids(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return self.first + ids
-
     def __call__(self, sample: Sample, candidates: Sequence[str], extra: int) -> TaskPrompt:
         text = (_as_message(self.tokenizer, sample.prompt) if self.chat else sample.prompt) + sample.prefix
-        ids = self._ids(text)
+        ids = [*self.first, *encode(self.tokenizer, text)]
         gap = "" if not text or text[-1].isspace() else " "
-        answers = [self._ids(f"{text}{gap}{answer}") for answer in candidates]
+        answers = [[*self.first, *encode(self.tokenizer, f"{text}{gap}{answer}")] for answer in candidates]
         # A tokenizer may merge the end of the prompt with an answer: what all have in common is the prompt.
         shared = next((i for i, some in enumerate(zip_longest(ids, *answers)) if len(set(some)) > 1), len(ids))
         shared = min(shared, len(ids))
@@ -143,6 +132,6 @@ class _Encoder:
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The tokens that end an answer: of the model's generation config and of the tokenizer."""
-    given = getattr(model.generation_config, "eos_token_id", None)
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # some classes have none
     tokens = {*(given if isinstance(given, list) else [given]), tokenizer.eos_token_id}
     return frozenset(int(token) for token in tokens if token is not None)

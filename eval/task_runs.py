@@ -27,31 +27,20 @@ from rope_ext_hf.runs.verdicts import Outcome, verdict
 
 _THRESHOLD = 0.85
 """The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
-_ROUNDING = 1e-6
-"""Below this, scores differ by rounding alone."""
+_ROUNDING = 1e-6  # below this, scores differ by rounding alone
 
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """How prompts were made and answers scored.
-
-    Attributes:
-        suite: its name.
-        tasks: names of its tasks, by a comma; a cell's second number is an index of them.
-        score: "generate" or "rank".
-        seed: of the prompts.
-        chat: whether the tokenizer's chat template was applied.
-        extra: tokens that may be generated beyond each task's own budget.
-        chance: the score by luck, where answers are ranked; 0: not known.
-    """
+    """How prompts were made and answers scored."""
 
     suite: str
-    tasks: str
-    score: str
+    tasks: str  # names of the suite's tasks, by a comma; a cell's second number is an index of them
+    score: str  # "generate" or "rank"
     seed: int
-    chat: bool
-    extra: int
-    chance: float = 0.0
+    chat: bool  # whether the tokenizer's chat template was applied
+    extra: int  # tokens that may be generated beyond each task's own budget
+    chance: float = 0.0  # the score by luck, where answers are ranked; 0: not known
 
 
 class TaskScore(NamedTuple):
@@ -61,7 +50,6 @@ class TaskScore(NamedTuple):
     answer: str
 
     def to_record(self) -> list[Any]:
-        """As a journal holds it."""
         return list(self)
 
 
@@ -71,11 +59,9 @@ class TaskResult:
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        suite, task: their names.
         length: of prompt and generation together, in tokens, at most.
         samples: prompts.
-        score: mean over prompts, from 0 to 1.
-        scores: of each prompt.
+        score: mean over prompts, from 0 to 1; scores: of each.
     """
 
     method: Method
@@ -134,17 +120,16 @@ class TaskRuns(RunKind):
         caption = f"{one.samples} prompts per task and length{luck}. {_MEANING}"
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
-        every = sorted({result.length for result in run.results})
         for name, row in by_method(run.results).items():
             key = method_key(row[0].method)
             mean, reach = means[key], lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
-            best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in every]
+            best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in run.lengths]
             middle = ("all",) if detailed else ()
             view.add_row(Text(name), *middle, *best, "" if reach is None else str(reach), end_section=not detailed)
             for task in dict.fromkeys(result.task for result in row) if detailed else ():
                 at = {each.length: f"{each.score:.1%}{marks[each.length]}" for each in row if each.task == task}
-                view.add_row("", Text(printable(task)), *(at.get(n, "") for n in every), "")
+                view.add_row("", Text(printable(task)), *(at.get(n, "") for n in run.lengths), "")
         return view
 
     def measures(self, run: Run[TaskResult]) -> Sequence[Measure]:
@@ -175,37 +160,24 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt as token ids.
+    """One prompt as token ids, with strings that a right answer holds, and wrong answers."""
 
-    Attributes:
-        ids: (tokens,) int32.
-        budget: tokens to generate at most.
-        references: strings that a right answer holds.
-        candidates: (tokens,) int32 each, answers that are ranked, the right one first; empty where answers are
-            generated.
-        others: wrong answers.
-    """
-
-    ids: Tensor
-    budget: int
+    ids: Tensor  # (tokens,) int32
+    budget: int  # tokens to generate at most
     references: tuple[str, ...]
+    # (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated
     candidates: tuple[Tensor, ...] = ()
     others: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
         return len(self.ids) + max(map(len, self.candidates), default=self.budget)
 
 
 class TaskMeasurement(Measurement):
-    """The scores of a suite's tasks; an item is one prompt of every task and length.
+    """The scores of a suite's tasks; an item is a prompt of every task and length, by (length, index of the task).
 
-    Args:
-        prompts: by (context length, index of the task), as many of each.
-        score: the score of an answer, from 0 to 1, by its text, the references and the wrong answers.
-        decode: token ids to text.
-        stop: token ids that end an answer.
+    `score` takes an answer's text, the references and the wrong answers.
     """
 
     kind = "tasks"
@@ -219,15 +191,13 @@ class TaskMeasurement(Measurement):
         stop: Collection[int],
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
+        self.all_cells = list(self.prompts)
         self.score, self.decode, self.stop = score, decode, stop
         every = [prompt for of_cell in self.prompts.values() for prompt in of_cell]
         self.items = [f"sample {index}" for index in range(len(every) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in every]
         answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in every]
         self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return list(self.prompts)
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digests = {}
@@ -243,8 +213,6 @@ class TaskMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TaskScore, Cost]]:
-        """Answer one prompt of every length and task asked for."""
-        scorer.take_cost()
         for cell in cells:
             prompt = self.prompts[cell][item]
             if prompt.candidates:
@@ -270,16 +238,13 @@ def _ranks_first(scorer: TokenScorer, prompt: TaskPrompt) -> float:
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     """The mean over tasks of each prompt, by the method's key and length, where every task is complete."""
     tasks = run.settings["setting"]["tasks"].split(",")
-    rows: dict[str, dict[int, list[TaskResult]]] = {}
-    for result in run.results:
-        rows.setdefault(method_key(result.method), {}).setdefault(result.length, []).append(result)
     return {
         key: {
             length: [fmean(scores) for scores in zip(*(result.scores for result in results), strict=True)]
             for length, results in sorted(row.items())
             if len(results) == len(tasks)
         }
-        for key, row in rows.items()
+        for key, row in run.by_length.items()
     }
 
 
@@ -288,13 +253,9 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
 
     The interval: up to its low end every length surely keeps it, up to its high end none surely does not.
 
-    Args:
-        run: with results of the kind "tasks".
-
-    Returns:
-        By the method's key. None are stated where one length was measured, or where the score at the shortest length is
-        not surely better than luck; a method without a score at the shortest length is left out. Where the model as
-        loaded was not measured, each method is compared with itself.
+    None are stated where one length was measured, or where the score at the shortest length is not surely better than
+    luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
+    method is compared with itself.
     """
     means = {key: row for key, row in _suite_scores(run).items() if row}
     shortest = min((length for row in means.values() for length in row), default=0)

@@ -1,7 +1,6 @@
 """PEFT adapters of patched models: what their folders record, and loading them.
 
-PEFT saves an adapter as its weights, its settings (adapter_config.json) and the name of the base model. The patch that
-the adapter was trained under is recorded among the settings, in a key that PEFT warns of by name when it loads them:
+The patch that an adapter was trained under is recorded in adapter_config.json, in a key that PEFT warns of by name:
 
     "rope_ext_hf: load with rope_ext_hf.from_pretrained": {"method": {...}, "rotary": {...}, ...}
 """
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
-
 _RECORDED_KEYS = ("method", "rotary", "target_length", "native", "below", FINGERPRINT_KEY)
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
@@ -52,16 +50,11 @@ _CLASSES = {
 
 
 def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """`to_dict` of an adapter's settings, which PEFT writes into adapter_config.json, with the record of the patch."""
     return with_record(type(settings).to_dict(settings), record)
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an adapter with the record of a patch in place of any other.
-
-    Args:
-        record: the record in the config of the patched base model.
-    """
+    """The settings of an adapter, with the record in the config of its patched base model in place of any other."""
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
     return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
@@ -97,25 +90,15 @@ def modules_with_adapters(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder or on the Hub.
+    """An adapter in a folder or on the Hub."""
 
-    Attributes:
-        path: the folder or Hub id.
-        base: the folder or Hub id of the model that it was trained on.
-        settings: those of PEFT, without the keys of this package.
-        record: the patch of that model; None: the folder of the base model decides.
-        pairing: the pairing of the adapter's weights, where they were converted.
-        hub: arguments that find `path` on the Hub.
-        subfolder: the folder inside `path`; empty: `path` itself.
-    """
-
-    path: str
-    base: str
-    settings: dict[str, Any]
-    record: Mapping[str, Any] | None
-    pairing: str | None
-    hub: dict[str, Any]
-    subfolder: str
+    path: str  # the folder or Hub id
+    base: str  # the folder or Hub id of the model that it was trained on
+    settings: dict[str, Any]  # those of PEFT, without the keys of this package
+    record: Mapping[str, Any] | None  # the patch of that model; None: the folder of the base model decides
+    pairing: str | None  # of the adapter's weights, where they were converted
+    hub: dict[str, Any]  # arguments that find `path` on the Hub
+    subfolder: str  # inside `path`; empty: `path` itself
 
     @property
     def base_revision(self) -> dict[str, str]:
@@ -135,16 +118,9 @@ class Adapter:
         return name if name is not None and hasattr(transformers, name) else None
 
     def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
-        """Load the adapter's weights onto its base model, which is patched already.
+        """Load the weights onto the base model, which is patched already; a peft.PeftModel with the adapter's name.
 
-        Args:
-            **arguments: of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
-
-        Returns:
-            The peft.PeftModel around the base model; its `name_or_path` is the adapter's.
-
-        Raises:
-            CheckpointError: PEFT is missing or has no such adapter, or the pairing is not the base model's.
+        `arguments` are those of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
         """
         runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
         if self.pairing is not None and runs not in (None, self.pairing):
@@ -168,11 +144,6 @@ class Adapter:
         return model
 
     def _folder(self) -> Path:
-        """The folder of the weights, of the Hub's cache too.
-
-        Raises:
-            CheckpointError: there are none.
-        """
         from transformers.utils import cached_file
 
         where = {"subfolder": self.subfolder, "_raise_exceptions_for_missing_entries": False, **self.hub}
@@ -198,14 +169,8 @@ def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:
 def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
     """The adapter in a folder or Hub repository; None where there is none.
 
-    A folder that also holds a whole model counts as that model, as in transformers.
-
-    Args:
-        **hub: revision, token, cache_dir, local_files_only, as transformers takes them; others are left alone.
-
-    Raises:
-        CheckpointError: no name of a base model, a damaged record, or settings that would import code.
-        FileError: an adapter_config.json that is no JSON object.
+    A folder that also holds a whole model counts as that model, as in transformers. `hub`: revision, token, cache_dir,
+    local_files_only, as transformers takes them; others are left alone.
     """
     from transformers.utils import find_adapter_config_file
 
@@ -252,10 +217,7 @@ def _holds_a_model(folder: Path) -> bool:
 
 
 def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:
-    """Where the tokenizer of a folder or Hub id is, and the arguments that find it there.
-
-    That is the base model for an adapter without a tokenizer of its own, else the path itself.
-    """
+    """The path, or the base model of an adapter without a tokenizer, and the arguments that find it there."""
     from transformers.utils import cached_file
 
     adapter = find_adapter(path, **hub)

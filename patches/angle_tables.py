@@ -1,12 +1,9 @@
 """Models that keep the sine and cosine of every position as a table in their weights: RoFormer of transformers.
 
-    model = rope.patch(RoFormerForMaskedLM.from_pretrained(folder), "yarn", factor=4)
-    model.save_pretrained("longer")      # loads with plain transformers: the table is among the weights
-
 The table has one row [sin | cos] for each position up to max_position_embeddings (RoFormer, Su et al. 2021, arXiv
-2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a
-state_dict holds the method's own table, for as many positions as the extended length. The rows of a batch share the
-rows of the table, so a method cannot follow the length of each.
+2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a state_dict
+holds the method's own table, for as many positions as the extended length, which plain transformers loads. The rows of
+a batch share the rows of the table, so a method cannot follow the length of each.
 """
 
 from __future__ import annotations
@@ -33,17 +30,12 @@ def keeps_angles_in_weights(config: Any) -> bool:
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
-    """What stands in a slot while a model is patched; the arguments are those of `PatchedSlot`."""
     kind = _TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can take the place of a table of angles.
-
-    Raises:
-        UnsupportedModelError: it cannot; slots of other kinds take every method.
-    """
+    """Check that a method can take the place of a table of angles; slots of other kinds take every method."""
     for slot in slots:
         if not slot.is_table:
             continue
@@ -76,15 +68,10 @@ class _TableSlot(PatchedSlot):
     def forward(  # type: ignore[override]
         self, input_ids_shape: torch.Size, past_key_values_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Give rows [sin | cos], with the arguments of the module that is replaced.
+        """Give rows [sin | cos], (length, head_dim), or the shape of position_ids with head_dim added.
 
-        Args:
-            input_ids_shape: (batch, length).
-            past_key_values_length: tokens in the cache.
-            position_ids: integers of any shape; default: the next `length` positions after the past.
-
-        Returns:
-            (length, head_dim), or the shape of position_ids with head_dim added.
+        The arguments are those of the module that is replaced: `input_ids_shape` is (batch, length); without positions
+        they are the next ones after the past.
         """
         like = self.replaced.weight
         assert isinstance(like, Tensor)
@@ -94,17 +81,12 @@ class _TableSlot(PatchedSlot):
         cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 
-    @torch.no_grad()
-    def saved_table(self) -> Tensor:
-        """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
-        rows: Tensor = self(torch.Size((1, self.state.encoding.saved_length)))
-        return rows
-
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As any module's, with the table under `weight`."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         del state[f"{prefix}replaced.weight"]
-        state[f"{prefix}weight"] = self.saved_table()
+        with torch.no_grad():  # (positions, head_dim), of every position up to the extended length
+            state[f"{prefix}weight"] = self(torch.Size((1, self.state.encoding.saved_length)))
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -114,11 +96,7 @@ class _TableSlot(PatchedSlot):
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
-    """Put the table of plain RoPE back into a model that was loaded with the table of a patch.
-
-    Args:
-        positions: max_position_embeddings before the patch.
-    """
+    """Put the table of plain RoPE, of the `positions` before the patch, back into a model loaded with its table."""
     for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)

@@ -29,12 +29,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
-    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
-        CheckpointError: the specs are of another model.
-    """
+    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top."""
     apply_plan(plan_replay(model, specs))
     return model
 
@@ -67,11 +62,11 @@ def apply_plan(plan: PatchPlan) -> None:
     attach_saving(model, modules[0])
 
 
-def patch_as_planned(plan: PatchPlan, *, stacklevel: int = 3) -> None:
+def patch_as_planned(plan: PatchPlan) -> None:
     """`apply_plan`, with the warning of the plan, if it has one, at the line that asked for the patch."""
     apply_plan(plan)
     if plan.state.warning is not None:
-        warnings.warn(plan.state.warning, stacklevel=stacklevel)
+        warnings.warn(plan.state.warning, stacklevel=3)
 
 
 def _attend_by(plan: PatchPlan) -> None:
@@ -86,7 +81,6 @@ def _attend_by(plan: PatchPlan) -> None:
 
 
 def take_off(model: nn.Module) -> None:
-    """Take every patch off."""
     state = patch_state(model)
     configs = state.configs if state else []
     for parent in list(model.modules()):

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import (
-    AttentionRule,
-    Rotation,
-    RowGroup,
-    ScoreModifiers,
-    TokenPositions,
-    pick_rows,
-)
+from rope_ext_hf.attention.rules import AttentionRule, Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -55,12 +48,6 @@ class RemappingHooks(DecoderHooks):
     def pre_forward(
         self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Work out positions and padding, and pass them on to the attention functions.
-
-        Raises:
-            UnsupportedModelError: attention weights are asked for, or the attention was set to another function.
-            LengthError: a cache that was filled elsewhere, or positions that do not fit it.
-        """
         if PROBE_RECORDS.get() is not None:
             return None
         config: Any = decoder.config
@@ -92,7 +79,7 @@ class RemappingHooks(DecoderHooks):
         context.cache_state.in_order = placed.key_mask is None and not any(placed.left_padding or (1,))
         passed_on: dict[str, Any] = {}
         # As a keyword the context survives until a checkpointed layer runs again in the backward.
-        if _takes_any_keyword(decoder):
+        if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(type(decoder).forward).parameters.values()):
             passed_on[CONTEXT_KWARG] = context
         if context.position_ids is None or "position_ids" in kwargs:
             passed_on["position_ids"] = context.token_positions.query_positions
@@ -111,11 +98,7 @@ class RemappingHooks(DecoderHooks):
             self.record(context.cache, output, context.cache_state)
 
     def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
-        """The rows of a forward by the rule of their length; nothing where one rule is for rows of every length.
-
-        Raises:
-            LengthError: a row of several inputs that is longer than the model reads as loaded.
-        """
+        """The rows of a forward by the rule of their length; nothing where one rule is for rows of every length."""
         table = next(each for each in tables_of(self.slots) if isinstance(each.method, RemappingMethod))
         method, positions = table.method, context.token_positions
         assert isinstance(method, RemappingMethod)
@@ -142,22 +125,12 @@ class RemappingHooks(DecoderHooks):
         register()
 
 
-def _takes_any_keyword(decoder: nn.Module) -> bool:
-    parameters = inspect.signature(type(decoder).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
 def remapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attention of one layer of a patched model, as transformers calls it.
+    """Attention of a layer as transformers calls it.
 
-    Args:
-        query: (rows, heads, tokens, head_dim).
-        key, value: (rows, kv_heads, past + tokens, head_dim).
-
-    Returns:
-        (rows, tokens, heads, head_dim), and None for the attention weights.
+    From (rows, heads, tokens, head_dim), and fewer heads of past + tokens keys, to (rows, tokens, heads, head_dim).
     """
     layer: Layer | None = module.__dict__.get(LAYER_ATTRIBUTE)
     if layer is None:
@@ -227,7 +200,6 @@ def _attend_as_loaded(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention of some rows by the function, and with the mask, that the model was loaded with."""
     config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
     if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
         lowest = torch.finfo(query.dtype).min
@@ -366,6 +338,5 @@ def remapped_windows(model: nn.Module) -> list[tuple[int, int | None]]:
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
     for module in model.modules():
         module.__dict__.pop(LAYER_ATTRIBUTE, None)

@@ -16,32 +16,23 @@ from rope_ext_hf.attention.rules import AttentionRule, Rotation
 
 ATTENTION_NAME = "rope_ext_hf.remapped"
 """A name without a slash: transformers looks for one with a slash among the kernels on the Hub."""
-
 PROBE_NAME = "rope_ext_hf.probe"
-
 LAYER_ATTRIBUTE = "_rope_ext_hf_layer"
 """The attribute of an attention module that holds its `Layer` while its model is patched."""
-
 UNSUPPORTED_KWARGS = ("position_bias", "sinks", "head_mask")
 """Additions to the scores that blockwise attention does not apply."""
-
 PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_records", default=None)
 """While a model is probed: what its attention functions were called with (see attention_probe.py)."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How one attention module attends; it does not change from one forward to the next.
-
-    Attributes:
-        index: its place among the attention modules of its decoder.
-        as_loaded: the config that the module was loaded with, which names its attention function.
-    """
+    """How one attention module attends; it does not change from one forward to the next."""
 
     rule: AttentionRule
     rotation: Rotation | None
-    index: int = 0
-    as_loaded: Any = None
+    index: int = 0  # its place among the attention modules of its decoder
+    as_loaded: Any = None  # the config that the module was loaded with, which names its attention function
 
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -79,14 +70,7 @@ class _AsLoaded:
 
 
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the attention function that a config names as an attention module of transformers does.
-
-    Args:
-        *args: queries, keys, values and the mask.
-
-    Returns:
-        (rows, tokens, heads, head_dim of the values).
-    """
+    """Run the attention function that a config names; it gives (rows, tokens, heads, head_dim of the values)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -118,11 +102,7 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
-    """Whether two functions are the same code around the same values.
-
-    Args:
-        any_tensor: tensors count as the same, whatever they hold; otherwise they never do.
-    """
+    """Whether two functions are the same code around the same values; tensors are never the same, or all are."""
     if not (inspect.isfunction(one) and inspect.isfunction(other)):
         if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
             return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(one, other, strict=True))

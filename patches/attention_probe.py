@@ -34,17 +34,13 @@ from rope_ext_hf.rotary.kv_cache import candidate_key_layouts, nearly_equal
 
 @dataclass(frozen=True)
 class _ProbeRecord:
-    """The arguments of one call of an attention function.
-
-    Attributes:
-        refused: why a remapping method cannot run this attention; None: it can.
-    """
+    """The arguments of one call of an attention function."""
 
     module: nn.Module
     query: Tensor
     key: Tensor
     window: int | None
-    refused: str | None
+    refused: str | None  # why a remapping method cannot run this attention; None: it can
 
 
 def _probe_attention(
@@ -86,11 +82,7 @@ _WINDOW = "rope_ext_hf_window"
 def probe_layers(
     model: nn.Module, slots: Sequence[Slot], method: RemappingMethod, rotary: Rotary
 ) -> list[tuple[nn.Module, Layer]]:
-    """Every attention module of a model with how it is to attend under a remapping method.
-
-    Raises:
-        UnsupportedModelError: attention that cannot be taken over, with the reason.
-    """
+    """Every attention module of a model with how it is to attend under a remapping method."""
     slots = [slot for slot in slots if not slot.idle]
     decoders = {id(each): each for each in (decoder_of(model, slot.parent) for slot in slots)}
     if len(decoders) != 1 or len({slot.layout for slot in slots}) != 1 or not all(slot.scaled_layers for slot in slots):
@@ -125,12 +117,7 @@ def probe_layers(
 
 
 def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMethod) -> None:
-    """Check that the weights are whole, or split by heads over processes that all apply this patch (tensor parallel).
-
-    Raises:
-        UnsupportedModelError: sharded by FSDP2, which gathers weights for a whole forward alone; or a method that needs
-            to match the heads.
-    """
+    """Check that the weights are whole, or split by heads over processes that all apply the patch (tensor parallel)."""
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
         return

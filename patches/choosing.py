@@ -18,16 +18,11 @@ from rope_ext_hf.patches.patching import patch
 def resolve_choice(
     choice: MethodChoice, model: nn.Module, longest: int, lengths: Sequence[int] = ()
 ) -> list[RopeMethod]:
-    """Every method asked for, with every factor, bound to a model.
+    """Every method asked for, with every factor, bound to a model, which may be on the meta device.
 
     Args:
-        choice: what is asked for.
-        model: may be on the meta device.
         longest: the extended length where neither a factor nor a target length is given, in tokens.
         lengths: extended lengths that a method with a factor is fitted to instead, one after the other.
-
-    Raises:
-        MethodError: an unknown method, one that needs more than was given, or parameters without a method.
     """
     choice.check()
     rotary = patch_geometry(model, **choice.underneath)
@@ -66,6 +61,5 @@ def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, A
 
 
 def apply_choice(choice: PatchChoice, model: nn.Module, *, native: bool = False) -> None:
-    """Patch a model, in place, with the method that was asked for, if there is one."""
     if choice.method:
         patch(model, native=native, **choice.arguments_of_patch)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -31,8 +32,7 @@ from rope_ext_hf.patches.family_settings import config_number
 from rope_ext_hf.patches.patch_spec import PatchSpec
 
 PATCH_KEY = "rope_ext_hf"
-PAIRING_KEY = "rope_pairing"
-"""The config key that states in which pairing the weights are, where they were converted."""
+PAIRING_KEY = "rope_pairing"  # the config key that states in which pairing the weights are, where they were converted
 GUESSED_LENGTH_KEY = "rope_guessed_length"
 """The config key that states max_position_embeddings as a conversion guessed it; other programs pass over it."""
 _PLUGIN_PREFIX = "rope_ext_hf/"
@@ -57,8 +57,6 @@ _METHOD_KEYS = frozenset(
     | KEYS_FOR_OTHER_ENGINES
 )
 """The rope settings that describe a method; a family may keep others beside them."""
-_GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-"""The rope settings that state which dims rotate, and by which axis of the positions."""
 _ORIGINAL_KEY = "original_max_position_embeddings"
 """At the top level of a config it overrides the one in rope_parameters (Phi-3)."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
@@ -67,21 +65,13 @@ SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_positi
 
 @dataclass(frozen=True)
 class ConfigRope:
-    """The rotary embedding that a config describes for one layer type.
+    """The rotary embedding that a config describes for one layer type."""
 
-    Attributes:
-        plain: the rotary embedding without its scaling; `trained_length` is the original length.
-        method: the scaling; `default` where there is none.
-        context_length: the length in tokens that the model is for.
-        rule: which reading of the config gave `context_length`.
-        note: what the model's class does differently from its config; empty: nothing.
-    """
-
-    plain: Rotary
-    method: RopeMethod
-    context_length: int
-    rule: str
-    note: str = ""
+    plain: Rotary  # without its scaling; `trained_length` is the original length
+    method: RopeMethod  # the scaling; `default` where there is none
+    context_length: int  # tokens that the model is for
+    rule: str  # which reading of the config gave `context_length`
+    note: str = ""  # what the model's class does differently from its config
 
     @property
     def rotary(self) -> Rotary:
@@ -91,12 +81,8 @@ class ConfigRope:
         return self.plain.scaled(self.method, context_length=self.context_length)
 
 
-def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """The rope settings of one layer type (None: of a model with one set for all layers).
-
-    Raises:
-        UnsupportedModelError: there are none.
-    """
+def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
+    """The rope settings of one layer type (None: of a model with one set for all layers)."""
     parameters = getattr(config, "rope_parameters", None) or {}
     if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
         parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
@@ -110,16 +96,8 @@ def _rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
 
 
 def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRope:
-    """The rotary embedding that a config describes.
-
-    Args:
-        dim: rotated dims per head.
-        layer_type: the layer type that is read; None: the model has one rotary embedding for all layers.
-
-    Raises:
-        UnsupportedModelError: an unknown rope type, or a scaling that the model's class does not run as written.
-    """
-    settings = _rope_dict(config, layer_type)
+    """The rotary embedding, of `dim` dims per head, that a config describes for a layer type (None: for all)."""
+    settings = rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
     most = _most_positions(config)
     rotated_pairs = None
@@ -176,11 +154,7 @@ def _most_positions(config: Any) -> int:
 
 
 def _context_length(rope_type: str, most: int, original: int, factor: float) -> tuple[int, str]:
-    """The length in tokens that a model is for, and the rule it follows from.
-
-    Args:
-        most: max_position_embeddings.
-    """
+    """The length in tokens that a model is for, and the rule it follows from; `most` is max_position_embeddings."""
     if rope_type == "yarn":
         if (extended := round(original * factor)) > most:
             return extended, f"yarn: the original length {original:,} x the factor {factor:g}"
@@ -202,42 +176,27 @@ def _lengths_of_linear(model_type: str, theta: float, most: int, factor: float) 
 
 @dataclass(frozen=True)
 class ConfigEncoding:
-    """How a patched model is written into a config.
+    """How a patched model is written into a config."""
 
-    Attributes:
-        parameters: `rope_parameters` of the layers that the method applies to.
-        extended_length: the length in tokens that the patched model is for; None: it follows the input.
-        saved_length: max_position_embeddings as engines expect it for this rope type: linear and dynamic multiply it by
-            the factor, the others do not.
-        loads_plainly: whether plain transformers loads it; False: it stops there, naming this package.
-        exact: whether plain loading computes the same.
-    """
-
-    parameters: Mapping[str, Any]
-    extended_length: int | None
+    parameters: Mapping[str, Any]  # `rope_parameters` of the layers that the method applies to
+    extended_length: int | None  # tokens that the patched model is for; None: it follows the input
     saved_length: int
-    loads_plainly: bool = True
-    exact: bool = True
+    """max_position_embeddings as engines expect it: linear and dynamic multiply it by the factor, the others do not."""
+    loads_plainly: bool = True  # whether plain transformers loads it; False: it stops there, naming this package
+    exact: bool = True  # whether plain loading computes the same
 
     @property
     def rope_type(self) -> str:
-        """The rope type in the config."""
         return str(self.parameters["rope_type"])
 
 
 def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, writable: bool = True) -> ConfigEncoding:
-    """How a config states a patch; nothing is changed.
+    """How a config, as it was before a patch, states it for one of the layer types; nothing is changed.
 
-    Args:
-        config: the config before the patch.
-        layer_type: one of the layer types that the method applies to; None: all layers.
-        writable: whether the config can state settings for the layers that the method applies to, and no others.
-
-    Raises:
-        MethodError: `spec.native` asks for a rope type of transformers where it has none.
+    `writable`: whether it can state settings for the layers that the method applies to, and no others.
     """
     method, rotary, known = spec.method, spec.rotary, family(config.model_type)
-    settings = _rope_dict(config, layer_type)
+    settings = rope_dict(config, layer_type)
     extended = spec.target_length or method.extended_length(rotary)
     length, exact = extended or int(config.max_position_embeddings), True
     parameters = method.rope_parameters(rotary) if writable else None
@@ -318,13 +277,12 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 def write_rope(
     config: Any, encoding: ConfigEncoding, spec: PatchSpec, below: Sequence[PatchSpec], layer_types: list[str | None]
 ) -> None:
-    """Write a patch into a config, which must be a copy of the caller's own.
+    """Write a patch, over those `below`, bottom first, into a config, which must be a copy of the caller's own.
 
-    Args:
-        below: the patches underneath, bottom first.
-        layer_types: the layer types it applies to; [None] for a config with one set for all layers.
+    `layer_types`: those that it applies to; [None] for a config with one set for all layers.
     """
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
+    before["max_position_embeddings"] = config.max_position_embeddings  # which DBRX states as max_seq_len
     known = family(config.model_type)
     if encoding.rope_type == "longrope" and hasattr(config, _ORIGINAL_KEY):
         setattr(config, _ORIGINAL_KEY, encoding.parameters[_ORIGINAL_KEY])
@@ -332,7 +290,7 @@ def write_rope(
         config.head_dim = config.hidden_size // config.num_attention_heads
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     for layer_type in layer_types:
-        written = _unrelated_settings(_rope_dict(config, layer_type)) | dict(encoding.parameters)
+        written = _unrelated_settings(rope_dict(config, layer_type)) | dict(encoding.parameters)
         if layer_type is None:
             parameters = written
         else:
@@ -357,18 +315,13 @@ def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings that a family keeps for other ends than the frequencies."""
     kept = {key: value for key, value in settings.items() if key not in _METHOD_KEYS and value is not None}
     original = settings.get("original_max_position_embeddings")
-    if original is not None and set(kept) - _GEOMETRY_KEYS:  # Ministral 3 counts its temperature from it
+    if original is not None and set(kept) - GEOMETRY_KEYS:  # Ministral 3 counts its temperature from it
         kept["original_max_position_embeddings"] = original
     return kept
 
 
 def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The settings of a config dict before the patch recorded in it; None where there is no record.
-
-    Raises:
-        CheckpointError: a damaged record, or rope settings, in one of both spellings, that were changed after the
-            patch, so that the record no longer describes them.
-    """
+    """The settings of a config dict before the patch recorded in it; None where there is no record."""
     record = config.get(PATCH_KEY)
     if record is None:
         return None
@@ -391,14 +344,7 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
-    """`saved_specs` for a record that others may have written.
-
-    Args:
-        owner: what holds the record, for error messages.
-
-    Raises:
-        CheckpointError: a damaged record, or a method that is not registered.
-    """
+    """`saved_specs` for a record that others may have written; `owner` is what holds it, for error messages."""
     try:
         return saved_specs(record)
     except UnknownMethodError as error:
@@ -417,11 +363,7 @@ def written_keys(record: Mapping[str, Any]) -> set[str]:
 
 
 def _former_in(record: Mapping[str, Any]) -> set[str]:
-    """The top-level keys of a config.json that state its rope settings in the former spelling, and go with the patch.
-
-    Raises:
-        TypeError: a damaged record.
-    """
+    """The top-level keys of a config.json that state its rope settings in the former spelling, beside the record."""
     keys = record.get("former", [])
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"former is {keys!r}")
@@ -429,20 +371,12 @@ def _former_in(record: Mapping[str, Any]) -> set[str]:
 
 
 def saved_specs(record: Mapping[str, Any]) -> list[PatchSpec]:
-    """The patches of a record, bottom first.
-
-    Raises:
-        MethodError: a damaged record.
-    """
+    """The patches of a record, bottom first; MethodError: it is damaged."""
     return [PatchSpec.from_dict(each) for each in (*record.get("below", ()), record)]
 
 
 def recorded_specs(config: Any) -> list[PatchSpec]:
-    """The patches recorded in a config object, bottom first; none where it has no record.
-
-    Raises:
-        MethodError: a damaged record.
-    """
+    """`saved_specs` of a config object; none where it has no record."""
     record = vars(config).get(PATCH_KEY)
     return [] if record is None else saved_specs(record)
 

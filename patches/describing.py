@@ -26,12 +26,7 @@ from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 @dataclass(frozen=True)
 class _Scaling:
-    """One scaling underneath a patch.
-
-    Attributes:
-        method, params: the method by name and its parameters.
-        context_length: the length in tokens that the model is for under it.
-    """
+    """One scaling underneath a patch, and the length in tokens that the model is for under it."""
 
     method: str
     params: dict[str, Any]
@@ -182,7 +177,6 @@ def _first_scaled(slots: Sequence[Slot]) -> Slot:
 
 
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
-    """How `save_pretrained` would write a patched model."""
     encoding = state.encoding
     if modules_with_adapters(model):
         return SAVE_ROUTE

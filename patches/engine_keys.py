@@ -20,7 +20,6 @@ from rope_ext_hf.patches.family_hooks import angle_table, former_key
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""
-
 _Settings = Mapping[str, Any]
 
 
@@ -45,11 +44,7 @@ def attention_factor_keys(settings: _Settings, known: Family) -> dict[str, Any]:
 
 
 def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequence[str | None]) -> dict[str, Any]:
-    """Rope settings under the top-level keys of transformers 4; {} where those cannot state them.
-
-    Args:
-        layer_types: the layer types that are scaled; [None] for a config with one set for all layers.
-    """
+    """Rope settings of the scaled layer types under the top-level keys of transformers 4; {}: they cannot be."""
     scaled = rope_parameters if layer_types[0] is None else rope_parameters[layer_types[0]]
     former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
     if scaled["rope_type"] != "default":
@@ -116,17 +111,11 @@ TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 
 class EngineAgreement(NamedTuple):
-    """Engines by what they make of a saved config.json.
+    """Engines by what they make of a saved config.json."""
 
-    Attributes:
-        agreeing: known to run it as transformers 5 does: by runs, or by the engine's own rotary classes.
-        disagreeing: known to load it without an error and run another model.
-        by_source: those that run it as transformers 5 does by their source alone, which was read and not run.
-    """
-
-    agreeing: tuple[str, ...]
-    disagreeing: tuple[str, ...]
-    by_source: tuple[str, ...] = ()
+    agreeing: tuple[str, ...]  # known to run it as transformers 5 does: by runs, or by the engine's own rotary classes
+    disagreeing: tuple[str, ...]  # known to load it without an error and run another model
+    by_source: tuple[str, ...] = ()  # run it as transformers 5 does by their source alone, which was read and not run
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:

@@ -1,10 +1,4 @@
-"""The family table: what a live model does not reveal about itself, read from `families.toml`.
-
-    >>> family("phi3").rope_types
-    ['default', 'longrope']
-
-The comments at the top of families.toml explain every field, and how to add a family.
-"""
+"""The family table, `families.toml`: what a live model does not reveal about itself; its comments explain it."""
 
 # No postponed annotations: `strict` checks values against the types themselves.
 import re
@@ -51,19 +45,13 @@ _is_key = _matches(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "the name of a config key")
 @strict
 @dataclass(kw_only=True)
 class ModuleRows:
-    """How the rows of one module's weight are stored, for configs in which `when` is true.
+    """How the rows of one module's weight are stored, for configs in which `when` is true."""
 
-    Attributes:
-        blocks: the kinds of rows, one below the other.
-        repeat: how many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head.
-        when: a config key that must be true; None: no condition.
-        pairing: the pairing that the class rotates them in, whatever that of the attention is; None: that one.
-    """
-
-    blocks: list[_Block]
+    blocks: list[_Block]  # the kinds of rows, one below the other
     repeat: int | Literal["num_key_value_heads"] = 1
-    when: str | None = validated_field(_is_key, default=None)
-    pairing: Literal["half", "interleaved"] | None = None
+    """How many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head."""
+    when: str | None = validated_field(_is_key, default=None)  # a config key; None: no condition
+    pairing: Literal["half", "interleaved"] | None = None  # None: that of the attention
 
     def validate_rows(self) -> None:
         if not self.blocks or (self.repeat != KV_HEADS and int(self.repeat) < 1):
@@ -73,15 +61,10 @@ class ModuleRows:
 @strict
 @dataclass(kw_only=True)
 class ConfigNumber:
-    """A number that a config gives under a family's own keys, for configs in which `when` is true.
+    """A number that a config gives under a family's own keys, for configs in which `when` is true."""
 
-    Attributes:
-        product: config keys and numbers to be multiplied.
-        when: a config key that must be true; None: no condition.
-    """
-
-    product: list[str | int | float]
-    when: str | None = validated_field(_is_key, default=None)
+    product: list[str | int | float]  # config keys and numbers to be multiplied
+    when: str | None = validated_field(_is_key, default=None)  # a config key; None: no condition
 
     def validate_number(self) -> None:
         for factor in self.product:
@@ -141,11 +124,7 @@ def choose(alternatives: Iterable[T], config: Any) -> T:
 
 
 def look_up(config: Any, key: str) -> Any:
-    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing.
-
-    Raises:
-        UnsupportedModelError: layers have values of their own.
-    """
+    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing."""
     for part in key.split("."):
         if part in (getattr(config, "per_layer_attributes", None) or ()):
             raise UnsupportedModelError(
@@ -162,7 +141,6 @@ def tables() -> dict[str, Any]:
 
 
 def families() -> dict[str, Family]:
-    """Return every family by the `model_type` of its text config."""
     return {name: family(name) for name in tables()}
 
 
@@ -173,11 +151,7 @@ def family(model_type: str) -> Family:
 
 
 def parse_families(text: str) -> dict[str, Family]:
-    """Parse a whole table strictly.
-
-    Raises:
-        ValueError: an unknown key, a wrong value, or a `like` that names no earlier table; the message names the table.
-    """
+    """Parse a whole table strictly; ValueError names the table that is wrong."""
     parsed = tomllib.loads(text)
     return {name: _read_table(parsed, name) for name in parsed}
 

@@ -50,11 +50,7 @@ def former_key(model_type: str, key: str) -> str:
 
 
 def check_architecture(text: Any) -> None:
-    """Check that a text config is no other architecture of the same model_type.
-
-    Raises:
-        UnsupportedModelError: it is one that the family table does not describe.
-    """
+    """Check that a text config is no other architecture of the same model_type than the family table describes."""
     if text.model_type == "chatglm" and getattr(text, "inner_hidden_size", None) is not None:
         raise UnsupportedModelError(
             "by 'inner_hidden_size' in its config this 'chatglm' is the first ChatGLM-6B, which rotates each half of a "
@@ -92,9 +88,6 @@ def runs_short_list(model_type: str, settings: dict[str, Any]) -> tuple[dict[str
     """The longrope settings as its class runs them, and a note where that is not what they state.
 
     The PhiMoE class never uses the long list, and multiplies cos and sin by short_mscale or long_mscale.
-
-    Raises:
-        UnsupportedModelError: the two differ, so that the longest row of a batch decides for all.
     """
     if model_type != "phimoe":
         return settings, ""

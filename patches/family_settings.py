@@ -16,11 +16,7 @@ _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"
 
 
 def check_sizes(config: Any) -> None:
-    """Check that a model of this config can be built in reasonable time and memory, even without weights.
-
-    Raises:
-        CheckpointError: more layers or wider heads, in any part of the model, than the limits `layers` and `head_dim`.
-    """
+    """Check that a model of this config can be built in reasonable time and memory, even without weights."""
     for part in _parts(config):
         layers = max(_number_or_zero(part, key) for key in _LAYERS)
         for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", _head_width(part))):
@@ -42,11 +38,7 @@ _MOST_STATED: dict[str, float] = {
 
 
 def check_stated(values: Mapping[str, Any]) -> None:
-    """Check numbers of a config, and of the configs inside it, before a class of transformers reads it.
-
-    Raises:
-        CheckpointError: a number larger than any model has.
-    """
+    """Check numbers of a config, and of the configs inside it, before a class of transformers reads it."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             check_stated(value)
@@ -87,12 +79,7 @@ def values_of(config: Any, key: str) -> list[Any]:
 
 
 def stated_rotary(config: Any) -> Rotary | None:
-    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families.
-
-    Raises:
-        CheckpointError: the config lacks a number, or has an impossible one.
-        UnsupportedModelError: the config marks another architecture of the same model_type.
-    """
+    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families."""
     text = config.get_text_config()
     if "rotary_dim" not in supported_family(text).config_keys:
         return None
@@ -146,11 +133,7 @@ class LayerConfig:
 
 
 def supported_family(text: Any) -> Family:
-    """Return the family of a text config.
-
-    Raises:
-        UnsupportedModelError: the config marks another architecture of the same model_type, or rotated values.
-    """
+    """Return the family of a text config; UnsupportedModelError for one that the family table does not describe."""
     known = family(text.model_type)
     check_architecture(text)
     if known.rotates_values and look_up(text, known.rotates_values):
@@ -162,17 +145,12 @@ def supported_family(text: Any) -> Family:
 
 
 def head_dim(text: Any) -> int:
-    """Return the dims of an attention head by a text config."""
     stated = config_number(text, "head_dim", 0)
     return int(stated or config_number(text, "hidden_size") // config_number(text, "num_attention_heads"))
 
 
 def config_number(text: Any, key: str, default: float | None = None) -> float:
-    """Return a number of a text config, which its family may keep under keys of its own.
-
-    Raises:
-        CheckpointError: missing where there is no default, or not a finite number above zero.
-    """
+    """Return a number of a text config, maybe under keys of its family; CheckpointError: missing or wrong."""
     own = family(text.model_type).config_keys.get(key)
     if own is None and default is not None:
         return look_up(text, key) or default
@@ -196,12 +174,7 @@ def set_pairing_switch(config: Any, to: str) -> None:
 
 
 def config_pairing(config: Any, after: str | None = None) -> str | None:
-    """Return the pairing of the weights by family and switch; None where the family table has none.
-
-    Args:
-        config: a Hugging Face config.
-        after: answer as if the switch, where the family has one, were set to this pairing.
-    """
+    """Return the pairing of the weights by family and switch, taken as set to `after`; None: it is unknown."""
     text = config.get_text_config()
     known = family(text.model_type)
     if known.pairing_switch is None:
@@ -213,10 +186,7 @@ def class_pairing(config: Any, after: str | None = None) -> str | None:
     """Return the pairing that the transformers class of this config runs; None where that is unknown.
 
     For families with remote code this is what that code runs. Not every version of it reads the switch, so the answer
-    is None where the switch differs from the family's own pairing.
-
-    Args:
-        config, after: as `config_pairing` takes them.
+    is None where the switch differs from the family's own pairing. `after`: as in `config_pairing`.
     """
     stated = config_pairing(config, after)
     known = family(config.get_text_config().model_type)

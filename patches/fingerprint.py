@@ -1,8 +1,5 @@
 """`Fingerprint`: what rotates how in a model, layer type by layer type, and how two of them differ, as sentences.
 
-    expected, found = fingerprint_of(model), fingerprint_of(other)
-    print(*expected.differences(found), sep="\\n")
-
 What a model runs is read from its rotary modules, not from its config: a trainer or a converter that drops a scaling
 leaves a config that looks right.
 """
@@ -29,39 +26,26 @@ from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 FINGERPRINT_KEY = "fingerprint"
 """The key in the record of a patch, in a config or beside an adapter, that states what the saved model rotated."""
-
-_SAME = 1e-5
-"""The largest relative difference of two numbers that computing them in another way explains."""
-
-_NEARLY = 1e-2
-"""The largest relative difference at which an explanation fits: numbers may have been rounded since."""
-
-_SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""The largest relative error of a cast to each dtype."""
+_SAME = 1e-5  # the largest relative difference of two numbers that computing them in another way explains
+_NEARLY = 1e-2  # the largest relative difference at which an explanation fits: numbers may have been rounded since
+_SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # the largest relative error of a cast to each dtype
 _SMALLEST_FLOAT16 = 2.0**-24
-
 _STEPS = 137.3  # of a number in a digest, per factor of e: uneven, so that round numbers do not stand at an edge
 _FEWEST_TOKENS = 1
 
 
 @dataclass(frozen=True)
 class _LayerRope:
-    """RoPE of the layers of one type.
+    """RoPE of the layers of one type."""
 
-    Attributes:
-        theta: the base; it only explains differences.
-        inv_freq: radians per position of each pair, for the longest inputs; where they change without end, for inputs
-            of four times the context length.
-        short_inv_freq: radians per position for the shortest inputs, where they follow the length; else None.
-        attention_factor: what cos and sin are multiplied by, for such inputs.
-        positions: a remapping method's name and parameters; None: keys are seen where they are.
-    """
-
-    theta: float
+    theta: float  # the base; it only explains differences
     inv_freq: tuple[float, ...]
-    short_inv_freq: tuple[float, ...] | None
-    attention_factor: float
-    positions: dict[str, Any] | None = None
+    """Radians per position of each pair, for the longest inputs; where they change without end, for inputs of four
+    times the context length.
+    """
+    short_inv_freq: tuple[float, ...] | None  # for the shortest inputs, where they follow the length
+    attention_factor: float  # of cos and sin, for the longest inputs
+    positions: dict[str, Any] | None = None  # a remapping method and its parameters; None: keys are seen where they are
 
 
 @dataclass(frozen=True)
@@ -102,11 +86,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Any) -> Fingerprint:
-        """The inverse of `to_dict`.
-
-        Raises:
-            CheckpointError: values of another form.
-        """
+        """The inverse of `to_dict`; CheckpointError for values of another form."""
         try:
             layers = {
                 str(name): _LayerRope(
@@ -169,11 +149,7 @@ class Fingerprint:
 
 
 def fingerprint_of(model: nn.Module) -> Fingerprint:
-    """The fingerprint of a live model, patched or not; a model on the meta device has the one that its config states.
-
-    Raises:
-        UnsupportedModelError: a model without rotary modules.
-    """
+    """The fingerprint of a live model, patched or not; on the meta device it is the one that its config states."""
     found = rotary_modules(model)
     root: Any = model.config
     layers: dict[str, _LayerRope] = {}
@@ -192,10 +168,9 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
-    """What the record of a patch keeps of the model that is saved; nothing of one that rotates by a table of angles.
+    """What the record of a patch keeps of a patched model that is saved; nothing of one that rotates by a table.
 
-    Args:
-        model: patched. Its length is that of the patch: a config is saved with it, whatever the live one says.
+    The length is that of the patch: a config is saved with it, whatever the live one says.
     """
     try:
         saved = fingerprint_of(model)
@@ -207,22 +182,13 @@ def fingerprint_record(model: nn.Module) -> dict[str, Any]:
 
 
 def with_pairing(record: Mapping[str, Any], pairing: str) -> dict[str, Any]:
-    """The record of a patch after the weights, and the class that runs them, went over to another pairing.
-
-    Raises:
-        CheckpointError: a damaged fingerprint in the record.
-    """
+    """The record of a patch after the weights, and the class that runs them, went over to another pairing."""
     converted = replace(Fingerprint.from_dict(record[FINGERPRINT_KEY]), pairing=pairing)
     return {**record, FINGERPRINT_KEY: converted.to_dict()}
 
 
 def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
-    """Check that a model rotates as the saved one did by the record of its patch; a record without it passes.
-
-    Raises:
-        CheckpointError: a damaged fingerprint in the record.
-        FingerprintError: the model rotates otherwise; the message names how.
-    """
+    """Check that a model rotates as the saved one did by the record of its patch; a record without it passes."""
     if FINGERPRINT_KEY not in record:
         return
     way_out = f"delete the key {FINGERPRINT_KEY!r} from the record of its patch"
@@ -238,18 +204,11 @@ def check_recorded(model: nn.Module, record: Mapping[str, Any]) -> None:
 
 
 def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> list[str]:
-    """How the table of an engine's rotary module differs from the model that was saved, by the record of its patch.
+    """How the table of an engine's rotary module differs from the model that was saved, in sentences.
 
-    Args:
-        record: a record without a fingerprint, and a layer type whose frequencies follow the length or whose positions
-            are remapped, is not compared.
-        cos, sin: of position 1, (pairs,), with the attention factor, in any dtype: differences up to 1% count as none.
-
-    Returns:
-        Sentences; none where a layer type has these frequencies, or none has as many pairs.
-
-    Raises:
-        CheckpointError: a damaged fingerprint in the record.
+    A record without a fingerprint, and a layer type whose frequencies follow the length or whose positions are
+    remapped, is not compared. `cos` and `sin` are of position 1, (pairs,), with the attention factor, in any dtype:
+    differences up to 1% count as none. One layer type with these frequencies is enough.
     """
     if FINGERPRINT_KEY not in record:
         return []
@@ -268,12 +227,7 @@ def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> li
 
 
 def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> _LayerRope:
-    """RoPE of a layer type, as the module that stands in the model has it.
-
-    Args:
-        current: what stands in the slot; `module`, or one of ours in its place.
-        name: of the buffer of `module` with the frequencies.
-    """
+    """RoPE of a layer type as `current` has it, which stands for `module` with frequencies in its buffer `name`."""
     if isinstance(current, PatchedSlot):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary

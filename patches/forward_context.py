@@ -30,67 +30,37 @@ _NOT_CONTINUED = (
 
 @dataclass(eq=False, kw_only=True)
 class GivenMask(ForwardState):
-    """The mask given to a module around the decoder, which may prepare another one from it.
+    """The mask given to a module around the decoder, which may prepare another one from it."""
 
-    Attributes:
-        attention_mask: as given; None: none was.
-        with_positions: whether position_ids were given, too; else this module may fill some in.
-    """
-
-    attention_mask: Any = None
-    with_positions: bool = False
+    attention_mask: Any = None  # as given; None: none was
+    with_positions: bool = False  # whether position_ids were given, too; else this module may fill some in
 
 
 @dataclass(eq=False, kw_only=True)
 class ForwardContext(ForwardState):
-    """One forward of a decoder, read from its arguments once.
+    """One forward of a decoder, read from its arguments once."""
 
-    Attributes:
-        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
-        past_length: tokens in the cache.
-        position_ids: as given, (rows or 1, tokens); None: the decoder counts from the past length on.
-        filled_in: whether a module around the decoder has filled in the positions, and may not have looked at the mask.
-        padding_mask: (rows, past + tokens), 0 where a key is padding; None: none was given.
-        prepared_mask: whether a mask was given of which nothing follows for the padding.
-        cache: as given, of the decoder's own tokens; None: none was.
-        token_positions: where tokens and padding are, for attention functions (remapping methods).
-        layers: the attention modules by index, for code that has no modules (remapping methods).
-        row_groups: the rows by the rule of their length, where a remapping method has one for each length.
-        masks: masks as loaded, made once in a forward (remapping methods).
-        packed: whether a row holds several inputs one after the other (remapping methods).
-        cache_state: what is stored with the cache.
-        cache_rows: how the cache's keys are rotated once this forward has ended (length-dependent methods).
-        undo: what this forward has changed in its cache until it ends.
-    """
-
-    new_tokens: Tensor
-    past_length: int
-    position_ids: Tensor | None
-    filled_in: bool
-    padding_mask: Tensor | None
-    prepared_mask: bool
-    cache: Any
-    token_positions: TokenPositions | None = None
-    layers: dict[int, nn.Module] = field(default_factory=dict)
-    row_groups: tuple[RowGroup, ...] = ()
-    masks: dict[Hashable, Any] = field(default_factory=dict)
-    packed: bool = False
-    cache_state: CacheState | None = None
-    cache_rows: RowState | None = None
-    undo: ExitStack | None = None
+    new_tokens: Tensor  # ids (rows, tokens) or embeddings (rows, tokens, hidden size)
+    past_length: int  # tokens in the cache
+    position_ids: Tensor | None  # as given, (rows or 1, tokens); None: the decoder counts from the past length on
+    filled_in: bool  # a module around the decoder has filled in the positions, and may not have looked at the mask
+    padding_mask: Tensor | None  # (rows, past + tokens), 0 where a key is padding; None: none was given
+    prepared_mask: bool  # a mask was given of which nothing follows for the padding
+    cache: Any  # as given, of the decoder's own tokens
+    token_positions: TokenPositions | None = None  # this and the next four are for remapping methods
+    layers: dict[int, nn.Module] = field(default_factory=dict)  # attention modules by index, for compiled code
+    row_groups: tuple[RowGroup, ...] = ()  # by the rule of their length, where a method has one for each
+    masks: dict[Hashable, Any] = field(default_factory=dict)  # as loaded, made once in a forward
+    packed: bool = False  # a row holds several inputs one after the other
+    cache_state: CacheState | None = None  # what is stored with the cache
+    cache_rows: RowState | None = None  # how keys are rotated once this forward has ended (length-dependent methods)
+    undo: ExitStack | None = None  # what this forward has changed in its cache until it ends
 
     @classmethod
     def from_call(
         cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
     ) -> ForwardContext | None:
-        """The context of a call; None where it has no tokens, which the decoder's own error explains.
-
-        Args:
-            axes: how many axes the positions of this decoder have.
-
-        Raises:
-            LengthError: positions whose axes differ, as for images and video.
-        """
+        """The context of a call, with positions of so many axes; None where it has no tokens."""
         call = arguments(decoder, args, kwargs)
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
@@ -176,7 +146,6 @@ def takes_tokens(module: nn.Module) -> bool:
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a decoder's forward by name."""
     if not args:
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
@@ -184,7 +153,6 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def values_of(output: Any) -> list[Any]:
-    """The values of a model's output, whether it is a mapping or a tuple."""
     if isinstance(output, Mapping):
         return list(output.values())
     return list(output) if isinstance(output, tuple) else []
@@ -193,10 +161,8 @@ def values_of(output: Any) -> list[Any]:
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:
     """Real tokens so far: (rows, tokens) of the input that each token belongs to, or (rows,) onto a cache.
 
-    A row may hold several inputs one after the other; positions that start anew begin the next one.
-
-    Args:
-        positions: (rows, tokens) or (axes, rows, tokens).
+    A row may hold several inputs one after the other; positions that start anew begin the next one. They are (rows,
+    tokens) or (axes, rows, tokens).
     """
     if positions.ndim == 3:
         by_position = positions.amax((0, -1)) + 1 if past_length else lengths_over_axes(positions)
@@ -223,11 +189,7 @@ def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 
 def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
-    """Whether a bool scalar is True. Where it is expected to be, a CUDA device asserts it, and the host does not wait.
-
-    Args:
-        message: what the device prints where it is False; CUDA's error follows at the next wait.
-    """
+    """Whether a bool scalar is True; where that is expected, a CUDA device asserts it and the host does not wait."""
     if expected and flag.device.type == "cuda" and torch.version.hip is None:  # ROCm leaves such checks out
         torch._assert_async(flag, message)
         return True
@@ -235,11 +197,7 @@ def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
 
 
 def place_tokens(context: ForwardContext) -> TokenPositions:
-    """Positions and padding of a forward, with at most three looks at values from the host.
-
-    Raises:
-        LengthError: positions of several axes, or positions that do not continue those in the cache.
-    """
+    """Positions and padding of a forward, with at most three looks at values from the host."""
     new_tokens, past_length, positions = context.new_tokens, context.past_length, context.position_ids
     rows, tokens = new_tokens.shape[:2]
     total = past_length + tokens

@@ -21,12 +21,9 @@ from rope_ext_hf.rotary.graphs import graph_break
 
 
 class DecoderHooks(ABC):
-    """Hooks around the forward of a decoder; a subclass works out what the modules inside need.
+    """Hooks around the forward of a decoder, for the slots inside; a subclass works out what the modules inside need.
 
     They hold nothing that changes with a forward, so that several threads may run one model.
-
-    Args:
-        slots: the patched slots inside the decoder.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
@@ -70,7 +67,7 @@ class DecoderHooks(ABC):
 
     def origin(self) -> KeyOrigin:
         """What rotates the keys that a forward stores now."""
-        return KeyOrigin.from_tables(tables_of(self.slots))
+        return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in tables_of(self.slots)))
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
         """Store a state with the cache of a forward that has ended: the one given, or (None) the one returned."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
-from rope_ext_hf.config_keys.keys import rotated_dims
+from rope_ext_hf.config_keys.keys import rotated_dims, standard_keys
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -21,6 +21,7 @@ from rope_ext_hf.patches.config import (
     original_settings,
     read_rope,
     recorded_specs,
+    rope_dict,
     written_keys,
 )
 from rope_ext_hf.patches.families import family
@@ -38,19 +39,12 @@ _OVER = ("own", "original", "patched")
 
 @dataclass(frozen=True)
 class BaseRope:
-    """What a new patch is applied over.
+    """What a new patch is applied over."""
 
-    Attributes:
-        rotary: the rotary embedding, scalings included.
-        rule: which reading of the config gave its context length.
-        live: the live patches that stay underneath, bottom first.
-        saved: the patches that stay underneath, bottom first: live ones, or those of a saved folder.
-    """
-
-    rotary: Rotary
-    rule: str
-    live: tuple[PatchSpec, ...] = ()
-    saved: tuple[PatchSpec, ...] = ()
+    rotary: Rotary  # scalings included
+    rule: str  # which reading of the config gave its context length
+    live: tuple[PatchSpec, ...] = ()  # the live patches that stay underneath, bottom first
+    saved: tuple[PatchSpec, ...] = ()  # those, or the patches of a saved folder
 
 
 def base_rope(
@@ -59,14 +53,9 @@ def base_rope(
     """What a patch of this model starts from.
 
     Args:
-        slots: the slots of the model.
         config: its text config before any patch; `undo_saved_patch` gives it.
         over: see `_OVER`.
         context_length: overrides the context length that the config states, in tokens.
-
-    Raises:
-        MethodError: an unknown `over`, a `context_length` below 1, or over="patched" on a model that is not patched.
-        UnsupportedModelError: full-attention layers with different rotary embeddings.
     """
     _check_over(over, context_length)
     if over == "patched":
@@ -88,9 +77,6 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
         over: "own" or "original", see `_OVER`.
         context_length: overrides the context length that the config states or its publisher does, in tokens.
         config: the text config without patches, for what is published of a model without a scaling of its own.
-
-    Raises:
-        MethodError: an unknown `over`, "patched", or a `context_length` below 1.
     """
     context_length = parse_length(context_length)
     _check_over(over, context_length)
@@ -126,11 +112,7 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
 
 
 def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
-    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers.
-
-    Raises:
-        UnsupportedModelError: there are several, or none.
-    """
+    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers."""
     some_attend = any(slot.scaled_layers for slot in slots)
     return _only_rope(
         read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
@@ -156,12 +138,7 @@ def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
 
 
 def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]]:
-    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers.
-
-    Raises:
-        UnsupportedModelError: there are several, or none.
-        ServingError: a config without the sizes of its heads.
-    """
+    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers."""
     parameters = getattr(layers.config, "rope_parameters", None) or {}
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     chosen = layers.choose(layers.served(nested or [None]))
@@ -172,11 +149,10 @@ def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     """The rotary embedding of one layer type, by a text config."""
-    values = config.to_dict()
+    values = standard_keys(config.to_dict())
     layers = [str(i) for i, kind in enumerate(values.get("layer_types") or ()) if kind == layer_type]
     values |= values.get("per_layer_config", {}).get(layers[0], {}) if layers else {}  # Gemma 4: heads of another size
-    parameters = values.get("rope_parameters") or {}
-    settings = parameters if layer_type is None else parameters[layer_type]
+    settings = rope_dict(config, layer_type)
     proportional = settings.get("rope_type") == "proportional"
     partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
     geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
@@ -191,16 +167,11 @@ def before_patches(config: Any) -> Any:
 
 
 def bind(model: nn.Module, method: RopeMethod, length: int, **underneath: Any) -> RopeMethod:
-    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it.
-
-    Args:
-        **underneath: `over` and `context_length`, as `patch` takes them.
-    """
+    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it."""
     return bind_to(method, patch_geometry(model, **underneath), find_slots(model)[0].config.model_type, length)
 
 
 def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: int | None) -> RopeMethod:
-    """`bind`, for a rotary embedding."""
     if not isinstance(method, RemappingMethod):
         return method
     return method.bind(rotary, target_length, own_temperature=family(model_type).own_temperature)
@@ -238,30 +209,18 @@ def check_pairing(model: nn.Module) -> None:
 
 
 def patch_geometry(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> Rotary:
-    """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """The rotary embedding that a patch of this model starts from; the arguments are those of `patch`."""
     return base_rope_of_model(model, over=over, context_length=context_length).rotary
 
 
 def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> BaseRope:
-    """What a patch of this model starts from; the arguments are those of `patch`.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """What a patch of this model starts from; the arguments are those of `patch`."""
     slots = find_slots(model)
     return base_rope(model, slots, before_patches(slots[0].config), over, parse_length(context_length))
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """The rotary embedding of a model's weights, by the family table, else the model's own.
-
-    Raises:
-        UnsupportedModelError: neither is known.
-    """
+    """The rotary embedding of a model's weights, by the family table, else the model's own."""
     config = getattr(model, "config", None)
     stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
     return stated or patch_geometry(model)

@@ -19,7 +19,6 @@ SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 _WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
 """Layer types without keys that could be rotated."""
-
 LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
@@ -30,16 +29,11 @@ def _attends_to_all(layer_type: str) -> bool:
     return layer_type not in SLIDING | _WITHOUT_ATTENTION
 
 
-_Served = Mapping[LayerType, tuple[int, ...]]
-"""The indices of the layers that use each of a rotary module's embeddings."""
+_Served = Mapping[LayerType, tuple[int, ...]]  # the indices of the layers that use each of a rotary module's embeddings
 
 
 class AttentionLayers:
-    """How far each layer of a model attends, and whether it rotates, worked out once from its config.
-
-    Args:
-        config: a text config, with or without a patch recorded in it.
-    """
+    """How far each layer attends, and whether it rotates, by a text config, with or without a patch recorded in it."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -99,11 +93,9 @@ class AttentionLayers:
         return [rope_key(self.config.model_type, kind) for kind in self.types]
 
     def served(self, keys: Sequence[LayerType], theta: float | None = None) -> _Served:
-        """The indices of the layers that use each of a rotary module's embeddings.
+        """The indices of the layers that use each of a rotary module's embeddings, `keys`; [None]: one for all layers.
 
-        Args:
-            keys: the names of the embeddings; [None]: one for all layers.
-            theta: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
+        `theta`: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
         """
         if list(keys) == [None]:
             thetas = getattr(self.config, "layer_rope_theta", None) if theta is not None else None
@@ -111,16 +103,7 @@ class AttentionLayers:
         return {key: tuple(i for i, each in enumerate(self._rope_keys) if each == key) for key in keys}
 
     def choose(self, served: _Served, asked: Layers | None = None) -> tuple[LayerType, ...]:
-        """The rotary embeddings that a method is applied to.
-
-        Args:
-            served: the layers of each, as `served` gives them.
-            asked: the layers that were asked for; None: those that attend to everything before them.
-
-        Raises:
-            MethodError: layers that do not exist.
-            UnsupportedModelError: layers that share their rotary embedding with others.
-        """
+        """The embeddings of those `served` that a method changes; `asked` None: of layers that attend to everything."""
         types = self.types
         if asked is None:
             if list(served) == [None]:
@@ -171,8 +154,7 @@ class AttentionLayers:
     def sliding_note(self, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one.
 
-        Args:
-            apart: the rotary embedding of the sliding-window layers, where it is one of their own.
+        `apart`: the rotary embedding of the sliding-window layers, where it is one of their own.
         """
         window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
         if not window or not sliding or window >= extended_length:

@@ -1,8 +1,5 @@
 """Length profiles in a live model: a row has one set of frequencies, from its first token to the last of its cache.
 
-    rope.profiles(model, [1, 2, 4])
-    model.generate(ids, max_new_tokens=500)     # a row gets the smallest factor that covers its prompt and 500 tokens
-
 How long a row may become is known to `generate` alone, so that of a patched model notes it for the forwards inside. A
 forward outside of it goes by the size of a static cache, else by the tokens that are there.
 """
@@ -64,21 +61,13 @@ class ProfileSlot(PatchedSlot):
 
 @dataclass(eq=False, kw_only=True)
 class _Generation(ForwardState):
-    """A call of `generate`.
-
-    Attributes:
-        patch: the patch of its model.
-        encoder: the half of its model that reads the prompt and generates nothing; None: a model without one.
-        tokens: how many the longest row may come to have, padding included; None: not worked out yet.
-        new_tokens: how many of them are generated.
-        begun: whether a forward inside the call was met.
-    """
+    """A call of `generate`."""
 
     patch: PatchState | None
-    encoder: nn.Module | None
-    tokens: int | None = None
-    new_tokens: int = 0
-    begun: bool = False
+    encoder: nn.Module | None  # the half of a model that reads the prompt and generates nothing
+    tokens: int | None = None  # how many the longest row may come to have, padding included; None: not worked out yet
+    new_tokens: int = 0  # how many of them are generated
+    begun: bool = False  # whether a forward inside the call was met
 
 
 class _PlannedGenerate:
@@ -89,7 +78,6 @@ class _PlannedGenerate:
         model.__dict__ |= {"generate": self, "_prepare_generated_length": self.prepare_length}
 
     def remove(self) -> None:
-        """Go back to the methods of the class."""
         for name in ("generate", "_prepare_generated_length"):
             self.model.__dict__.pop(name, None)
 
@@ -124,15 +112,10 @@ def install_generate(model: nn.Module, slot: PatchedSlot) -> None:
 
 
 class ProfileHooks(LengthHooks):
-    """Hooks around the forward of a decoder under length profiles.
-
-    Raises:
-        LengthError: a row that may outgrow the profile of its cache, or a cache that was filled elsewhere.
-    """
+    """Hooks around the forward of a decoder under length profiles; LengthError: a row may outgrow that of its cache."""
 
     @property
     def axes(self) -> int:
-        """1: positions of several axes are read as they are."""
         return 1
 
     def _begin(

@@ -1,8 +1,4 @@
-"""Load a folder that was saved patched, of a model or of a PEFT adapter.
-
-model = from_pretrained("folder")      # the class its config names, plus the patch saved with the folder
-model = from_pretrained("adapter")     # its base model, patched as it was in training, and the adapter on it
-"""
+"""Load a folder that was saved patched, of a model or of a PEFT adapter on its base model."""
 
 from __future__ import annotations
 
@@ -10,11 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from rope_ext_hf.bounds import Length
+from rope_ext_hf.config_keys.keys import own_keys
 from rope_ext_hf.downloads import only_cached
-from rope_ext_hf.errors import CheckpointError, MethodError, one_line, short
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
@@ -43,11 +41,7 @@ _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None.
-
-    Raises:
-        CheckpointError: no such folder or Hub id, a number that no model has, or a record that contradicts the config.
-    """
+    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None."""
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
 
@@ -71,15 +65,12 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 def _without_record(config: dict[str, Any]) -> dict[str, Any]:
     restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
+    written |= {own for key, own in own_keys(config["model_type"]).items() if key in restored}
     return without_loading_code({key: value for key, value in config.items() if key not in written} | restored)
 
 
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
-    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself.
-
-    Raises:
-        CheckpointError, FileError: as `load_config` and `find_adapter` do; an adapter of an adapter.
-    """
+    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself."""
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
@@ -141,29 +132,20 @@ def from_pretrained(
         changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
         if given := [*changed, *params]:
             raise MethodError(f"{', '.join(given)} given without a method; add method=...")
-    model = _load_found(path, config, record, adapter, auto_class, kwargs)
+    elif not (record or adapter or auto_class or kwargs.keys() - {*_HUB_ARGUMENTS, "dtype", "device_map"}):
+        empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
+        plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
+    if adapter is None:
+        model = _load_patched(path, config, record, auto_class, kwargs)
+    else:
+        own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs |= only_cached(adapter.base, kwargs)
+        base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
+        model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
         patch_as_planned(plan_patch(model, method, **of_patch, **params))
     return model
-
-
-def _load_found(
-    path: str | Path,
-    config: Any,
-    record: dict[str, Any] | None,
-    adapter: Adapter | None,
-    auto_class: str | None,
-    kwargs: dict[str, Any],
-) -> PreTrainedModel:
-    """The model of what `find_config` found."""
-    if adapter is None:
-        return _load_patched(path, config, record, auto_class, kwargs)
-    own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
-    chosen = auto_class or adapter.auto_class
-    kwargs |= adapter.base_revision
-    base = _load_patched(adapter.base, config, record, chosen, kwargs | only_cached(adapter.base, kwargs))
-    return cast("PreTrainedModel", adapter.load_onto(base, **own))
 
 
 def _load_patched(
@@ -174,9 +156,10 @@ def _load_patched(
     loader = class_to_load(config, auto_class)
     if record is None:
         return _load_whole(loader, path, auto_class, kwargs)
+    usual = {own: key for key, own in own_keys(config.model_type).items()}
     settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
     for key in settings:
-        if key in SAVED_KEYS:
+        if {key, usual.get(key)} & {*SAVED_KEYS}:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
     positions = config.max_position_embeddings if keeps_angles_in_weights(config) else None
@@ -189,16 +172,10 @@ def _load_patched(
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
-    """The class of transformers that a config is loaded with.
+    """The class of transformers that a config is loaded with; `auto_class` names one to take instead.
 
     It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
     images, or for bare models that has its model type.
-
-    Args:
-        auto_class: the name of a class to take instead.
-
-    Raises:
-        CheckpointError: an `auto_class` that transformers does not have, or `architectures` that are no names.
     """
     import transformers
 
@@ -216,6 +193,31 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
     remote = getattr(config, "auto_map", None) or {}  # code that comes with the folder: the Auto class that leads to it
     auto = next((key for key, value in remote.items() if str(value).endswith(f".{name}")), None)
     return getattr(transformers, auto or name, transformers.AutoModelForCausalLM)
+
+
+_WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weights"
+
+
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a config, of the class that `from_pretrained` would load, on the meta device, without weights."""
+    try:
+        loader = class_to_load(config)
+        check_sizes(config)
+        with torch.device("meta"):
+            if hasattr(loader, "_model_mapping"):
+                model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
+            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
+            elif getattr(loader, "config_class", None) is None:
+                raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
+            else:
+                model = loader._from_config(config)
+        if next(model.parameters(), None) is None:
+            raise CheckpointError(_WITHOUT_WEIGHTS.format(type(model).__name__))
+    except RopeExtError:
+        raise
+    except Exception as error:  # model classes raise anything on bad values
+        raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
+    return model
 
 
 def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: dict[str, Any]) -> PreTrainedModel:
@@ -239,12 +241,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
 
 
 def restore_patch(model: M, record: Mapping[str, Any]) -> M:
-    """Patch a model as the record in its config, or with its adapter, states; stacked patches included.
-
-    Raises:
-        CheckpointError: a record of a patch of another model.
-        FingerprintError: the model rotates otherwise than the record says of the saved one.
-    """
+    """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

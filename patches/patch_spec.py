@@ -14,24 +14,15 @@ from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 
 @dataclass(frozen=True)
 class PatchSpec:
-    """One patch.
-
-    Attributes:
-        method: the method, every parameter filled in.
-        rotary: what it is applied to, scalings underneath included.
-        target_length: the length in tokens that was asked for; None: the method's own.
-        native: whether a native form that behaves otherwise is accepted.
-        layers: the layers that were asked for; None: those that attend to everything before them.
-    """
+    """One patch, with every parameter of its method filled in."""
 
     method: RopeMethod
-    rotary: Rotary
-    target_length: int | None = None
-    native: bool = False
-    layers: tuple[str | int, ...] | None = None
+    rotary: Rotary  # what it is applied to, scalings underneath included
+    target_length: int | None = None  # tokens that were asked for; None: the method's own
+    native: bool = False  # whether a native form that behaves otherwise is accepted
+    layers: tuple[str | int, ...] | None = None  # as asked for; None: those that attend to everything before them
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` reads it back."""
         saved: dict[str, Any] = {
             "method": self.method.to_dict(),
             "rotary": self.rotary.to_dict(),
@@ -42,11 +33,7 @@ class PatchSpec:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> PatchSpec:
-        """The inverse of `to_dict`; other keys are left alone.
-
-        Raises:
-            MethodError: not what `to_dict` writes.
-        """
+        """The inverse of `to_dict`; other keys are left alone."""
         try:
             method = method_from_dict(saved["method"])
             rotary = rotary_from_dict(saved["rotary"])

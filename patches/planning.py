@@ -1,10 +1,6 @@
 """What a patch will change in a model, worked out and checked before anything is changed.
 
-    plan = plan_patch(model, "yarn", factor=8)
-    print(describe(plan))          # the model as it would be
-    apply_plan(plan)               # patching.py
-
-Everything that can fail fails here, and the model stays as it is.
+Everything that can fail fails here, and the model stays as it is; `apply_plan` (applying.py) changes it.
 """
 
 from __future__ import annotations
@@ -85,15 +81,7 @@ def plan_patch(
 
 
 def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
-    """Work out what patching a model as saved or earlier specs ask would change.
-
-    Args:
-        specs: bottom first; the last one is on top.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
-        CheckpointError: they are of another model.
-    """
+    """Work out what patching a model as saved or earlier specs ask, bottom first, would change."""
     *below, top = specs
 
     def make_spec(base: BaseRope) -> PatchSpec:

@@ -1,10 +1,4 @@
-"""What publishers state about the context of their models, read from `recipes.toml`, and how a result compares with it.
-
-    >>> [recipe.extended_length for recipe in recipes() if recipe.name == "Qwen3"]
-    [131072]
-
-The comments at the top of recipes.toml explain every field.
-"""
+"""What publishers state about the context of their models, by `recipes.toml`, and how a result compares with it."""
 
 # No postponed annotations: `strict` checks values against the types themselves.
 import tomllib
@@ -47,11 +41,7 @@ class Recipe:
         return int(max(stated) if isinstance(stated, list) else stated)
 
     def arguments(self, stated_length: int) -> dict[str, Any]:
-        """The arguments of `patch` that give the published result.
-
-        Args:
-            stated_length: the length in tokens that the config states.
-        """
+        """The arguments of `patch` that give the published result where the config states so many tokens."""
         context = {} if stated_length == self.context_length else {"context_length": self.context_length}
         if self.entry is None:
             return context
@@ -79,7 +69,6 @@ class Recipe:
 
 @cache
 def recipes() -> tuple[Recipe, ...]:
-    """Every recipe, in the order of the file."""
     text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
     return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
 
@@ -92,25 +81,18 @@ def find_recipe(config: Any) -> Recipe | None:
 def published_length(config: Any, stated: int) -> int | None:
     """The published context length in tokens, where it is another than the config states: it is what is extended.
 
-    It holds beyond the published extended length too.
-
-    Args:
-        config: the text config without patches.
-        stated: the length in tokens that the model is for, as its config is read.
+    It holds beyond the published extended length too. `config` is the text config without patches, `stated` the length
+    in tokens that the model is for, as its config is read.
     """
     recipe = find_recipe(config)
     return None if recipe is None or recipe.context_length == stated else recipe.context_length
 
 
 def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
-    """What is published about the context of a model, with the arguments of `patch` that give it.
+    """What is published about the context of a model, with the arguments of `patch` that give it, in one line.
 
-    Args:
-        config: the text config without patches.
-        rotary, method: the result; no method: the model as loaded.
-
-    Returns:
-        One line; None where nothing is published, or the model as loaded is what is.
+    None where nothing is published, or the model as loaded is what is. `config` is the text config without patches;
+    without a method it is for the model as loaded.
     """
     recipe = find_recipe(config)
     if recipe is None:
@@ -130,11 +112,7 @@ def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -
 
 
 def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int | None) -> str | None:
-    """`recipe_note` where a patch is easily taken for what is published: by its factor, its length or its base.
-
-    Args:
-        length: the extended length in tokens.
-    """
+    """`recipe_note` where a patch is easily taken for what is published: by its factor, length in tokens or base."""
     recipe = find_recipe(config)
     if recipe is None or recipe.entry is None or recipe.equals(method, rotary):
         return None

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rope_ext_hf.config_keys.keys import own_keys
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
 that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
-
-
 _CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: PATCH_KEY}
 """Files that a patched copy changes, and the key that changes in them."""
 
@@ -53,7 +52,6 @@ class _RewritingSave:
         model.__dict__["save_pretrained"] = self
 
     def remove(self) -> None:
-        """Go back to the method of the class."""
         self.model.__dict__.pop("save_pretrained", None)
 
     def __call__(
@@ -75,7 +73,7 @@ class _RewritingSave:
                 "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
         _record_trained_values(self.model)
-        with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, _trained_keys(self.model)):
+        with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
             _rewrite_config(Path(save_directory), self.model)
@@ -85,10 +83,7 @@ def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
     """Have a model, every model inside it, and its adapters, present or added later, saved with the patch.
 
     Adapters are most often added to a model that is patched already, and nothing of that reaches this package. But
-    saving them begins with `state_dict`, of which a model may announce the beginning.
-
-    Args:
-        slot: a slot of the model; it keeps the way back.
+    saving them begins with `state_dict`, of which a model may announce the beginning. The slot keeps the way back.
     """
     from transformers import PreTrainedModel
 
@@ -107,11 +102,7 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:
-    """What serving engines make of the config that saving a patched model writes; worked out once per patch.
-
-    Args:
-        saved: that config, where it is at hand.
-    """
+    """What serving engines make of the config that saving a patched model writes (`saved`, where it is at hand)."""
     if state.engines is None:
         if saved is None:
             saved = _as_saved(next(swap.patched for swap in state.configs if PATCH_KEY in vars(swap.patched)).to_dict())
@@ -123,17 +114,12 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
     """A config with a record of a patch, with the rope settings and the length where every program reads them."""
     record = config[PATCH_KEY]
     settings = {"rope_parameters": record["rope_parameters"]}
-    if "max_position_embeddings" in config:  # some families keep it under another name
-        settings["max_position_embeddings"] = record["max_position_embeddings"]
+    length = own_keys(config["model_type"]).get("max_position_embeddings", "max_position_embeddings")
+    if length in config:
+        settings[length] = record["max_position_embeddings"]
     saved = config | settings
     spelled = former_spelling(saved, record["layer_types"])
     return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}
-
-
-def _trained_keys(model: nn.Module) -> list[str]:
-    """Keys in a model's state_dict of the parameters that its method trains."""
-    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
 
 
 def _record_trained_values(model: nn.Module) -> None:
@@ -157,10 +143,12 @@ def _record_trained_values(model: nn.Module) -> None:
 
 
 @contextmanager
-def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[None]:
-    """Inside, `save_pretrained` leaves these tensors out."""
+def _trained_left_out(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `save_pretrained` leaves the parameters out that the method of a model trains."""
+    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
     before = model._keys_to_ignore_on_save
-    model._keys_to_ignore_on_save = {*(before or ()), *keys}
+    model._keys_to_ignore_on_save = {*(before or ()), *names}
     try:
         yield
     finally:
@@ -170,12 +158,8 @@ def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[No
 def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
-    The record gets the fingerprint of the model.
-
-    Args:
-        name: what warnings call the folder, which gets its name later.
-
-    Warns of engines known to run another model from it.
+    The record gets the fingerprint of the model. `name`: what warnings, of engines known to run another model from it,
+    call the folder, which gets its name later.
     """
     file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -213,9 +197,6 @@ def save_patched_folder(
     are of another model, are left out.
 
     Args:
-        model: patched; on any device.
-        source: where the files are.
-        out: the new folder.
         progress: called with the bytes that are copied, and those of all files.
         as_code: add code by which plain transformers loads the folder, see `write_loading_code`.
         finish: called with the whole copy before it gets its name, to write its card.
@@ -263,9 +244,6 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
 
     Both folders are read, as fast as the disk allows: copying takes as long. A file that `save_patched_folder` changes
     on the way is compared by its JSON, without what is changed there.
-
-    Raises:
-        FileError: a file of the source leads out of it.
     """
     names = [name for name in list_files(source) if not _left_out(Path(name))]
     return [name for name in names if not _is_copy(source / name, out / name)]

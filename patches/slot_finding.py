@@ -27,13 +27,7 @@ from rope_ext_hf.rotary.embedding import Layout
 def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     """Every slot of a model's decoder; in a patched model the modules that were replaced count as what is there.
 
-    Args:
-        layers: the layers that a method applies to; None: those that attend to everything before them.
-
-    Raises:
-        MethodError: layers that do not exist.
-        UnsupportedModelError: no rotary embedding, one that does something no method here can replace, or layers that
-            share theirs with others.
+    `layers` are those that a method applies to; None: those that attend to everything before them.
     """
     found = rotary_modules(model)
     if not found:
@@ -61,11 +55,7 @@ _Found = tuple[nn.Module, str, nn.Module, Any]
 
 
 def rotary_modules(model: nn.Module) -> list[_Found]:
-    """The rotary modules of a model's decoder: parent, attribute, the module as loaded, the config it was built from.
-
-    Raises:
-        UnsupportedModelError: not a model of transformers.
-    """
+    """The rotary modules of a decoder: parent, attribute, the module as loaded, the config it was built from."""
     root: Any = getattr(model, "config", None)
     if not hasattr(root, "model_type"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
@@ -110,12 +100,7 @@ def _is_table(attribute: str, config: Any) -> bool:
 def _inspect(
     parent: nn.Module, attribute: str, module: nn.Module, config: Any, *, several: bool, asked: Layers | None
 ) -> Slot:
-    """The slot of a rotary module.
-
-    Args:
-        several: whether the model has further ones.
-        asked: as `find_slots` takes the layers.
-    """
+    """The slot of a rotary module, of one of several in its model, for the layers that `find_slots` takes."""
     as_loaded: dict[LayerType, ConfigRope] = {}
     layout: Layout = "bare"
     cast, log_multiplier = True, None
@@ -136,11 +121,7 @@ def _inspect(
 
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
-    """The buffer whose exponential multiplies the frequencies of a module, of the families that have one.
-
-    Raises:
-        UnsupportedModelError: the module holds something else for each pair.
-    """
+    """The buffer whose exponential multiplies the frequencies of a module, of the families that have one."""
     named = learned_log_multiplier(config.model_type)
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]
@@ -231,8 +212,7 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
     )
 
 
-_CAST = (torch.bfloat16, torch.float32)
-"""The dtypes in which cos and sin may come out where x is bfloat16."""
+_CAST = (torch.bfloat16, torch.float32)  # the dtypes in which cos and sin may come out where x is bfloat16
 
 
 def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool, tuple[int, ...] | None]:

@@ -23,38 +23,24 @@ from rope_ext_hf.rotary.phase import fixed_point
 
 @dataclass(frozen=True)
 class Slot:
-    """A rotary module in a model.
-
-    Attributes:
-        parent, attribute: where it hangs; `getattr(parent, attribute)` is `module`.
-        config: the config it was built from.
-        layers: the layers of that config.
-        as_loaded: per layer type (None: there is one for all layers) the rotary embedding that its config describes.
-        layout, cast: how its angles come out, see `RotaryEmbedding`.
-        axis_of_pair: per layer type, the axis of the positions that rotates each pair, see `RotaryEmbedding`.
-        is_table: whether the module is a table of angles instead of computing them.
-        log_multiplier: the buffer of `module` whose exponential multiplies its frequencies; None: there is none.
-        scaled_layers: the layer types that a method applies to.
-        idle: it serves no layer (Granite SWA keeps one beside those of `layer_rope_theta`).
-    """
+    """A rotary module in a model: `getattr(parent, attribute)` is `module`."""
 
     parent: nn.Module
     attribute: str
     module: nn.Module
-    config: Any
-    layers: AttentionLayers
-    as_loaded: dict[LayerType, ConfigRope]
-    layout: Layout
+    config: Any  # it was built from
+    layers: AttentionLayers  # of that config
+    as_loaded: dict[LayerType, ConfigRope]  # what its config describes
+    layout: Layout  # how its angles come out; for this and `cast` see `RotaryEmbedding`
     cast: bool
-    axis_of_pair: dict[LayerType, tuple[int, ...] | None]
-    is_table: bool
-    log_multiplier: str | None
-    scaled_layers: tuple[LayerType, ...]
-    idle: bool
+    axis_of_pair: dict[LayerType, tuple[int, ...] | None]  # see `RotaryEmbedding`
+    is_table: bool  # it is a table of angles instead of computing them
+    log_multiplier: str | None  # the buffer of `module` whose exponential multiplies its frequencies
+    scaled_layers: tuple[LayerType, ...]  # those that a method applies to
+    idle: bool  # it serves no layer (Granite SWA keeps one beside those of `layer_rope_theta`)
 
     @property
     def axes(self) -> int:
-        """How many axes its positions have."""
         return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
 
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
@@ -73,20 +59,14 @@ class Slot:
 
 @dataclass
 class ConfigSwap:
-    """A config object of a patched model.
+    """A config object of a patched model."""
 
-    Attributes:
-        patched: the copy that the model runs with.
-        original: the one it had before, which other models may share.
-        written: `patched` as the patch left it, to recognise what its user changed since.
-    """
-
-    patched: Any
-    original: Any
-    written: dict[str, Any] = field(default_factory=dict)
+    patched: Any  # the copy that the model runs with
+    original: Any  # the one it had before, which other models may share
+    written: dict[str, Any] = field(default_factory=dict)  # `patched` as the patch left it
 
     def note_written(self) -> None:
-        """Remember how `patched` is now."""
+        """Remember how `patched` is now, to recognise what its user changes."""
         plain = {key: value for key, value in vars(self.patched).items() if not hasattr(value, "model_type")}
         self.written = copy.deepcopy(plain)
 
@@ -101,27 +81,16 @@ class ConfigSwap:
 
 @dataclass
 class PatchState:
-    """One patch of a live model; every patched slot of the model holds it.
-
-    Attributes:
-        spec: the patch.
-        encoding: how a config states it.
-        rule: which reading of the config gave the context length of the model under the patch.
-        notes: what `describe` prints of the model's class and config.
-        warning: the note that `patch` warns of; None: none.
-        configs: the model's config objects.
-        below: the live patches underneath, bottom first; `unpatch` goes back to the last of them.
-        engines: what serving engines make of the saved config; None: not worked out yet (saving.py).
-    """
+    """One patch of a live model; every patched slot of the model holds it."""
 
     spec: PatchSpec
-    encoding: ConfigEncoding
-    rule: str
-    notes: tuple[str, ...]
-    warning: str | None
+    encoding: ConfigEncoding  # how a config states it
+    rule: str  # which reading of the config gave the context length of the model under the patch
+    notes: tuple[str, ...]  # what `describe` prints of the model's class and config
+    warning: str | None  # the note that `patch` warns of
     configs: list[ConfigSwap]
-    below: tuple[PatchSpec, ...] = ()
-    engines: EngineAgreement | None = None
+    below: tuple[PatchSpec, ...] = ()  # live patches underneath, bottom first; `unpatch` goes back to the last
+    engines: EngineAgreement | None = None  # what they make of the saved config; None: not worked out yet (saving.py)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -156,12 +125,7 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
 
 
 class _MultipliedRotaryEmbedding(RotaryEmbedding):
-    """The rotary module of a model that multiplies its inverse frequencies by something learned.
-
-    Args:
-        source: the module that is replaced, which goes on holding the buffer.
-        buffer: the buffer's name; its exponential multiplies the frequencies, also when other weights are loaded.
-    """
+    """The rotary module of a model that multiplies its frequencies by a learned buffer of `source`, exponentiated."""
 
     beside_attention = True  # while a model is probed for remapping methods
 
@@ -183,7 +147,6 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
 
 
 def _table(slot: Slot, axis_of_pair: tuple[int, ...] | None, method: RopeMethod, rotary: Rotary) -> RotaryEmbedding:
-    """The rotary module of one layer type in a slot."""
     arguments: dict[str, Any] = {"layout": slot.layout, "cast": slot.cast, "axis_of_pair": axis_of_pair}
     if slot.log_multiplier is not None:
         return _MultipliedRotaryEmbedding(method, rotary, source=slot.module, buffer=slot.log_multiplier, **arguments)
@@ -195,11 +158,10 @@ class PatchedSlot(nn.Module):
     """What stands in a slot while a model is patched.
 
     Args:
-        slot: the slot; its module is kept as a child, so that `.to` reaches it and unpatching is exact.
+        slot: its module is kept as a child, so that `.to` reaches it and unpatching is exact.
         method: what the scaled layers get; the others keep what their config states.
         rotary: the geometry the method works on.
-        state: what `unpatch` and `describe` read, shared by all slots of a model; None while a model is
-            probed.
+        state: shared by all slots of a model; None while a model is probed.
     """
 
     def __init__(self, slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState | None) -> None:

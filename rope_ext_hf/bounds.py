@@ -17,8 +17,7 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
-Length = int | str
-"""A number of tokens, or its text: "4096", "4k", "1M"."""
+Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 digits out of every computation
 
@@ -33,7 +32,6 @@ _raised: ContextVar[dict[str, int]] = ContextVar("raised limits", default={})  #
 
 
 def limit(name: str) -> int:
-    """The limit of this name that holds now."""
     return _raised.get().get(name, LIMITS[name])
 
 
@@ -68,16 +66,7 @@ def limits(**values: int) -> Iterator[None]:
 def whole(
     name: str, value: object, least: float = 1, most: float = math.inf, error: type[RopeExtError] = MethodError
 ) -> int:
-    """Return a value that must be a whole number; True and False are none.
-
-    Args:
-        name: what the message calls the value.
-        least, most: the smallest and the largest number allowed.
-        error: the class of the exception.
-
-    Raises:
-        MethodError, or `error`: another value.
-    """
+    """Return a value that must be a whole number within limits, by the name in the error; True and False are none."""
     if type(value) is int and least <= value <= most:
         return value
     raise error(f"{name} must be a whole number{range_text(least, most)}, got {short(repr(value))}")
@@ -95,11 +84,7 @@ def parse_length(given: None) -> None: ...
 @overload
 def parse_length(given: Length) -> int: ...
 def parse_length(given: Length | None) -> int | None:
-    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens; what is no text stays as it is.
-
-    Raises:
-        MethodError: another text.
-    """
+    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens; what is no text stays as it is."""
     if not isinstance(given, str):
         return given
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", given.strip())
@@ -110,11 +95,7 @@ def parse_length(given: Length | None) -> int | None:
 
 
 def parse_bytes(given: int | str) -> int:
-    """'80GB' (80 * 10**9) or '80GiB' (80 * 2**30) as a number of bytes; what is no text stays as it is.
-
-    Raises:
-        MethodError: another text.
-    """
+    """'80GB' (80 * 10**9) or '80GiB' (80 * 2**30) as a number of bytes; what is no text stays as it is."""
     if not isinstance(given, str):
         return given
     if (match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?G(i?)B", given.strip())) is None:
@@ -123,11 +104,7 @@ def parse_bytes(given: int | str) -> int:
 
 
 def parse_lengths(given: Length | Iterable[Length], least: int = 1) -> list[int]:
-    """One length, several, or a comma list of them.
-
-    Raises:
-        MethodError: no lengths, or one that is not a whole number of at least `least`.
-    """
+    """One length, several, or a comma list of them, each at least `least`."""
     lengths = [parse_length(part) for part in (given.split(",") if isinstance(given, str) else listed(given))]
     if not lengths:
         raise MethodError("lengths must be one or more whole numbers, got none")

@@ -1,8 +1,5 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
-    folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
-    upload(Path("longer"), "me/longer")
-
 Every failure is a CheckpointError of one line.
 """
 
@@ -35,26 +32,16 @@ WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safe
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
 _SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
-_asked: dict[str, tuple[float, bool]] = {}
-"""When a Hub was asked last, and whether it answered."""
+_asked: dict[str, tuple[float, bool]] = {}  # when a Hub was asked last, and whether it answered
 
 
 def download(
     name: str, revision: str | None = None, *, patterns: Sequence[str] = ("*",), weights: bool = False
 ) -> Path:
-    """Return the folder of huggingface_hub's cache with a model's files, after downloading those that it lacks.
+    """The folder of huggingface_hub's cache with a model's files, after downloading those that it lacks where it can.
 
-    Where the Hub cannot be reached, that is the folder as it is.
-
-    Args:
-        name: OWNER/NAME.
-        revision: branch, tag or commit; default: the branch main.
-        patterns: the files to download, weights and a copy of the model in Meta's format aside.
-        weights: whether to download the weights that would be loaded as well, in one of their formats.
-
-    Raises:
-        CheckpointError: no such repository or revision, one that needs a login, a download that is interrupted or not
-            what the Hub announced; with no Hub to ask, a model that is not in the cache.
+    The files by `patterns`, weights and a copy of the model in Meta's format aside; with `weights` also those that
+    would be loaded, in one of their formats.
     """
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -104,11 +91,8 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
     arriving = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not arriving:
         return Path(cached[files[0]].removesuffix(files[0]))
-    folder = Path(
-        snapshot_download(
-            name, revision=revision, allow_patterns=list(map(escape, files)), etag_timeout=_SECONDS_TO_ANSWER
-        )
-    )
+    patterns = list(map(escape, files))
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER))
     if missing := next((file for file in files if not (folder / file).is_file()), None):
         raise CheckpointError(f"{missing!r} of {name!r} could not be downloaded from the Hub. Try again")
     with TemporaryDirectory() as arrived:  # what was there before is neither read again nor held to be damaged
@@ -155,15 +139,7 @@ def _unreached(name: str) -> CheckpointError:
 
 
 def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times.
-
-    Args:
-        name: a folder or Hub id.
-        given: arguments of transformers, such as revision and cache_dir.
-
-    Raises:
-        CheckpointError: a Hub id that is not in the cache, and no answer.
-    """
+    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     name = str(name)
@@ -197,12 +173,7 @@ def hub_answers(endpoint: str) -> bool:
 
 
 def check_upload(name: str, *, private: bool = True) -> None:
-    """Refuse what would stop an upload, before there is anything to upload.
-
-    Raises:
-        CheckpointError: no name of a repository, a Hub that cannot be reached, nobody signed in, or a repository that
-            is public where a private one is asked for.
-    """
+    """Refuse what would stop an upload, before there is anything to upload."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -217,11 +188,7 @@ def check_upload(name: str, *, private: bool = True) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool = True) -> str:
-    """Upload a folder to a repository of the Hub, which is made where there is none; its address.
-
-    Raises:
-        CheckpointError: the Hub refuses.
-    """
+    """Upload a folder to a repository of the Hub, which is made where there is none; its address."""
     from huggingface_hub import HfApi
 
     with _upload_errors(name):

@@ -3,11 +3,6 @@
     with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
         part.write_text("{}")
 
-    source, out = Path("model"), Path("patched")
-    with atomic_folder(out, source=source, inputs=file_stamps([source / "config.json"])) as staging:
-        copy_files(source, list_files(source), staging)          # refuses links that lead out of the folder
-        write_json(staging / "config.json", config)
-
 Every failure is a FileError of one line. Nothing here depends on models.
 """
 
@@ -43,20 +38,10 @@ _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno
 _RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
 
 
-# --- names ---------------------------------------------------------------------------------------------------------
-
-
 def resolve_inside(folder: Path, name: str) -> Path:
-    """Return the path of a plain file in a folder.
+    """Return the path of a plain file in a folder, given by a relative name; links are followed first.
 
     A snapshot in the Hub's cache may link to the blobs of its own repository, and nothing else may leave the folder.
-
-    Args:
-        folder: where the file must lie, after all links are followed.
-        name: a relative path.
-
-    Raises:
-        FileError: the path leads out of the folder, or to something other than a plain file.
     """
     path = folder / name
     root = folder.resolve()
@@ -85,11 +70,7 @@ def _is_hub_snapshot(folder: Path) -> bool:
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the relative names of all files in a folder and its subfolders, sorted; caches and .git are left out.
-
-    Raises:
-        FileError: a link that leads out of the folder, or something other than a file or folder.
-    """
+    """The relative names of all files in a folder and below, sorted, without caches and .git; no link leads out."""
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -104,11 +85,7 @@ FileStamps = dict[str, tuple[str, int, int]]
 
 
 def file_stamps(paths: Iterable[Path]) -> FileStamps:
-    """Return the stamp of each file, by which a replaced one is noticed.
-
-    Raises:
-        FileError: a file that is missing or cannot be read.
-    """
+    """The stamp of each file, by which a replaced one is noticed."""
     stamps = {}
     for path in paths:
         with disk_errors(path):
@@ -118,11 +95,7 @@ def file_stamps(paths: Iterable[Path]) -> FileStamps:
 
 
 def check_destination(dst: Path, source: Path | None = None) -> None:
-    """Check that a new folder can be made here.
-
-    Raises:
-        FileError: something exists at `dst`, or it lies inside the source folder.
-    """
+    """Check that nothing exists at `dst`, and that it does not lie inside the source folder."""
     if os.path.lexists(dst):
         raise FileError(f"{str(dst)!r} exists already; give a new folder")
     if source is not None and dst.resolve().is_relative_to(source.resolve()):
@@ -132,15 +105,8 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
         )
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        FileError: missing, no regular file, too large, invalid JSON, not an object, or a key that occurs twice.
-    """
+    """Read a JSON object without repeated keys from a regular file that is not too large."""
     try:
         if path.exists() and not path.is_file():  # a device may have no end, a pipe may never begin
             raise ValueError("it is no regular file")
@@ -152,11 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Parse UTF-8 JSON that must be one object without repeated keys.
-
-    Raises:
-        ValueError, RecursionError: it is not.
-    """
+    """Parse UTF-8 JSON that must be one object without repeated keys; ValueError or RecursionError where it is not."""
 
     def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
@@ -177,11 +139,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text whole or not at all, whatever names it holds; the path.
-
-    Raises:
-        FileError: anything the disk refuses.
-    """
+    """Write a text whole or not at all, whatever names it holds; the path."""
     with atomic_file(path) as part:
         part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
     return path
@@ -193,11 +151,7 @@ def json_digest(value: Any) -> str:
 
 
 def check_regular(folder: Path) -> None:
-    """Check that whatever stands in a folder is a file or a folder, or leads to one; no folder, no check.
-
-    Raises:
-        FileError: a device, which may have no end, or a pipe, which may never begin.
-    """
+    """Refuse a device, which may have no end, and a pipe, which may never begin, in a folder, if there is one."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; remove it")
@@ -209,15 +163,8 @@ def json_text(value: Any) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
-    """Copy files of one folder, given by relative name, into another; links are followed, permissions kept.
-
-    Raises:
-        FileError: a name that leads out of the source.
-    """
+    """Copy files of one folder, given by relative name, into another; links are followed, permissions kept."""
     for name in names:
         copy = target / name
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -231,14 +178,7 @@ def copy_mode(source: Path, target: Path) -> None:
 
 
 def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance: Callable[[int], None]) -> None:
-    """Append bytes begin..end of one open file to another, inside the kernel where it supports that.
-
-    Args:
-        advance: called with the bytes of every block.
-
-    Raises:
-        FileError: the source ends before `end`.
-    """
+    """Append bytes begin..end of one open file to another, inside the kernel where it supports that, block by block."""
     at = begin
     while at < end:
         count = min(COPY_BLOCK, end - at)
@@ -256,17 +196,9 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance
         advance(copied)
 
 
-# --- whole or not at all -------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
-    """Convert OSError to FileError.
-
-    Args:
-        path: named in the message where the error names no file.
-        advice: what to do about a full disk.
-    """
+    """Convert OSError to FileError; `path` is named where the error names no file, `advice` for a full disk."""
     try:
         yield
     except OSError as error:
@@ -276,12 +208,7 @@ def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
 
 
 def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
-    """Raise FileError where an error means a full disk.
-
-    Args:
-        path: what was written, on that disk; None: unknown.
-        advice: what to do about it.
-    """
+    """Raise FileError where an error means that the disk of `path` is full; None: an unknown one."""
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise FileError(f"a disk is full; {advice}") from error
     if error.errno == errno.EDQUOT:
@@ -305,14 +232,8 @@ def fsync_path(path: Path) -> None:
 def atomic_file(path: Path, *, fsync: bool = True) -> Iterator[Path]:
     """Yield a path to write to, which is renamed to `path` at the end; after an exception `path` is as it was.
 
-    A link at `path` is replaced, not followed. A file that is replaced passes its permissions on.
-
-    Args:
-        fsync: wait for the disk. False inside `atomic_folder`, which does that, and names the disk's errors, for
-            everything in it.
-
-    Raises:
-        FileError: a device or a pipe, or anything the disk refuses.
+    A link at `path` is replaced, not followed. A file that is replaced passes its permissions on. `fsync` is False
+    inside `atomic_folder`, which waits for the disk, and names the disk's errors, for everything in it.
     """
     stem = path.name[:60]  # of a name as long as the disk allows
     part = path.with_name(f"{stem}.{secrets.token_hex(4)}.part")  # two processes may write the same file
@@ -355,13 +276,8 @@ def atomic_folder(
         source: the folder that is read; `dst` must not lie inside it.
         inputs: stamps of the files that are read, taken before they were. A change during the writing is an error.
         size: bytes that will be written, for a check of the free space.
-        plan: JSON-ready settings of a run that may be resumed, whose staging folder then outlives an exception.
-            None: nothing to resume, and an exception removes the staging folder.
+        plan: JSON-ready settings of a run that may be resumed, whose staging folder outlives an exception; else None.
         resume: continue in the staging folder of an interrupted run with the same plan and inputs.
-
-    Raises:
-        FileError: `dst` exists or lies in the source, another process is writing it, the plan or an input changed,
-            there is no room; later anything the disk refuses.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")
     with disk_errors(dst, "make room and go on with resume, or choose another place" if plan else _RETRY):

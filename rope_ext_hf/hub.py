@@ -1,10 +1,6 @@
 """A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
 
-    folder = model_folder("reference")
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
-    model = load_model("reference", device="auto")
-    tokenizer = load_tokenizer("reference")
-    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """
@@ -27,18 +23,15 @@ from rope_ext_hf.files import check_full, disk_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
-from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.loading import empty_model, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-_SAMPLES, _SAMPLED_BYTES = 256, 4096
-"""Blocks of a file of weights that count for its digest, and the bytes of each."""
+_SAMPLES, _SAMPLED_BYTES = 256, 4096  # blocks of a file of weights that count for its digest, and the bytes of each
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
@@ -53,11 +46,7 @@ _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
 
 
 def model_source(name: str | Path) -> str:
-    """What transformers' `from_pretrained` takes for this name.
-
-    Raises:
-        CheckpointError: a path where there is no folder.
-    """
+    """What transformers' `from_pretrained` takes for this name."""
     source = str(folder_of(name))
     if not source:
         raise CheckpointError("an empty name is no model; give a folder, a Hub id or 'reference'")
@@ -74,16 +63,7 @@ def model_source(name: str | Path) -> str:
 
 
 def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model; a Hub repository is downloaded, of its weights the files that would be loaded.
-
-    Args:
-        name: a folder, a Hub id, or "reference".
-        revision: branch, tag or commit on the Hub.
-        weights: False: of a Hub repository, what its config needs is enough.
-
-    Raises:
-        CheckpointError: no such folder, and no such repository on the Hub, or one that cannot be downloaded.
-    """
+    """The local folder of a model; a Hub repository is downloaded, its weights too unless its config is enough."""
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)
@@ -91,28 +71,16 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
 
 
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
-    """The commit of a Hub id; None for a folder.
-
-    Raises:
-        CheckpointError: as `model_folder`.
-    """
     if _is_folder(Path(model_source(name))):
         return None
     return model_folder(name, revision=revision, weights=False).name
 
 
 def source_digest(name: str | Path, *, revision: str | None = None) -> str:
-    """A digest of a model by its name, in milliseconds: of a Hub id its commit, of a folder its files.
+    """A digest of a model by its name, in milliseconds: of a Hub id its commit, of a folder its files; 64 hex digits.
 
     JSON files count whole; of a file of weights its size and `_SAMPLES` blocks spread over it do, so that another
     training is seen, and an edit between two blocks is not.
-
-    Returns:
-        64 hexadecimal digits.
-
-    Raises:
-        CheckpointError: as `model_folder`.
-        FileError: a file that cannot be read.
     """
     if (commit := model_commit(name, revision=revision)) is not None:
         return hashlib.sha256(f"{name} {commit}".encode()).hexdigest()
@@ -141,16 +109,8 @@ def _locate(
 ) -> tuple[str, dict[str, Any]]:
     """`model_source` of a name, and arguments that make transformers find it; what is on the Hub is downloaded before.
 
-    Args:
-        name: of an adapter, its base model is found too.
-        revision: branch, tag or commit on the Hub.
-        patterns: which files are needed.
-        trust_remote_code: whether code that comes with the model may run; it may be in further repositories.
-        weights: whether weights are needed too.
-
-    Raises:
-        CheckpointError: no such repository, or one that cannot be downloaded; with no Hub to ask, one that is not in
-            the cache.
+    Of an adapter the base model is found too. `patterns` are the files that are needed; code that comes with the model
+    may be in further repositories.
     """
     from huggingface_hub import constants
 
@@ -179,45 +139,10 @@ def _exists(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110 - as above
 
 
-_WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weights"
-
-
-def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config, of the class that `from_pretrained` would load, on the meta device.
-
-    It has modules and shapes, but no weights.
-
-    Raises:
-        CheckpointError: no such model can be built, or it would have more layers or wider heads than any model has.
-    """
-    try:
-        loader = class_to_load(config)
-        check_sizes(config)
-        with torch.device("meta"):
-            if hasattr(loader, "_model_mapping"):
-                model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
-            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
-            elif getattr(loader, "config_class", None) is None:
-                raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
-            else:
-                model = loader._from_config(config)
-        if next(model.parameters(), None) is None:
-            raise CheckpointError(_WITHOUT_WEIGHTS.format(type(model).__name__))
-    except RopeExtError:
-        raise
-    except Exception as error:  # model classes raise anything on bad values
-        raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
-    return model
-
-
 def read_config(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id before any patch, and the record of the patch; of an adapter its base model's.
-
-    Raises:
-        CheckpointError: no such model.
-    """
+    """The config of a folder or Hub id before any patch, and the record of the patch; of an adapter its base's."""
     source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
         config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
@@ -225,11 +150,7 @@ def read_config(
 
 
 def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder or Hub id on the meta device, patched as the folder records; the base model of an adapter.
-
-    Raises:
-        CheckpointError: no such model, or weights in a pairing that its class does not run.
-    """
+    """The model of a folder or Hub id on the meta device, patched as the folder records; of an adapter its base."""
     config, record = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with loading(f"the model {short(str(name))!r}"):
         model = empty_model(config, trust_remote_code=trust_remote_code)
@@ -248,19 +169,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The model of a folder or Hub id with its weights, patched as its folder records, in evaluation mode.
 
-    An adapter stands on its base model, in a peft.PeftModel.
-
-    Args:
-        name: a folder, a Hub id, or "reference".
-        dtype: a dtype, or what `find_dtype` takes.
-        device: see `find_device`; with a device map, the map decides.
-        device_map: as in transformers.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
-
-    Raises:
-        CheckpointError: no such model, or a damaged one.
-        MethodError: an unknown dtype, or a device that cannot be used.
+    An adapter stands on its base model, in a peft.PeftModel. A device map of transformers decides over `device`.
     """
     kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
     source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
@@ -275,30 +184,18 @@ def load_model(
 
 
 def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """A model that is given by its name, loaded by `load_model`; a model in memory as it is.
-
-    Raises:
-        CheckpointError: no such model.
-    """
+    """A model that is given by its name, loaded by `load_model`; a model in memory as it is."""
     return load_model(model) if isinstance(model, (str, Path)) else model
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
-    """Whether a folder or Hub id holds an adapter of PEFT and no model.
-
-    Raises:
-        CheckpointError, FileError: a damaged adapter, or nothing of this name.
-    """
+    """Whether a folder or Hub id holds an adapter of PEFT and no model."""
     source, options = _locate(name, revision, _CONFIG_FILES)
     return find_adapter(source, **options) is not None
 
 
 def find_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of that name; "auto" (as saved) stays as it is.
-
-    Raises:
-        MethodError: an unknown name.
-    """
+    """The torch dtype of that name; "auto" (as saved) stays as it is."""
     if name not in _DTYPES:
         raise MethodError(
             f"unknown dtype {short(name)!r}.{did_you_mean(name, _DTYPES)} Known dtypes: {', '.join(_DTYPES)}"
@@ -307,22 +204,14 @@ def find_dtype(name: str) -> torch.dtype | str:
 
 
 def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
-    """The torch dtype that the weights of a model would have, loaded in that of this name.
-
-    Raises:
-        MethodError: an unknown name.
-    """
+    """The torch dtype that the weights of a model would have, loaded in that of this name."""
     dtype = find_dtype(name)
     own: torch.dtype = getattr(empty.config, "dtype", None) or empty.dtype
     return own if isinstance(dtype, str) else dtype
 
 
 def find_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is the GPU if there is one, else the CPU.
-
-    Raises:
-        MethodError: a device that cannot be used here.
-    """
+    """The torch device of that name; "auto" is the GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -336,11 +225,7 @@ def find_device(name: str) -> torch.device:
 def load_tokenizer(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's weights; of an adapter without one, its base model's.
-
-    Raises:
-        CheckpointError: no name, or no usable tokenizer there.
-    """
+    """The tokenizer beside a model's weights; of an adapter without one, its base model's."""
     from transformers import AutoTokenizer
 
     if not str(name):
@@ -369,11 +254,7 @@ _TOKEN_COUNTS = frozenset({"extra_ids", "offset", "num_madeup_words"})
 
 
 def _check_token_settings(source: str, options: dict[str, Any]) -> None:
-    """Check the names of the settings of special tokens, which tokenizers prints as they stand, and their number.
-
-    Raises:
-        CheckpointError: a name with control characters, which would reach the terminal; more tokens than any model has.
-    """
+    """Refuse names of settings that would bring control characters to the terminal, and too many tokens."""
     from transformers.utils import cached_file
 
     where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
@@ -405,10 +286,9 @@ def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
 @contextmanager
 def foreign_errors(failure: str) -> Iterator[None]:
-    """Inside, every exception becomes a CheckpointError of one line that begins with what failed.
+    """Inside, every exception but ours becomes a CheckpointError of one line that begins with what failed.
 
-    For work on files that others made: readers of configs, tokenizers and weights, and model classes, raise anything
-    where a file is damaged. Errors of this package pass through as they are.
+    For files that others made: readers of configs, tokenizers and weights, and model classes, raise anything on damage.
     """
     try:
         yield
@@ -423,7 +303,6 @@ def foreign_errors(failure: str) -> Iterator[None]:
 
 
 def loading(what: str) -> AbstractContextManager[None]:
-    """`foreign_errors` for what is being loaded."""
     return foreign_errors(f"{what} could not be loaded")
 
 

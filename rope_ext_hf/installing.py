@@ -2,8 +2,8 @@
 
     install_command("eval")        # pip install '/home/me/rope_ext_hf[eval]', for a package installed from that folder
 
-A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run. So the name
-stands alone in a command only where the installed package itself came from an index.
+A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run: it stands alone
+in a command only where the installed package itself came from an index.
 """
 
 from __future__ import annotations
@@ -20,12 +20,7 @@ NAME = "rope-ext-hf"
 
 
 def install_command(extra: str = "", *options: str) -> str:
-    """The pip command that installs this package from where the running one came from (PEP 610).
-
-    Args:
-        extra: what is installed with it; empty: nothing.
-        options: of pip, such as --no-deps.
-    """
+    """The pip command that installs this package, with an extra, from where the running one came from (PEP 610)."""
     return " ".join(["pip install", *options, *_source(f"[{extra}]" if extra else "")])
 
 

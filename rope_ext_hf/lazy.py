@@ -11,12 +11,7 @@ from typing import Any
 
 
 def lazy_names(package: str, *others: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package, from the imports under its `if TYPE_CHECKING`.
-
-    Args:
-        package: its name; its `__init__.py` is read.
-        *others: names that are there already.
-    """
+    """`__all__`, `__getattr__` and `__dir__` of a package: the imports under its `if TYPE_CHECKING`, and `others`."""
     source = pkgutil.get_data(package, "__init__.py") or b""
     blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
     modules = {

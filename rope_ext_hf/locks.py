@@ -1,8 +1,5 @@
 """The lock of a folder: held by one process, and released by the kernel however that process ends.
 
-    with locked(folder / "run.0.lock", folder):
-        ...
-
 A second process does not wait: it is told which process holds the lock.
 """
 
@@ -24,15 +21,7 @@ _SIGNED = "process "
 
 @contextmanager
 def locked(path: Path, folder: Path) -> Iterator[None]:
-    """Hold a lock file, which states the process that holds it.
-
-    Args:
-        folder: what the lock is for; named in the error.
-
-    Raises:
-        FileError: another process holds the lock.
-        OSError: anything the disk refuses.
-    """
+    """Hold a lock file for a folder, which states the process that holds it; a FileError where another process does."""
     lock, holder = FileLock(path), _read(path)  # read before: an older filelock empties the file when it tries
     try:
         lock.acquire(timeout=0)

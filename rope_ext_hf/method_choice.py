@@ -1,7 +1,5 @@
 """Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
 
-    choice = MethodChoice(method=["yarn", "ntk"], factor="4,8")
-
 `rope_ext_hf.patches.choosing` makes methods of it. Nothing here imports torch, so that --help answers at once.
 """
 
@@ -23,21 +21,14 @@ def _parts(given: Any) -> list[Any]:
 
 
 def _methods(given: Any) -> tuple[Any, ...]:
-    if not (methods := [part for part in _parts(given) if part != ""]) and given not in (
-        None,
-        (),
-        [],
-    ):  # of a script whose variable is empty, say
+    methods = tuple(part for part in _parts(given) if part != "")
+    if not methods and given not in (None, (), []):  # of a script whose variable is empty, say
         raise MethodError("--method names no method; leave it out to have the model as loaded")
-    return tuple(methods)
+    return methods
 
 
 def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
-    """One number or several, comma lists among them, all finite.
-
-    Raises:
-        MethodError: anything else; the message shows the option and an example.
-    """
+    """One number or several, comma lists among them, all finite; the error shows the option and an example."""
     parts = _parts(given)
     try:
         numbers = tuple(map(float, parts))
@@ -48,10 +39,6 @@ def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
         if not abs(number) <= MOST_TOKENS:
             raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
     return numbers
-
-
-def _factors(given: Any) -> tuple[float, ...]:
-    return parse_numbers("--factor", given, "2,4,8")
 
 
 def _layers(given: Any) -> tuple[str | int, ...]:
@@ -79,7 +66,7 @@ class MethodChoice(Question):
     factor: tuple[float, ...] | Any = asked(
         (),
         "Extended length / context length, e.g. 8; 4,8 compares two.",
-        parse=_factors,
+        parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
         repeated=True,
         metavar="NUMBERS",
         instead_of=("target_length",),
@@ -111,14 +98,7 @@ class MethodChoice(Question):
         return {"over": self.over, "context_length": self.context_length}
 
     def check(self, *, factor_alone: bool = False) -> None:
-        """Refuse parameters that no method was given for.
-
-        Args:
-            factor_alone: whether a factor may stand without a method, for a command that has methods of its own.
-
-        Raises:
-            MethodError: a factor, a length or another parameter without a method.
-        """
+        """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""
         options = ["--target-length"] if self.target_length else []
         options += ["--factor"] if self.factor and not factor_alone else []
         options += [f"--{name.replace('_', '-')}" for name in self.parameters]
@@ -134,11 +114,7 @@ class PatchChoice(MethodChoice):
     """One method with one factor."""
 
     def check_single(self, *, required: bool = False) -> None:
-        """Refuse several methods or factors, and options that no method was given for.
-
-        Raises:
-            MethodError: one of these, or no method where one is required.
-        """
+        """Refuse several methods or factors, and options that no method was given for."""
         self.check()
         if required and not self.method:
             raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")

@@ -28,41 +28,22 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Asked:
-    """How one field of a question is asked for.
+    """How one field of a question is asked for."""
 
-    Attributes:
-        help: what it is, in the help of the command.
-        metavar: what its value is called there.
-        names: of the option, such as `--budget`; default: the field's name.
-        parse: makes its value of what is given, a text or a value; default: the value as it is.
-        show: makes the text of an option of its value.
-        typed: the default of the option, where another one than in Python.
-        least, most: a number, or each of several, is within these.
-        among: the texts that are allowed.
-        repeated: whether the option may be given several times.
-        option: whether the command has it.
-        instead_of: the fields that say the same in another way: of these and this one, one is given.
-    """
-
-    help: str
-    metavar: str | None = None
-    names: tuple[str, ...] = ()
-    parse: Callable[[Any], Any] | None = None
-    show: Callable[[Any], str] | None = None
-    typed: Any = ...
-    least: float = -math.inf
-    most: float = math.inf
-    among: tuple[str, ...] = ()
-    repeated: bool = False
-    option: bool = True
-    instead_of: tuple[str, ...] = ()
+    help: str  # what it is, in the help of the command
+    metavar: str | None = None  # what its value is called there
+    names: tuple[str, ...] = ()  # of the option, such as `--budget`; default: the field's name
+    parse: Callable[[Any], Any] | None = None  # makes its value of what is given; default: the value as it is
+    show: Callable[[Any], str] | None = None  # makes the text of an option of its value
+    typed: Any = ...  # the default of the option, where another one than in Python
+    least: float = -math.inf  # a number, or each of several, is from this
+    most: float = math.inf  # to this
+    among: tuple[str, ...] = ()  # the texts that are allowed
+    repeated: bool = False  # whether the option may be given several times
+    option: bool = True  # whether the command has it
+    instead_of: tuple[str, ...] = ()  # the fields that say the same in another way: one of all is given
 
     def value(self, field: Field[Any], given: Any) -> Any:
-        """The value of a field, of what is given for it.
-
-        Raises:
-            MethodError: a value of another kind, or outside the limits; the message names the field.
-        """
         if given is None and not self.parse:
             return None
         value = given if self.parse is None else self.parse(given)
@@ -72,11 +53,7 @@ class Asked:
         return value
 
     def check(self, name: str, kind: str, value: Any) -> None:
-        """Refuse a value of another kind, or outside the limits.
-
-        Raises:
-            MethodError: it is.
-        """
+        """Refuse a value of another kind, or outside the limits; the message names the field."""
         if self.among and value not in self.among:
             raise MethodError(f"{name} must be {' or '.join(map(repr, self.among))}, got {short(repr(value))}")
         number = type(value) is int or (kind == "float" and type(value) is float)
@@ -94,14 +71,11 @@ def asked(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argpar
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a model, or done to it.
+    """What is asked of a model, or done to it; a MethodError names a field of another kind or outside its limits.
 
     Attributes:
         PANEL: the title under which the help of a command lists the fields; None: among the other options.
         command: the command of `rope-ext` that asks it; empty: it is a part of what a command asks.
-
-    Raises:
-        MethodError: a value of another kind or outside its limits; the message names the field.
     """
 
     PANEL: ClassVar[str | None] = None
@@ -131,7 +105,6 @@ class Question:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The values of its fields."""
         return {each.name: getattr(self, each.name) for each, _ in self.how_asked()}
 
     @property
@@ -183,11 +156,7 @@ def anything(given: Any) -> Any:
 
 
 def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
-    """What parses one value, a comma list or several values, each by `kind`; None stays None.
-
-    Raises (what it returns):
-        MethodError: a part that `kind` refuses.
-    """
+    """What parses one value, a comma list or several values, each by `kind`; None stays None."""
 
     def parse(given: Any) -> tuple[Any, ...] | None:
         if given is None:
@@ -202,18 +171,11 @@ def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | Non
 
 
 def command_line(command: str, *arguments: object, **options: object) -> str:
-    """A command of `rope-ext` as it is typed in a shell.
-
-    Args:
-        command: its name.
-        *arguments: its arguments.
-        **options: by their names in Python; what is None, False or empty is left out.
-    """
+    """A command of `rope-ext` as it is typed; options by their names in Python, without None, False and empty ones."""
     return shell_line(command_words(command, *arguments, **options))
 
 
 def shell_line(words: Sequence[str]) -> str:
-    """The words of a command as they are typed in a shell."""
     return f"rope-ext {shlex.join(words)}"
 
 

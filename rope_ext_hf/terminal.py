@@ -16,8 +16,7 @@ from rope_ext_hf.errors import printable
 
 Rows = Sequence[Sequence[str]]
 """The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
-_fixed: list[int] = []
-"""Columns that count instead of the terminal's; the last ones do."""
+_fixed: list[int] = []  # columns that count instead of the terminal's; the last ones do
 
 
 @contextmanager
@@ -41,12 +40,7 @@ def line_width() -> int:
 
 
 def wrapped(text: str, first: str = "", then: str | None = None) -> str:
-    """Sentences on lines of `line_width`; words such as paths stay whole.
-
-    Args:
-        first: stands before the text.
-        then: stands before its further lines; None: blanks.
-    """
+    """Sentences on lines of `line_width` behind `first`, and then behind `then` or blanks; long words stay whole."""
     return textwrap.fill(
         text,
         max(line_width(), len(first) + 20),
@@ -60,9 +54,7 @@ def wrapped(text: str, first: str = "", then: str | None = None) -> str:
 def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
     """Rows in columns; where these are wider than the terminal, cells take several lines.
 
-    Args:
-        rows: as many cells each.
-        align: "l" or "r" for each column; the last one holds for all further columns.
+    `align` has "l" or "r" for each column; the last one holds for all further columns.
     """
     table = Table.grid(padding=(0, 2))
     for row in rows:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import json
 import math
 import re
 import shlex
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from docs import links, make_figures
+from docs import links, make_figures, site
 from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
@@ -335,6 +337,20 @@ def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     assert page.count("| yarn |") == 3
 
 
+MODULES = [*ROOT.glob("rope_ext_hf/*/*.py"), *ROOT.glob("rope_ext_hf/*.py")]
+WITH_EXAMPLES = sorted(str(file.relative_to(ROOT)) for file in MODULES if ">>> " in file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(file: str) -> None:
+    module = import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    result = doctest.testmod(
+        module, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
+    assert result.attempted
+    assert not result.failed
+
+
 # --- links ----------------------------------------------------------------------------------------------------------
 
 
@@ -360,6 +376,11 @@ def test_relative_links_become_absolute() -> None:
     )
     above = links.absolute_links("[a](b.md) [c](../d/e.py)", "https://p.org/q", "docs", only_above=True)
     assert above == "[a](b.md) [c](https://p.org/q/blob/main/d/e.py)"
+
+
+def test_names_of_options_stay_in_one_piece_on_the_site() -> None:
+    page = site.on_page_content("<p>a--b <code>ppl MODEL --max-spans 3</code></p>")
+    assert page == '<p>a--b <code>ppl MODEL <span class="option">--max-spans</span> 3</code></p>'
 
 
 def test_the_address_stands_in_one_place() -> None:

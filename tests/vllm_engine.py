@@ -85,21 +85,8 @@ EXPERTS: dict[str, Any] = {
     "sliding_window": 64,
     "rope_parameters": YARN | {"truncate": False},
 }
-LATENT: dict[str, Any] = {
+LATENT: dict[str, Any] = json.loads((Path(__file__).parent / "support" / "latent.json").read_text()) | {
     "num_key_value_heads": 2,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 64,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 64,
-    "topk_method": "noaux_tc",  # as published: vLLM reads it
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
 LISTS: dict[str, Any] = {

@@ -45,21 +45,7 @@ PLUGIN: dict[str, Any] = {
     "inv_freq": json.dumps([10000.0 ** (-2 * i / 64) / divisor for i, divisor in enumerate(DIVISORS)]),
     "attention_factor": 1.1,
 }
-LATENT: dict[str, Any] = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 64,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 64,
-    "topk_method": "noaux_tc",
-}
+LATENT: dict[str, Any] = json.loads((Path(__file__).parent / "support" / "latent.json").read_text())
 WINDOWS: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 256, "query_pre_attn_scalar": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2},

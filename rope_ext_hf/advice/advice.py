@@ -20,49 +20,29 @@ _MEMORY = "Every generated token reads those of its own input once; weights and 
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Memory of keys and values.
+    """Memory of keys and values."""
 
-    Attributes:
-        dtype: "float32", "bfloat16" (and float16) or "8 bits".
-        batch: inputs at a time.
-        tokens: tokens of each input.
-        bytes: of all of them together.
-    """
-
-    dtype: str
-    batch: int
-    tokens: int
-    bytes: int
+    dtype: str  # "float32", "bfloat16" (and float16) or "8 bits"
+    batch: int  # inputs at a time
+    tokens: int  # of each input
+    bytes: int  # of all of them together
 
 
 @dataclass(frozen=True)
 class MethodAdvice:
-    """One method for a model and a length.
-
-    Attributes:
-        method: its name.
-        kind: "static", "length-dependent", "remapping" or "trained".
-        fits: whether it helped a measured model at this length, without training.
-        why: where it helped.
-        measured: how much the loss rose at this length, by the model that it was measured on, in bits per byte.
-        short_inputs: the effect on inputs within the context length, in words.
-        decode, when: see `Guidance`.
-        purposes: the goals that the method is a candidate for; names of `PURPOSES`.
-        engines: how each engine serves it, by the engine's name; None: it refuses.
-        refusals: why, by the engine's name.
-    """
+    """One method for a model and a length."""
 
     method: str
-    kind: str
-    fits: bool
-    why: str
-    measured: dict[str, float]
-    short_inputs: str
-    decode: str
-    when: str
-    purposes: tuple[str, ...]
-    engines: dict[str, str | None]
-    refusals: dict[str, str]
+    kind: str  # "static", "length-dependent", "remapping" or "trained"
+    fits: bool  # whether it helped a measured model at this length, without training
+    why: str  # where it helped
+    measured: dict[str, float]  # how much the loss rose here in bits per byte, by the model it was measured on
+    short_inputs: str  # the effect on inputs within the context length, in words
+    decode: str  # as in `Guidance`
+    when: str  # as in `Guidance`
+    purposes: tuple[str, ...]  # the goals that it is a candidate for; names of `PURPOSES`
+    engines: dict[str, str | None]  # how each engine serves it, by its name; None: it refuses
+    refusals: dict[str, str]  # why, by the engine's name
 
     @property
     def rises(self) -> str:
@@ -109,7 +89,6 @@ class Advice(ShownAsTables):
     on_gpus: GPUMemory | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
     @property
@@ -128,7 +107,6 @@ class Advice(ShownAsTables):
 
     @property
     def _helped(self) -> Rows:
-        """The methods that fit, with what was measured."""
         head = ("helped", "kind", "inputs within the context length", "rise at this length")
         rows = [(m.method, m.kind, m.short_inputs, m.rises) for m in self.methods if m.fits]
         return [head, *rows] if rows else []
@@ -182,7 +160,7 @@ class Advice(ShownAsTables):
             wrapped(
                 "A rise is in bits per byte, over the loss of the model as loaded at its context length. They do not "
                 "agree, and what decides it is not known: they differ in size, text, dims and base. Which candidate "
-                "reads best here is known when it is measured, by the first command below.",
+                "reads best here is known when it is measured, by the first command below."
             )
         )
         if fitting:

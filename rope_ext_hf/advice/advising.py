@@ -18,7 +18,7 @@ from rope_ext_hf.advice.reported import Reported, reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
-from rope_ext_hf.hub import empty_model, foreign_errors
+from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
@@ -28,6 +28,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
@@ -36,12 +37,10 @@ from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_target, open_model
 
-_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
-"""Bytes of a number by dtype; float16 has those of bfloat16."""
+_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
-_MEASURED_SPANS = 8
-"""Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
+_MEASURED_SPANS = 8  # of every length, in the commands that measure: enough to compare methods, and no whole corpus
 _SUSTAINED = 1e14
 """Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
@@ -141,12 +140,6 @@ def _sliding_rope(opened: Model) -> Any:
 
 
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
-    """The memory of every dtype, batch and length.
-
-    Raises:
-        CheckpointError: a config without the sizes of its heads.
-        ServingError: it has no layers.
-    """
     with foreign_errors("the sizes of the heads cannot be read from this config"):
         if not cached_layers(config):
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")
@@ -164,10 +157,9 @@ def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The candidates at this length, by purpose: those that helped a measured model. They are not ranked.
+    """The candidates by purpose, not ranked: those that helped a measured model at this length; for fine-tuning any.
 
-    Where no candidate for serving helped, they are the methods that did and that a server runs. Fine-tuning needs no
-    measurement.
+    Where no candidate for serving helped, they are the methods that did and that a server runs.
     """
 
     servers = list_engines().keys() - {_OWN_PROCESS}
@@ -191,10 +183,9 @@ class _Planner:
     def __init__(
         self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
     ) -> None:
-        self.name = name
-        self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
-        given = {key: value for key, value in underneath.items() if value not in (None, "own")}
-        self.options = given
+        self.opened, self.name, self.rotary, self.target_length = opened, name, rotary, target_length
+        self.underneath = underneath
+        self.options = {key: value for key, value in underneath.items() if value not in (None, "own")}
         self.configs: dict[tuple[str, str], ServingConfig] = {}
         self.refusal = ""
 
@@ -281,11 +272,8 @@ class _Planner:
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
         """A method that helped, by the engine that serves it; a candidate for serving where there is one."""
         ordered = sorted([each for each in methods if each.fits], key=lambda each: SERVING not in each.purposes)
-        served: dict[str, str] = {}
-        for engine in list_engines():
-            names = [each.method for each in ordered if each.engines.get(engine)]
-            if names:
-                served[engine] = names[0]
+        names = {each: [one.method for one in ordered if one.engines.get(each)] for each in list_engines()}
+        served = {engine: own[0] for engine, own in names.items() if own}
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
     def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:
@@ -324,7 +312,6 @@ class _Planner:
         server: GPUServer | None,
         on_gpus: GPUMemory | None,
     ) -> dict[str, tuple[str, ...]]:
-        """The commands to run next, by their goal."""
         model, target = self.name, self.target_length
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys(name for names in choices.values() for name in names))
@@ -377,7 +364,6 @@ def _kind(method: RopeMethod) -> str:
 
 
 def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingConfig) -> Iterable[str]:
-    """The commands that lead to a running server."""
     yield command_line("serve-config", model, **asked, engine=engine)
     if config.gguf_keys:
         yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)

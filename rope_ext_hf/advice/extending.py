@@ -1,8 +1,4 @@
-"""From a model and a length to a folder that an engine serves: which steps, and what the measurement among them says.
-
-plan = plan_extension("Qwen/Qwen3-8B", Extending(target_length="128k", engine="vllm"))
-print(plan.method, plan.reason, *plan.steps, sep="\n")
-"""
+"""From a model and a length to a folder that an engine serves: which steps, and what the measurement between says."""
 
 from __future__ import annotations
 
@@ -36,44 +32,28 @@ from rope_ext_hf.serving.target import needs_nothing, open_model
 
 _UNIT = "bits per byte"
 
-_SHORT_INPUTS = 4
-"""The shortest inputs that are measured have the context length over this."""
+_SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
 _CHARACTERS = 6
 """Characters of a document of the default text, for each token of the target length: more than tokens have."""
 
 
 @dataclass(frozen=True)
 class Extension:
-    """How a model is extended and served.
-
-    Attributes:
-        model, engine: what is extended, and for which engine.
-        method: the method, by name.
-        target_length, context_length: tokens; the factor is one over the other.
-        reason: why this method, in words.
-        expected: what it costs inputs within the context length by the measurements of this package, in words.
-        expectations: by length, how much the loss rises there over that of the model as loaded at the context length on
-            each small model that was measured, in bits per byte; the context length and the target length.
-        lengths: the lengths in tokens that are measured, the context length and the target length last.
-        out: the folder that is written.
-        patch: the method, as it is patched in.
-        perplexity: what is measured before; None: nothing.
-        steps: the words of the commands that do it, by name: ppl (where it is measured), patch and serve-config.
-    """
+    """How a model is extended and served."""
 
     model: str
     engine: str
-    method: str
+    method: str  # by name
     target_length: int
-    context_length: int
-    reason: str
-    expected: str
-    expectations: dict[int, tuple[float, ...]]
-    lengths: tuple[int, ...]
-    out: str
-    patch: LayerChoice
-    perplexity: Perplexity | None
-    steps: dict[str, list[str]]
+    context_length: int  # in tokens as well; the factor is one over the other
+    reason: str  # why this method, in words
+    expected: str  # what it costs inputs within the context length by our measurements, in words
+    expectations: dict[int, tuple[float, ...]]  # by length, rises on the small models, bits per byte
+    lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
+    out: str  # the folder that is written
+    patch: LayerChoice  # the method, as it is patched in
+    perplexity: Perplexity | None  # what is measured before; None: nothing
+    steps: dict[str, list[str]]  # words of commands: ppl where it is measured, patch, serve-config
 
     @property
     def commands(self) -> dict[str, str]:
@@ -81,7 +61,6 @@ class Extension:
         return {name: shell_line(words) for name, words in self.steps.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("patch", "perplexity")
         }
@@ -93,26 +72,16 @@ class ExtensionVerdict:
 
     All numbers are in bits per byte, means over documents that weigh alike, paired: where one long document weighs as
     much as all others, little is known of the mean by tokens.
-
-    Attributes:
-        method: what was measured, by name.
-        context_length, target_length: tokens.
-        change: how much the loss at the target length changes, compared with the model as loaded there.
-        prices: how much the loss changes, by length up to the context length.
-        balances: the change at the target length and the price together, by length; above 0 the price is above the
-            gain.
-        rises: how much the loss with the method is above that of the model as loaded at the context length, by length.
-        expectations: the same on each small model that was measured.
     """
 
-    method: str
+    method: str  # by name
     context_length: int
     target_length: int
-    change: Estimate | None
-    prices: Mapping[int, Estimate | None]
-    balances: Mapping[int, Estimate | None]
-    rises: Mapping[int, Estimate | None]
-    expectations: Mapping[int, Sequence[float]]
+    change: Estimate | None  # of the loss at the target length, over the model as loaded there
+    prices: Mapping[int, Estimate | None]  # the change, by length up to the context length
+    balances: Mapping[int, Estimate | None]  # change and price together, by length; above 0: no gain is left
+    rises: Mapping[int, Estimate | None]  # of the loss over the model as loaded at the context length
+    expectations: Mapping[int, Sequence[float]]  # the same rises on each small model
 
     @property
     def refusal(self) -> str:
@@ -130,7 +99,6 @@ class ExtensionVerdict:
 
     @property
     def sentences(self) -> list[str]:
-        """The gain, the prices, and what was expected."""
         gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=_UNIT)}"
         prices = [f"at {length:,} tokens it is {verdict(price, unit=_UNIT)}" for length, price in self.prices.items()]
         items = 0 if self.change is None else self.change.items
@@ -164,7 +132,6 @@ class ExtensionVerdict:
         return " ".join(self.sentences)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self) | {"refusal": self.refusal, "text": str(self)}
 
 
@@ -178,36 +145,21 @@ def plan_extension(
 ) -> Extension:
     """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
-    Args:
-        model: a folder, a Hub id or "reference".
-        asked: the length, the engine, and more.
-        reading: further options of `rope-ext ppl`, such as device, by their names in Python.
-        revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
-
-    Raises:
-        MethodError: a model that needs no extension or carries a patch, or that no method brings to this length.
-        ServingError: an engine that serves no fitting method, or a length that does not fit on its GPUs.
-        CheckpointError: no such model.
+    `reading` are further options of `rope-ext ppl`, such as device, by their names in Python. A MethodError where no
+    extension is needed, a patch is there already, or no method brings it there; a ServingError of the engine.
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
     engine = find_engine(asked.engine).name
-    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    opened = open_model(model, **loading)
     if opened.specs:
         raise MethodError(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
             f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    advice = advise(
-        model,
-        target_length,
-        over=over,
-        context_length=context_length,
-        server=asked,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
+    advice = advise(model, target_length, over=over, context_length=context_length, server=server, **loading)
     chosen = _choose(advice, engine)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
@@ -218,9 +170,7 @@ def plan_extension(
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
-    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
-    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
     question = Perplexity(
@@ -280,14 +230,7 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
 def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
     """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
 
-    Its files are compared with those of the model, which takes as long as to copy them.
-
-    Args:
-        revision, trust_remote_code: as `plan_extension` takes them.
-
-    Raises:
-        MethodError: it is there without that patch, or was made from another model or other weights.
-        CheckpointError, FingerprintError: its config is damaged.
+    Its files are compared with those of the model, which takes as long as to copy them; MethodError: they differ.
     """
     out = Path(extension.out)
     if not out.exists():

@@ -16,28 +16,19 @@ from importlib import resources
 
 @dataclass(frozen=True, kw_only=True)
 class Reported:
-    """One table that is reported, or a part of it.
-
-    Attributes:
-        source, url, place: who reports it, and where in it.
-        model, model_types: the model, how it was trained further, and its types in transformers.
-        benchmark, unit: what was measured, in which unit, and whether higher or lower is better.
-        lengths: what the numbers of each method belong to.
-        values: the numbers by method, in the order of `lengths`; text where no number is reported.
-    """
+    """One table that is reported, or a part of it."""
 
     source: str
     url: str
-    place: str
-    model: str
-    model_types: tuple[str, ...]
+    place: str  # where in the source
+    model: str  # and how it was trained further
+    model_types: tuple[str, ...]  # in transformers
     benchmark: str
-    unit: str
-    lengths: tuple[str, ...]
-    values: dict[str, tuple[float | str, ...]]
+    unit: str  # and whether higher or lower is better
+    lengths: tuple[str, ...]  # what the numbers of each method belong to
+    values: dict[str, tuple[float | str, ...]]  # by method, in the order of `lengths`; text where no number is reported
 
     def numbers(self, method: str) -> str:
-        """The numbers of a method, in the order of `lengths`."""
         return " / ".join(map(str, self.values[method]))
 
     def __str__(self) -> str:
@@ -48,7 +39,6 @@ class Reported:
 
 @cache
 def reported() -> tuple[Reported, ...]:
-    """Every table."""
     text = resources.files("rope_ext_hf.advice").joinpath("reported.toml").read_text(encoding="utf-8")
     tables = []
     for saved in tomllib.loads(text)["reported"]:

@@ -1,11 +1,8 @@
 """Attention over zones of keys, each at relative positions of its own, without a (length, length) tensor.
 
-    out = attend(rule, rotation, positions, query, key, value, scale)
-
 Two ways to the same numbers. Where a fused kernel can be used, the visible pairs of a zone are covered by tiles, each
-tile goes through the kernel, and the partial softmaxes are merged by their log-sum-exp (see tile_batches.py); the same
-tiles go through its backward. The rest (soft caps, dropout, unusual masks, decoding steps of padded batches) computes
-the scores of a few queries at a time.
+tile goes through the kernel, forward and backward, and the partial softmaxes are merged (see tile_batches.py). The rest
+(soft caps, dropout, unusual masks, decoding steps of padded batches) computes the scores of a few queries at a time.
 """
 
 from __future__ import annotations
@@ -29,20 +26,13 @@ from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.rotary.graphs import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
-_MAX_QUERY_BLOCK = 2048
-"""Queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks."""
-
-_MAX_BLOCKS = 4
-"""Upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory."""
-
+_MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks
+_MAX_BLOCKS = 4  # upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory
 _MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
-
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time; on a CPU about the size of its caches."""
-
 _NO_MODIFIERS = ScoreModifiers()
-
 _Zones = tuple[int, ...]
 
 
@@ -112,8 +102,7 @@ class _Attention:
 
         Args:
             zones: 0 is the nearest, in which keys are rotated like queries; (): the position of keys in all others.
-            positions: (rows or 1, tokens).
-            name: identifies these positions among those of the forward.
+            positions: (rows or 1, tokens), which `name` identifies among those of the forward.
         """
         moves = zones != (0,) or self.rule.local_zone_exact if zones else self.rule.by_length
         if self.rotation is None or not moves:
@@ -133,11 +122,7 @@ class _Attention:
     def _place_query(
         self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zones: _Zones, name: Hashable
     ) -> Tensor:
-        """Queries at positions `m`, rotated to their position in zones, as rows, and scaled.
-
-        Args:
-            name: identifies these positions among those of the forward.
-        """
+        """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled."""
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
             return self._scale_query(self._rotate(rotation, query), m, name)
         rotations, table = self.positions.rotations, self.rotation.table
@@ -233,9 +218,8 @@ class _Attention:
     def _fused_block(self, start: int, first_key: int, *given: Tensor, out: Tensor | None = None) -> MergedSoftmax:
         """Queries from position `start` on, over keys from position `first_key` on.
 
-        Args:
-            given: the queries, keys as stored, for the nearest zone, and where the others see them, and values.
-            out: where the result goes; None: it is returned in memory of its own.
+        `given`: the queries, keys as stored, for the nearest zone, and where the others see them, and values; `out`:
+        where the result goes; None: it is returned in memory of its own.
         """
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
@@ -294,7 +278,6 @@ class _Attention:
         return torch.cat(out, dim=-2)
 
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
-        """The newest queries from `block.start` to `block.stop`."""
         rule, tokens, count, device = self.rule, int(query.shape[-2]), int(key.shape[-2]), query.device
         evicted = self._total - count
         first_visible, end, first_query = 0, count, None
@@ -378,9 +361,7 @@ class _Attention:
     ) -> Tensor:
         """Cap the scores, add the bias, and hide the pairs that are not visible.
 
-        Args:
-            m, n: positions of these queries and keys.
-            block, keys: the places of these among the `tokens` queries and `count` keys.
+        `m`, `n`: positions of the queries and keys: `block` of all `tokens` queries, and `keys` of all `count` keys.
         """
         modifiers, device = self.modifiers, scores.device
         if modifiers.softcap is not None:
@@ -415,7 +396,6 @@ class _Attention:
 def _calls_by_zones(
     rule: AttentionRule, start: int, stop: int, low: int, joined: int
 ) -> list[tuple[_Zones, list[KernelCall]]]:
-    """The kernel calls of a block."""
     calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
     return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
 

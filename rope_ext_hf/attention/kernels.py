@@ -12,25 +12,18 @@ from torch.nn.attention import SDPBackend
 
 _MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
-
-
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
 class _Fused(NamedTuple):
-    """The fused kernels of one kind of device.
-
-    Attributes:
-        run: (query, key, value, scale, causal) -> output and log-sum-exp.
-        backward: as `run_backward`, (whole, rows, scale, causal) -> gradients of the rows.
-        supports: (query, widest head_dim) -> whether they take these tensors.
-        head_dim_multiple: head_dim is padded to a multiple of this.
-    """
+    """The fused kernels of one kind of device."""
 
     run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
+    """(query, key, value, scale, causal) -> output and log-sum-exp."""
     backward: Callable[[_Three, _Three, float, bool], _Three]
-    supports: Callable[[Tensor, int], bool]
-    head_dim_multiple: int
+    """As `run_backward`, (whole, rows, scale, causal) -> gradients of the rows."""
+    supports: Callable[[Tensor, int], bool]  # (query, widest head_dim) -> whether they take these tensors
+    head_dim_multiple: int  # head_dim is padded to a multiple of this
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -116,7 +109,6 @@ KERNELS = {
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether a fused kernel takes these tensors."""
     fused = KERNELS.get(query.device.type)
     return fused is not None and fused.supports(query, max(query.shape[-1], value.shape[-1]))
 
@@ -134,8 +126,7 @@ def run_kernel(
         joint: all rows are of the same queries, and have one softmax, (1, heads, queries, ...).
 
     Returns:
-        (rows, heads, queries, head_dim of value), and the log-sum-exp of the scores, (rows, heads, queries), float32
-        or float64.
+        (rows, heads, queries, head_dim of value), and the log-sum-exp, (rows, heads, queries), float32 or float64.
     """
     if mask == "anticausal":  # causal, read backwards
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal", joint)

@@ -14,26 +14,21 @@ from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
-from rope_ext_hf.rotary.phase import fixed_point_number
+from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 
 @dataclass(frozen=True)
 class LocalAttention:
-    """The rule of a layer whose keys no method moves: causal attention at true relative positions.
+    """The rule of a layer whose keys no method moves: causal attention at true relative positions."""
 
-    Attributes:
-        window_size: keys a query sees, itself included; None: all before it.
-        method: the remapping method whose rotary module the layer shares, so that keys arrive rotated to its
-            `stored_position`; None: they arrive at their own position, or unrotated.
-        temperature: the remapping method whose temperature the layer has; None: it has none.
-    """
-
-    window_size: int | None = None
+    window_size: int | None = None  # keys a query sees, itself included; None: all before it
     method: RemappingMethod | None = None
-    temperature: RemappingMethod | None = None
+    """The one whose rotary module the layer shares, so that keys arrive rotated to its `stored_position`; None: they
+    arrive at their own position, or unrotated.
+    """
+    temperature: RemappingMethod | None = None  # the method whose temperature the layer has
 
-    by_length = False
-    """Whether far keys stand elsewhere than where they are stored: there are none."""
+    by_length = False  # far keys stand where they are stored: there are none
     local_zone_exact = True
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
@@ -72,11 +67,7 @@ AttentionRule = RemappingMethod | LocalAttention
 
 
 class RotationTable:
-    """Fixed-point angles of positions: int64, in units of 2^-64 cycles (see `rotary.phase`).
-
-    Args:
-        inv_freq: (pairs,) float64, radians per token.
-    """
+    """Fixed-point angles of positions, int64 as in `rotary.phase`, by (pairs,) float64 radians per token."""
 
     def __init__(self, inv_freq: Tensor) -> None:
         # Python numbers, because a tensor kept here could be one made while tracing.
@@ -100,10 +91,10 @@ class RotationTable:
                 phases.append(self.phase_of_distance(one.offset - before.offset, device)[None, None])
             else:
                 phases.append(self.phase_at(one, device) - self.phase_at(before, device))
-        return KeyRotation.from_phase(torch.cat(phases) if phases[1:] else phases[0])
+        angle = phase_to_radians(torch.cat(phases) if phases[1:] else phases[0])[:, None]
+        return KeyRotation(angle.cos(), angle.sin())
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
-        """The phase of a distance in tokens, (pairs,) int64."""
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
         return constant(self._phases[tokens], device, torch.int64)
@@ -111,25 +102,17 @@ class RotationTable:
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Positions and padding of the tokens of one forward.
+    """Positions and padding of the tokens of one forward."""
 
-    Attributes:
-        query_positions: (rows or 1, tokens) int64, of the new tokens.
-        key_positions: (rows or 1, past + tokens) int64, of all tokens.
-        left_padding: per row, the padded tokens before position 0, where all others follow in order; None: a row is
-            ordered in another way.
-        key_mask: (rows, past + tokens) bool, False where a key is padding; None: no key is.
-        counted: per row, its tokens without padding; None: not known without a wait for the device.
-        rotations, query_scales: results of one layer that the next layers use again.
-    """
-
-    query_positions: Tensor
-    key_positions: Tensor
+    query_positions: Tensor  # (rows or 1, tokens) int64, of the new tokens
+    key_positions: Tensor  # (rows or 1, past + tokens) int64, of all tokens
     left_padding: tuple[int, ...] | None
-    key_mask: Tensor | None
+    """Per row, the padded tokens before position 0, where all others follow in order; None: a row has another order."""
+    key_mask: Tensor | None  # (rows, past + tokens) bool, False where a key is padding; None: no key is
     counted: tuple[int, ...] | None = None
-    rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)
-    query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
+    """Per row, its tokens without padding; None: not known without a wait for the device."""
+    rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)  # of one layer; the next use them again
+    query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)  # as `rotations`
 
     @cached_property
     def reach(self) -> int:
@@ -158,16 +141,10 @@ def pick_rows(x: Tensor, rows: tuple[int, ...]) -> Tensor:
 
 
 class RowGroup(NamedTuple):
-    """Rows of a forward that attend by one rule.
+    """Rows of a forward that attend by one rule, and their positions."""
 
-    Attributes:
-        rows: their indices; None: all rows.
-        method: the remapping method at their length; None: the model attends as loaded.
-        positions: of these rows.
-    """
-
-    rows: tuple[int, ...] | None
-    method: RemappingMethod | None
+    rows: tuple[int, ...] | None  # their indices; None: all rows
+    method: RemappingMethod | None  # the remapping method at their length; None: the model attends as loaded
     positions: TokenPositions
 
 
@@ -190,21 +167,12 @@ class PairScales(Protocol):
 
 
 class ScoreModifiers(NamedTuple):
-    """Changes that some families and hybrids make to scores.
+    """Changes that some families and hybrids make to scores."""
 
-    Attributes:
-        softcap: scores become softcap * tanh(score / softcap).
-        sinks: (heads,) scores of a key without a value.
-        mask: (rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add; it replaces causality, padding and
-            window.
-        dropout: probability of dropping an attention weight.
-        bias: an addition to scores, after the softcap.
-        pair_scales: scales of queries and keys by their distance, for rules with one zone.
-    """
-
-    softcap: float | None = None
-    sinks: Tensor | None = None
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # (heads,) scores of a key without a value
     mask: Tensor | None = None
-    dropout: float = 0.0
-    bias: ScoreBias | None = None
-    pair_scales: PairScales | None = None
+    """(rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add, in place of causality, padding, window."""
+    dropout: float = 0.0  # probability of dropping an attention weight
+    bias: ScoreBias | None = None  # an addition to scores, after the softcap
+    pair_scales: PairScales | None = None  # of queries and keys by their distance, for rules with one zone

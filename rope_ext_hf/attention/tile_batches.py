@@ -1,26 +1,8 @@
-r"""Give one kernel call all tiles of a kind, as a batch, and merge what it returns.
+"""Give one kernel call all tiles of a kind, as a batch, and merge what it returns; docs/internals.md draws the tiles.
 
-Dual chunk attention with chunks of 4 tokens, 12 queries and their keys; a number is the zone of a tile:
-
-                  keys 0-3      4-7       8-11
-    queries 0-3    0 causal
-            4-7    1 full     0 causal
-            8-11   2 full     1 full    0 causal
-
-The three causal squares of zone 0 have one size and lie on one diagonal, 4 queries and 4 keys apart: they are one
-`KernelCall`. `strided_spans` views their queries as (rows, 3, heads, 4, dim), `batch_rows` makes rows x 3 of it, and
-the kernel is run once. Zone 1 is a call of two full tiles, zone 2 of one: three calls for six tiles. Every call has the
+Tiles of one size and mask, evenly spaced on a diagonal, are one `KernelCall`: `strided_spans` views their queries as
+(rows, times, heads, size, dim), `batch_rows` makes rows x times of it, and the kernel is run once. Every call has the
 softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
-
-A method with an exact local window of 4 tokens covers the same square by triangles, `\` causal and `/` anticausal:
-
-                  keys 0-3      4-7       8-11
-    queries 0-3    0 \
-            4-7    0 / 1 \    0 \
-            8-11   1          0 / 1 \   0 \
-
-In the square of queries 4-7 and keys 0-3, query m sees the keys above the diagonal, n > m - 4, in zone 0, and the other
-keys in zone 1. Zone 1 as a whole is one causal square, queries 4-11 and keys 0-7.
 """
 
 from __future__ import annotations
@@ -49,32 +31,24 @@ class Spans(NamedTuple):
 
 
 class KernelCall(NamedTuple):
-    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys.
+    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys."""
 
-    Attributes:
-        zones: the zone of all rows, or of each.
-        mask: as `run_kernel` takes it.
-        queries: of each row; a single span is of all rows.
-    """
-
-    zones: tuple[int, ...]
-    mask: str
-    queries: Spans
+    zones: tuple[int, ...]  # of all rows, or of each
+    mask: str  # as `run_kernel` takes it
+    queries: Spans  # of each row; a single span is of all rows
     keys: Spans
 
     @property
     def joint(self) -> bool:
-        """Whether all rows are of the same queries."""
         return self.keys.times > self.queries.times
 
 
 def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
-    """Cover tiles: rectangles of one size and mask share a call where they are evenly spaced.
+    """Cover the tiles of a zone, in the order of their queries: evenly spaced ones of one size and mask share a call.
 
     Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
 
     Args:
-        tiles: those of a zone in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
         max_joined: the most queries, those of all rows, of a call over rows of the same queries.
@@ -115,13 +89,9 @@ def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
 
 
 def strided_spans(x: Tensor, spans: Spans) -> Tensor:
-    """View spans of tokens.
+    """View spans of tokens of `x`, (rows, heads, tokens, dim); writing to the view writes to `x`.
 
-    Args:
-        x: (rows, heads, tokens, dim).
-
-    Returns:
-        (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span; writing to it writes to `x`.
+    It is (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span.
     """
     begin, size, step, times = spans
     view = x[:, :, begin : begin + step * (times - 1) + size]
@@ -152,27 +122,19 @@ class Zone(NamedTuple):
     calls: list[KernelCall]
 
     def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
-        """The queries, keys and values of a call."""
         keys = call.keys.after(self.keys_from)
         return call.queries.after(self.start), keys, keys
 
     def rows(self, spans: tuple[Spans, Spans, Spans]) -> tuple[Tensor, Tensor, Tensor]:
-        """These queries, keys and values as rows of a batch."""
         query, key, value = map(batch_rows, self[:3], spans)
         return query, key, value
 
 
 class MergedSoftmax:
-    """The attention of a block of queries to more and more keys.
+    """The attention of a block of queries, (rows, heads, tokens, head_dim), to more and more keys.
 
     A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
-
-    Args:
-        query: the queries, (rows, heads, tokens, head_dim).
-        out: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
-
-    Attributes:
-        out: the result; None before the first part.
+    `out`: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
     """
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
@@ -186,12 +148,7 @@ class MergedSoftmax:
         return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention to further keys.
-
-        Args:
-            spans: the queries that attend to them.
-            part, part_lse: as a kernel returns them, spans folded into the batch.
-        """
+        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys."""
         if self._lse is None:
             if spans.size == self.query.shape[-2]:
                 self.out = part if self.out is None else self.out.copy_(part)

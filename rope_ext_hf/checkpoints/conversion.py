@@ -2,10 +2,9 @@
 
     report = convert_checkpoint("path/or/hub-id", "converted", to="interleaved")
 
-The folder is read and checked first (`source`, `meta_source`): every tensor of an attention module is known to rotate,
-known not to, or a reason to stop (`row_layouts`). Everything is written into a hidden folder beside the destination,
-which is renamed once it is complete and on disk. Each weight file is copied in ranges of bytes inside the kernel; only
-tensors that rotate go through memory, one at a time.
+The folder is checked first: every tensor of an attention module is known to rotate, known not to, or a reason to stop.
+Everything is written into a hidden folder beside the destination, which is renamed once it is complete and on disk.
+Weight files are copied in ranges of bytes inside the kernel; tensors that rotate go through memory, one at a time.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def convert_checkpoint(
 
 
 class _PairingConversion(Conversion):
-    """A copy of a checkpoint whose weights are in the other pairing; see `convert_checkpoint`."""
+    """A copy of a checkpoint whose weights are in the other pairing."""
 
     def __init__(self, source: Source, dst: Path, to: str, *, source_pairing: str | None, force: bool) -> None:
         _check_pairing(source, to, source_pairing, force)
@@ -185,7 +184,6 @@ class _PairingConversion(Conversion):
         copy_mode(file.path, target)
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:
-        """Read a tensor, in the new pairing."""
         tensor = file.read(name)
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 

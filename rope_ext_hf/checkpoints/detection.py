@@ -10,17 +10,14 @@ Training makes rows of W_q and W_k that rotate at similar frequencies similar. F
 where f_p[i] is the frequency of dim i under pairing p: the Fourier transform of an attention that falls off as
 e^(-distance / r), so that the two dims of a pair have the greatest likeness. The head's score is the correlation of the
 energy with the likeness of the half pairing, minus that of the interleaved pairing. Correlations leave out the diagonal
-and the means of rows and columns, so that dims with large weights do not count as similar.
+and the means of rows and columns, so that dims with large weights do not count as similar. (The energies of pairs alone
+left half-paired models with norms of q and k undecided: neighbouring frequencies are similar too, which raises adjacent
+dims of half-paired weights.)
 
 The verdict is the sign of the mean score over heads. It needs `_MIN_SIGMA` standard errors (from the differences
 between heads or, if larger, from energies in random order) and `_MIN_LAYER_AGREEMENT` of the layers; else it is None.
-
-`benchmarks/detection.py` measures it: docs/conversion.md has the scores, and how many random initialisations got none.
-
-Where a text is given, the loss on it is measured with the rows in either order as well.
-
-The energies of pairs alone, without their neighbours, left half-paired models with norms of q and k undecided:
-neighbouring frequencies are similar too, which raises adjacent dims of half-paired weights.
+`benchmarks/detection.py` measures it, with results in docs/conversion.md. Where a text is given, the loss on it is
+measured with the rows in either order as well.
 """
 
 from __future__ import annotations
@@ -34,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_path
+from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
@@ -47,7 +45,6 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 
 _MAX_LAYERS_READ = 8  # evenly spaced over the depth
 _MIN_LAYER_AGREEMENT = 0.75  # some models have a few layers without rotation
@@ -108,7 +105,6 @@ class PairingReport:
     consumers: tuple[PairingReport, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a JSON-ready dict."""
         return asdict(self)
 
     @property
@@ -176,24 +172,17 @@ def detect_pairing(
     if isinstance(path_or_model, nn.Module):
         weights = weights_from_model(path_or_model)
     else:
-        weights = weights_from_path(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(_from_weights(weights), consumers=consumers(weights))
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 
 
-# --- the weights ----------------------------------------------------------------------------------------------------
-
-
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
-    """Return how each head's energies correlate with the likenesses of its dims under either pairing.
+    """How each head's energies correlate with the likenesses of its dims under half and interleaved: (heads, 2).
 
-    Args:
-        query: (heads, dims, width), the rows that rotate.
-        key: (key heads, dims, width); each serves heads / key heads query heads, in order.
-        inv_freq: (dims / 2,), radians per token.
-
-    Returns:
-        (heads, 2): correlations for half and interleaved, over all entries off the diagonal.
+    query: (heads, dims, width), the rows that rotate; key: (key heads, dims, width), each for heads / key heads query
+    heads, in order; inv_freq: (dims / 2,), radians per token.
     """
     shared = len(query) // len(key)
     grouped = query.reshape(len(key), shared * query.shape[1], -1)
@@ -227,11 +216,7 @@ def _double_center(table: Tensor) -> Tensor:
 
 
 def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[PairingReport, ...]:
-    """Detect the pairing of what rotates beside the attention that the config counts.
-
-    Args:
-        pairing: what is stated of the attention; None: by the config or the family table.
-    """
+    """Detect the pairing of what rotates beside the attention, which is stated to be in `pairing`."""
     pairing = pairing or weights.stated
     indexers, kept = weights.indexers()
     try:
@@ -305,16 +290,8 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     )
 
 
-# --- the loss on a text ---------------------------------------------------------------------------------------------
-
-
 def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
-    """Measure the loss on a text with the rows as they are and in the other order.
-
-    Raises:
-        CorpusError: a text that is too short, or no tokenizer.
-        CheckpointError, UnsupportedModelError: a model that cannot be run, or whose rows cannot be moved.
-    """
+    """Measure the loss on a text with the rows as they are and in the other order."""
     model = weights.load()
     runs = class_pairing(model.config)
     if runs is None:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.hub import empty_model, loading
+from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.loading import class_to_load, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
 
 _NORM_BESIDE = "hidden_norm"  # an EAGLE head reads embeddings, and after them states of the model with a norm of theirs
 _INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
@@ -47,11 +45,7 @@ class AttentionWeights:
     load: Callable[[], PreTrainedModel]  # returns the model itself
 
     def attentions(self, *, further: bool = False) -> list[str]:
-        """Return the names of the attention modules that rotate as many dims as `rotary`, in the order of layers.
-
-        Args:
-            further: those of layers that predict further tokens, which the config does not count.
-        """
+        """Attention modules that rotate as many dims as `rotary`, by layer; `further`: of layers no config counts."""
         parts = filter(None, (self.tensors.split_name(name, further=further) for name in self.shapes))
         names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
         alike = []
@@ -76,13 +70,8 @@ class AttentionWeights:
         """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
 
         The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
-        scores. Where queries read a latent, its projection is multiplied into the keys.
-
-        Args:
-            sides: ("index_q", "index_k") of its indexer.
-
-        Raises:
-            CheckpointError: weights that are packed, missing, of a wrong shape or not finite.
+        scores. Where queries read a latent, its projection is multiplied into the keys. `sides` may be those of an
+        indexer, ("index_q", "index_k").
         """
         rows: dict[str, Tensor] = {}
         gains: dict[str, Tensor] = {}
@@ -189,7 +178,6 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def weights_from_model(model: Any) -> AttentionWeights:
-    """Return the weights of a loaded model, patched or under PEFT or not."""
     rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return AttentionWeights(
@@ -204,14 +192,7 @@ def weights_from_model(model: Any) -> AttentionWeights:
     )
 
 
-def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
-    """Return the weights of a folder or Hub id, in Hugging Face's or Meta's format."""
-    source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
-    return weights_from_source(source, str(path), trust_remote_code=trust_remote_code)
-
-
 def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> AttentionWeights:
-    """Return the weights of a folder that has been opened; `path` names it."""
     if isinstance(source, Source):
         model, rotary, view, stated, tensors = source.model, source.rotary, source.view, source.pairing, source.tensors
     else:

@@ -75,11 +75,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
 
 
 def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
-    """Return every parameter and buffer of a model with rotated rows, and its layout.
-
-    Raises:
-        CheckpointError: one that is packed or offloaded, so that its rows cannot be moved.
-    """
+    """Every parameter and buffer of a model with rotated rows, and its layout."""
     rotated = []
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         layout = tensors.find(name, parameter.shape)
@@ -98,11 +94,7 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
 
 @contextmanager
 def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
-    """Inside, rotated rows stand as if they had been converted from the other pairing to this one; then as before.
-
-    Raises:
-        CheckpointError: weights whose rows cannot be moved.
-    """
+    """Inside, rotated rows stand as if they had been converted from the other pairing to this one; then as before."""
     rotated = _rotated_parameters(model, tensors)
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:

@@ -1,8 +1,5 @@
 """A Llama between Meta's own format (params.json, consolidated.NN.pth) and a Hugging Face folder, streamed and atomic.
 
-    MetaImport(read_meta(Path("Llama-2-13b")), Path("Llama-2-13b-hf"), "half").run()   # merges the model-parallel parts
-    MetaExport(read_source(Path("Llama-2-13b-hf")), Path("Llama-2-13b"), model_parallel=2).run()
-
 `meta_params` describes which models these are, and how what params.json lacks is derived.
 """
 
@@ -51,11 +48,7 @@ MAX_SHARD_BYTES = 5_000_000_000  # transformers' own default for years
 
 
 class MetaImport(Conversion):
-    """A Hugging Face folder of a model in Meta's format; for the arguments see `convert_checkpoint`.
-
-    The report states where the context length comes from. Weights in "half" are what transformers runs; in
-    "interleaved" no row moves.
-    """
+    """A Hugging Face folder of a model in Meta's format; in "interleaved" no row moves."""
 
     def __init__(self, source: MetaSource, dst: Path, to: str, *, context_length: int | None) -> None:
         self.source, self.to, self.view = source, to, source.view(to)
@@ -116,21 +109,19 @@ def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, dict
 
 
 class MetaExport(Conversion):
-    """A Llama in Meta's format.
+    """A Llama in Meta's format; a CheckpointError if that cannot express it.
 
     All parts, one for each process of Meta's code, are written at the same time, so an interruption costs all of them.
-    A warning names what Meta's format has no place for: max_position_embeddings, and a factor of Llama 3.1's scaling
-    that its code does not have. For the arguments see `convert_checkpoint`.
-
-    Raises:
-        CheckpointError: a model that Meta's format cannot express, with the reason.
     """
 
     def __init__(self, source: Source, dst: Path, *, model_parallel: int, source_pairing: str | None) -> None:
         self.source, self.llama, self.count = source, _representable(source), model_parallel
         self.weights = {weight.meta: weight for weight in self.llama.weights(self.llama.generation.split)}
         _check_tensors(source, self.llama, self.weights.values())
-        _check_count(self.count, self.llama)
+        whole("model_parallel", model_parallel, error=CheckpointError)
+        for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
+            if (number := getattr(self.llama, size)) % model_parallel:
+                raise CheckpointError(f"{size} {number} cannot be divided among {model_parallel} parts")
         self.now = source_pairing or source.pairing or "half"
         self.infos = {
             name: TensorInfo.from_shape(source.view.tensors[weight.hf].dtype, weight.part_shape(self.count))
@@ -188,7 +179,6 @@ class MetaExport(Conversion):
 
 
 def _representable(source: Source) -> Llama:
-    """Return the model of a Hugging Face folder, if Meta's format can express it."""
     where = f"{str(source.folder)!r} cannot be written in Meta's format:"
     if source.is_adapter:
         raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
@@ -219,14 +209,6 @@ def _check_tensors(source: Source, llama: Llama, weights: Iterable[Weight]) -> N
                 )
         elif name not in needed and not name.endswith(".rotary_emb.inv_freq"):  # old checkpoints hold frequencies
             raise CheckpointError(f"{name!r} in {str(folder)!r} has no place in Meta's format")
-
-
-def _check_count(parts: int, llama: Llama) -> None:
-    """Check that the model can be divided into so many parts."""
-    whole("model_parallel", parts, error=CheckpointError)
-    for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
-        if getattr(llama, size) % parts:
-            raise CheckpointError(f"{size} {getattr(llama, size)} cannot be divided among {parts} parts")
 
 
 def _losses(source: Source, llama: Llama) -> tuple[str, ...]:

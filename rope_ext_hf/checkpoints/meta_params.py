@@ -93,11 +93,9 @@ class Weight:
     heads: int | None  # the heads in its rotated rows; None: no row rotates
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
-        """Return the shape of a part, of so many."""
         return tuple(size // parts if dim == self.split else size for dim, size in enumerate(self.shape))
 
     def part(self, tensor: Tensor, index: int, parts: int) -> Tensor:
-        """Return one of so many parts of the whole tensor."""
         return tensor if self.split is None else tensor.chunk(parts, self.split)[index]
 
     def to_pairing(self, tensor: Tensor, now: str, to: str) -> Tensor:
@@ -196,17 +194,13 @@ class Llama:
 
     @property
     def release(self) -> _Release | None:
-        """The released model that has these sizes, theta and scaling."""
         sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
         same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
         return next(same, None)
 
     def context_length(self, given: int | None = None, stated: int | None = None) -> _ContextLength:
-        """The length that the model is for, which Meta's format has no required place for.
-
-        Args:
-            given: the length that the caller states, in tokens; it decides.
-            stated: max_seq_len in params.json; else the length of the release of these sizes, else of the generation.
+        """The length that the model is for: as the caller gives it, else `stated`, which is max_seq_len in params.json,
+        else that of the release of these sizes, else of the generation.
         """
         if given is not None:
             return _ContextLength(given, "", False)
@@ -230,14 +224,10 @@ class Llama:
         """Return every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
         yield Weight(EMBEDDING, HF_EMBEDDING, (self.vocab, self.dim), split, None)
         for layer in range(self.layers):
-            for meta, hf, shape, dim, heads in _LAYER:
-                yield Weight(
-                    f"layers.{layer}.{meta}.weight",
-                    f"model.layers.{layer}.{hf}.weight",
-                    tuple(getattr(self, size) for size in shape),
-                    dim,
-                    getattr(self, heads) if heads else None,
-                )
+            for meta, hf, sizes, dim, heads in _LAYER:
+                names = (f"layers.{layer}.{meta}.weight", f"model.layers.{layer}.{hf}.weight")
+                shape = tuple(getattr(self, size) for size in sizes)
+                yield Weight(*names, shape, dim, getattr(self, heads) if heads else None)
         yield Weight("norm.weight", "model.norm.weight", (self.dim,), None, None)
         yield Weight(OUTPUT, HF_EMBEDDING if self.tied else HF_OUTPUT, (self.vocab, self.dim), 0, None)
 
@@ -280,22 +270,14 @@ class Llama:
 
     @classmethod
     def from_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
-        """Return the model of `read_params` and what the shapes of the tensors give."""
+        """The model by `read_params` and by the shapes of the tensors."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
         return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied)
 
     @classmethod
     def from_config(cls, config: Any, where: str) -> Llama:
-        """Return the model of a Hugging Face config.
-
-        Args:
-            config: a LlamaConfig.
-            where: begins the message of an error.
-
-        Raises:
-            CheckpointError: a model that Meta's format cannot express.
-        """
+        """The model of a LlamaConfig, if Meta's format can express it; `where` begins the message of an error."""
         if config.model_type != "llama":
             raise CheckpointError(f"{where} it is a {config.model_type!r}, and Meta's code runs only 'llama'")
         rope = config.rope_parameters
@@ -341,11 +323,7 @@ def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
 
 
 def read_params(path: Path) -> dict[str, Any]:
-    """Read params.json; what it lacks gets the default of Meta's code.
-
-    Raises:
-        CheckpointError, FileError: something missing, unknown or contradictory.
-    """
+    """Read params.json; what it lacks gets the default of Meta's code."""
     content = read_json(path)
     if isinstance(content.get("model"), dict):  # some releases nest them
         content = content["model"]

@@ -1,9 +1,4 @@
-"""A folder in Meta's own Llama format (params.json, consolidated.NN.pth), checked once.
-
-source = read_meta(Path("Llama-2-13b"))
-source.llama                                # the model, by params.json and the shapes of the tensors
-source.view().read("model.norm.weight")     # a whole tensor, by its Hugging Face name
-"""
+"""A folder in Meta's own Llama format (params.json, consolidated.NN.pth), checked once."""
 
 from __future__ import annotations
 
@@ -15,15 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.meta_params import (
-    EMBEDDING,
-    FREQUENCIES,
-    META_DTYPES,
-    OUTPUT,
-    Llama,
-    Weight,
-    read_params,
-)
+from rope_ext_hf.checkpoints.meta_params import EMBEDDING, FREQUENCIES, META_DTYPES, OUTPUT, Llama, Weight, read_params
 from rope_ext_hf.checkpoints.source import Source, read_source
 from rope_ext_hf.checkpoints.weight_files import TORCH_DTYPES, TensorInfo, TensorView, TorchFile
 from rope_ext_hf.errors import CheckpointError
@@ -65,12 +52,7 @@ class MetaSource:
 def open_checkpoint(
     path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Source | MetaSource:
-    """Open a folder or Hub repository, in Meta's format or Hugging Face's.
-
-    Raises:
-        CheckpointError, FileError: missing, contradictory, or outside its folder.
-        UnsupportedModelError: a family that the table does not list.
-    """
+    """Open a folder or Hub repository, in Meta's format or Hugging Face's."""
     folder = model_folder(path, revision=revision)
     return read_meta(folder) if _is_meta(folder) else read_source(folder, trust_remote_code=trust_remote_code)
 
@@ -83,11 +65,7 @@ def _is_meta(folder: Path) -> bool:
 
 
 def read_meta(folder: Path) -> MetaSource:
-    """Read params.json and the headers of the parts; of the weights only norms and embeddings, which are compared.
-
-    Raises:
-        CheckpointError, FileError: something missing, unknown, contradictory, or outside the folder.
-    """
+    """Read params.json and the headers of the parts; of the weights only norms and embeddings, which are compared."""
     paths = [resolve_inside(folder, "params.json"), *_part_paths(folder)]
     list_files(folder)  # refuses links that lead out of the folder
     inputs = file_stamps(paths)
@@ -121,7 +99,6 @@ def _part_paths(folder: Path) -> list[Path]:
 
 
 def part_name(index: int) -> str:
-    """Return the file name of a model-parallel part."""
     return f"consolidated.{index:02}.pth"
 
 

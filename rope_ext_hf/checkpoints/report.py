@@ -40,7 +40,6 @@ class ConversionReport:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as a JSON-ready dict."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -69,17 +68,12 @@ class Conversion(ABC):
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         """Write all files, keeping the weight files that are there and right; return those that were skipped.
 
-        Args:
-            advance: called with the bytes of weights that are there, block by block.
+        `advance` is called with the bytes of weights that are there, block by block.
         """
 
     @abstractmethod
     def verify(self, staging: Path) -> str:
-        """Compare what was written with the source; return what was compared, in words.
-
-        Raises:
-            CheckpointError: a difference.
-        """
+        """Compare what was written with the source; return what was compared, in words."""
 
     def run(
         self, *, resume: bool = False, verify: bool = False, progress: Callable[[int, int], None] | None = None

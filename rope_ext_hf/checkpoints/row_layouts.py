@@ -1,8 +1,10 @@
 """Which rows of a checkpoint's tensors rotate, by the family table.
 
-    >>> tensors = rotary_tensors(config, rotary_dim=64)      # of a Hugging Face config
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)
+    >>> tensors = rotary_tensors(config, rotary_dim=64)
     >>> tensors.find("model.layers.0.self_attn.k_proj.weight", (256, 1024))
-    RowLayout(repeat=1, blocks=(HeadBlock(count=4, size=64, rotary=64, start=0),))
+    RowLayout(repeat=1, blocks=(HeadBlock(count=4, size=64, rotary=64, start=0, ...),), ...)
     >>> tensors.find("model.layers.0.mlp.up_proj.weight", (4096, 1024)) is None
     True
 
@@ -52,7 +54,6 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """The number of rows."""
         return self.repeat * sum(block.count * block.size for block in self.blocks)
 
     @property
@@ -61,12 +62,7 @@ class RowLayout:
         return {(1, self.rows)} | {(block.count, block.size) for block in self.blocks if len(self.blocks) == 1}
 
     def to_pairing(self, tensor: Tensor, to: str) -> Tensor:
-        """Reorder the rows from the other pairing to this one.
-
-        Args:
-            tensor: (rows, ...), or a vector of one element per row in one of `vector_shapes`.
-            to: "half" or "interleaved".
-        """
+        """Reorder rows (rows, ...), or a vector in one of `vector_shapes`, from the other pairing to this one."""
         flat = tensor if tensor.shape[:1] == (self.rows,) else tensor.reshape(self.rows)
         parts = [
             to_pairing(part, to, heads=block.count, rotary_dim=block.rotary, start=block.start, dim=1)
@@ -91,11 +87,7 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class ScaleBlocks:
-    """The scales of a tensor that is quantised in blocks of rows: one row of scales per block.
-
-    Raises:
-        ValueError: a conversion would spread the rows of one block over several, each with a scale of its own.
-    """
+    """The scales of a tensor quantised in blocks of rows; a ValueError where a conversion would part a block's rows."""
 
     layout: RowLayout  # the layout of the quantised tensor
     size: int  # rows per block
@@ -138,24 +130,17 @@ _MULTI_TOKEN_PREDICTION = re.compile(r"(^|\.)(mtp|nextn)")  # further layers, wh
 
 @dataclass(frozen=True)
 class RotaryTensors:
-    """The row layouts of the tensors of one checkpoint.
-
-    Attributes:
-        layers: the layouts of each layer by the names of modules inside its attention module; none without RoPE.
-        unrotated: names of the modules there whose rows do not rotate.
-        renamed: published names of modules, and those of the transformers class.
-        scale_rows: rows that share a scale, for weights that are quantised in blocks; None for others.
-    """
+    """The row layouts of the tensors of one checkpoint."""
 
     model_type: str
     layers: tuple[Mapping[str, RowLayout], ...]
-    unrotated: tuple[str, ...]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    scale_rows: int | None = None
+    """Of each layer by the names of modules inside its attention module; none without RoPE."""
+    unrotated: tuple[str, ...]  # names of the modules there whose rows do not rotate
+    renamed: Mapping[str, str] = field(default_factory=dict)  # published names of modules, and those of the class
+    scale_rows: int | None = None  # rows that share a scale, for weights that are quantised in blocks
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
-        """The modules whose rows rotate in any layer."""
         return tuple(dict.fromkeys(module for layouts in self.layers for module in layouts))
 
     def layouts_in(self, attention: str) -> Mapping[str, RowLayout]:
@@ -168,12 +153,7 @@ class RotaryTensors:
         return (module, *(name for name, target in self.renamed.items() if target == module))
 
     def find(self, name: str, shape: Sequence[int]) -> RowLayout | ScaleBlocks | None:
-        """Return the row layout of a tensor, None for one without rotated rows.
-
-        Raises:
-            CheckpointError: a tensor of an attention module that the table does not list, packed numbers for which no
-                reordering of rows is exact, or a shape that disagrees with the config.
-        """
+        """The row layout of a tensor, None for one without rotated rows; a CheckpointError where it is unknown."""
         match = _match_attention(name)
         if match is None:
             return None
@@ -222,9 +202,9 @@ class RotaryTensors:
         )
 
     def locate(self, name: str) -> tuple[str, str] | None:
-        """Return the prefix and the module of a rotated tensor, named as in the transformers class.
+        """Return the prefix and the module of a rotated tensor, `model` and `layers.0.self_attn.q_proj`, say.
 
-        `model` and `layers.0.self_attn.q_proj`, say; None for all other tensors, and for those of layers that predict
+        Both are named as in the transformers class; None for all other tensors, and for those of layers that predict
         further tokens, which no config counts.
         """
         parts = self.split_name(name)
@@ -237,10 +217,7 @@ class RotaryTensors:
     def split_name(self, name: str, *, further: bool = False) -> tuple[str, str, str] | None:
         """As `locate`, with attention and module apart: `model`, `layers.0.self_attn` and `q_proj`.
 
-        Modules are named as in the transformers class, attention modules as in the checkpoint.
-
-        Args:
-            further: of layers that predict further tokens, and of no others.
+        The attention module is named as in the checkpoint. `further`: only those of layers that predict further tokens.
         """
         match = _match_attention(name)
         stored = None if match is None else self._stored_module(match["rest"])
@@ -267,9 +244,6 @@ class RotaryTensors:
 
         The config does not count layers that predict further tokens: each of those is like a layer that it counts, and
         where those differ, like the ones with as many rows.
-
-        Raises:
-            CheckpointError: layers of as many rows that rotate in different ways.
         """
         number = _layer_number(match)
         if number is not None and not self._is_further(match):
@@ -300,16 +274,7 @@ def _match_attention(name: str) -> re.Match[str] | None:
 
 
 def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
-    """Return what rotates in a checkpoint of this config.
-
-    Args:
-        config: a Hugging Face config, of a text model or with a text config in it.
-        rotary_dim: rotated dims per head.
-
-    Raises:
-        UnsupportedModelError: the family table does not list what rotates in this family.
-        CheckpointError: the config lacks the sizes of its heads.
-    """
+    """What rotates in a checkpoint of this config, which may hold a text config; `rotary_dim` rotated dims per head."""
     text = config.get_text_config()
     known = supported_family(text)
     if rotates_back(text.model_type):
@@ -327,7 +292,6 @@ def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
 
 
 def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:
-    """The layouts of the attention module of one layer."""
     if not rows_rotate(model_type, layer):
         return {}
     rotary_dim = layer.rotary_dim(rotary_dim)
@@ -363,7 +327,7 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
 
 
 def evenly_spaced(items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many of the items, evenly spaced, the first and the last among them."""
+    """At most so many of the items, evenly spaced, the first and the last among them."""
     steps = torch.linspace(0, len(items) - 1, min(most, len(items)))
     return [items[i] for i in steps.round().int().tolist()]
 
@@ -385,11 +349,6 @@ def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], keys: int, modul
     norm_side = module.rpartition(".")[2][0]  # a norm that all heads share is named q_norm, key_layernorm, ...
     if "index_norm" in rows.blocks:
         norm_side = f"index_{norm_side}"
-    return RowLayout(
-        repeat,
-        tuple(
-            replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else ""))
-            for b in (blocks[name] for name in rows.blocks)
-        ),
-        rows.pairing,
-    )
+    own = (blocks[name] for name in rows.blocks)
+    sided = tuple(replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else "")) for b in own)
+    return RowLayout(repeat, sided, rows.pairing)

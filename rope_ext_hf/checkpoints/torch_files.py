@@ -1,19 +1,14 @@
 """Files of torch.save, read and written one tensor at a time, without unpickling any object.
 
-    locate_tensors(path)["lm_head.weight"]                 # where its numbers are stored; none of them is read
-    with open_writer(path, {"a": (torch.float32, (2, 3))}, {}) as write:
-        write("a", data)
-
 Such a file is a zip archive of data.pkl, in which every tensor names a storage, and of the storages. Before torch 1.6
 it was a sequence of pickles (a magic number, a version, the machine, the object, the names of the storages), followed
-by the length and the numbers of each storage (torch/serialization.py, _legacy_save).
-
-Globals and REDUCE calls of a pickle are kept as data; only the calls that rebuild tensors are interpreted.
+by the length and the numbers of each storage (torch/serialization.py, _legacy_save). Globals and calls in a pickle are
+kept as data; only the calls that rebuild tensors are interpreted.
 
 Why not torch.load(map_location="meta", weights_only=True) with each storage's _checkpoint_offset (torch 2.9 to 2.13)?
-It gives no offsets for files from before torch 1.6, of which many are still in use, so that their tensors would have to
-be in memory together; it does not check offsets and sizes against the file; a hostile pickle of 1 kB (nested tuples as
-a key) or of 20 MB (one opcode) keeps it busy for more than 30 seconds; and the attribute is private.
+It gives no offsets for files from before torch 1.6, of which many are still in use; it does not check offsets and sizes
+against the file; a hostile pickle of 1 kB (nested tuples as a key) or of 20 MB (one opcode) keeps it busy for more than
+30 seconds; and the attribute is private.
 """
 
 from __future__ import annotations
@@ -66,11 +61,7 @@ class _TensorLocation:
 
 
 def locate_tensors(path: Path) -> dict[str, _TensorLocation]:
-    """Return where the tensors of a file are stored.
-
-    Raises:
-        ValueError: the file holds something other than tensors. Damaged bytes lead to errors of other kinds too.
-    """
+    """Return where the tensors of a file are stored; ValueError for other content, any error for damaged bytes."""
     storages: dict[str, _Storage] = {}
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\3\4"
@@ -296,12 +287,9 @@ def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
 def open_writer(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], same: Mapping[str, str]
 ) -> Iterator[Callable[[str, memoryview], None]]:
-    """Write a new file; yield a function that writes the bytes of one tensor, given its name. The order is free.
+    """Write a new file; yield a function that writes the bytes of one tensor, given its name, in any order.
 
-    Args:
-        path: the new file, complete when the context ends.
-        tensors: dtype and shape by name.
-        same: further names, each with the name in `tensors` whose storage it shares.
+    `same` has further names, each with the name in `tensors` whose storage it shares.
     """
     keys = {name: str(i) for i, name in enumerate(tensors)}
     new = {name: _NewTensor(keys[name], *tensor) for name, tensor in tensors.items()}

@@ -37,11 +37,7 @@ _SCALES = re.compile("scale|magnitude|SCB")
 
 
 def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorView, before: str, after: str) -> str:
-    """Compare attention scores, or every tensor if the pairing is the same; return a sentence about what was compared.
-
-    Raises:
-        CheckpointError: a difference.
-    """
+    """Compare attention scores, or every tensor if the pairing is the same; return what was compared, in words."""
     if before != after:
         return compare_scores(tensors, source, written, after)
     for name in written.tensors:
@@ -51,15 +47,7 @@ def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorVie
 
 
 def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorView, to: str) -> str:
-    """Compare the attention scores of a few modules; return a sentence about what was compared.
-
-    Args:
-        tensors: what rotates.
-        source, written: weights in the other pairing, and the same in the pairing `to`.
-
-    Raises:
-        CheckpointError: scores that differ.
-    """
+    """Compare the attention scores of a few modules, written in the pairing `to`, with the source's; say which."""
     attentions: dict[str, dict[str, list[str]]] = {}  # names of tensors by attention and module
     for name, info in source.tensors.items():
         parts = tensors.split_name(name)
@@ -87,15 +75,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
     """Compare the logits of both folders, loaded by transformers; return what was compared, or why nothing was.
 
-    Each model is converted, in memory, to the pairing that its class runs.
-
-    Args:
-        source, before: the folder that was converted, and the pairing of its weights.
-        written, to: the new folder, and the pairing of its weights.
-        size: bytes of the weights.
-
-    Raises:
-        CheckpointError: logits that differ.
+    Each model, with weights of `size` bytes, is converted in memory to the pairing that its class runs.
     """
     from transformers import AutoConfig
 

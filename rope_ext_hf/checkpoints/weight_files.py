@@ -1,16 +1,10 @@
 """Weight files, read one tensor at a time: safetensors, and the files of torch.save.
 
-    file = SafetensorsFile(path)              # reads and checks the header, no weights
-    file.tensors["lm_head.weight"].shape
-    file.read("lm_head.weight")               # reads this one tensor
-
 A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`; the names of its files
-stand in `downloads.WEIGHT_FILES`.
-
-safetensors (https://huggingface.co/docs/safetensors): 8 bytes with the header's length, a JSON header, then the tensors
-without gaps. The header is parsed here because the safetensors library gives neither the offsets, by which files are
-copied inside the kernel, nor a read that is not memory-mapped; huggingface_hub.parse_local_safetensors_file_metadata
-gives offsets but does not check them against each other or the file's size.
+stand in `downloads.WEIGHT_FILES`. The header of safetensors (https://huggingface.co/docs/safetensors: its length in 8
+bytes, JSON, then the tensors without gaps) is parsed here because the safetensors library gives neither the offsets, by
+which files are copied inside the kernel, nor a read that is not memory-mapped; huggingface_hub's
+parse_local_safetensors_file_metadata does not check its offsets against each other or the file's size.
 """
 
 from __future__ import annotations
@@ -60,12 +54,10 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
-        """Its size in bytes."""
         return self.end - self.begin
 
 
 def size_of(tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the bytes of these tensors."""
     return sum(info.size for info in tensors.values())
 
 
@@ -78,27 +70,16 @@ class TensorView:
 
     @classmethod
     def from_files(cls, files: Iterable[WeightFile]) -> TensorView:
-        """Join the tensors of several files."""
         holders = {name: file for file in files for name in file.tensors}
         tensors = {name: file.tensors[name] for name, file in holders.items()}
         return cls(tensors, lambda name: holders[name].read(name))
 
 
-# --- safetensors ---------------------------------------------------------------------------------------------------
-
-
 class SafetensorsFile:
-    """A safetensors file.
+    """A safetensors file; a CheckpointError where its header does not describe it.
 
-    Attributes:
-        path: where it is.
-        tensors: what it holds by name, in the order of the file.
-        header: its first bytes, length included. The tensors follow it without gaps, so that the file can be copied by
-            ranges of bytes.
-        metadata: the strings of `__metadata__`.
-
-    Raises:
-        CheckpointError: a header that does not describe this file.
+    `tensors` has what it holds, in the order of the file, `header` its first bytes, length included, which the tensors
+    follow without gaps, so that the file can be copied by ranges of bytes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,11 +113,6 @@ class SafetensorsFile:
             raise CheckpointError(f"{str(path)!r} is not a valid safetensors file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into memory of its own.
-
-        Raises:
-            CheckpointError: a dtype that torch lacks, or the file has become shorter.
-        """
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
@@ -158,18 +134,9 @@ def _parse_info(name: str, entry: Any, base: int) -> TensorInfo:
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, TensorInfo],
-    read: Callable[[str], Tensor],
-    advance: Callable[[int], None],
+    path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], advance: Callable[[int], None]
 ) -> None:
-    """Write a new file of these tensors, with one of them in memory at a time.
-
-    Args:
-        tensors: dtypes and shapes, in the order of the file.
-        read: returns one of them.
-        advance: called with the bytes of each tensor written.
-    """
+    """Write a new file of these tensors, in their order, with one of them in memory at a time."""
     at, fields = 0, {}
     for name, info in tensors.items():
         fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.size]}
@@ -184,16 +151,10 @@ def write_safetensors(
             advance(len(data))
 
 
-# --- torch.save ----------------------------------------------------------------------------------------------------
-
-
 class TorchFile:
     """A file of `torch.save` (.bin, .pth, .pt) that holds plain tensors by name; no code in it is run.
 
-    Attributes: see `SafetensorsFile`; without a header, it is written anew as safetensors.
-
-    Raises:
-        CheckpointError: damaged, or with anything else than tensors in it.
+    Without a header: it is written anew as safetensors. A CheckpointError if it is damaged or holds anything else.
     """
 
     header: bytes | None = None
@@ -227,9 +188,6 @@ FORMATS: dict[str, Callable[[Path], WeightFile]] = {".safetensors": SafetensorsF
 """The class of each format, by the suffix of its files."""
 
 
-# --- all formats ---------------------------------------------------------------------------------------------------
-
-
 def file_matches(
     path: Path,
     tensors: Mapping[str, TensorInfo],
@@ -238,14 +196,7 @@ def file_matches(
     open_file: Callable[[Path], WeightFile] = SafetensorsFile,
     header: bytes | None = None,
 ) -> bool:
-    """Return whether a file exists, is valid, and holds exactly these tensors, bit for bit.
-
-    Args:
-        tensors: dtypes and shapes that it should have.
-        read: returns one of the tensors it should hold.
-        open_file: the class of its format.
-        header: its first bytes; None: any.
-    """
+    """Whether a file exists, is valid, and holds exactly these tensors, bit for bit, after this header where given."""
     try:
         file = open_file(path)
     except CheckpointError:
@@ -262,7 +213,7 @@ def equal_bytes(one: Tensor, other: Tensor) -> bool:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, in the order of its shape."""
+    """The bytes of a tensor, in the order of its shape."""
     return memoryview(_as_bytes(tensor).numpy().data)
 
 

@@ -18,17 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import (
-    checkpoints,
-    evaluation,
-    lm_eval,
-    models,
-    need,
-    publishing,
-    run_files,
-    serving,
-    training,
-)
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, publishing, run_files, serving, training
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
@@ -74,10 +64,7 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 
 
 class _Command(TyperCommand):
-    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters.
-
-    Options may have underscores in place of dashes.
-    """
+    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the methods' parameters out of the arguments, into `ctx.args`, and parse the others."""
@@ -150,7 +137,6 @@ class _Group(TyperGroup):
         return super().parse_args(ctx, [*own, *rest, *waiting])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
         try:
             with all_results():
                 return super().invoke(ctx)
@@ -168,7 +154,6 @@ class _Group(TyperGroup):
             raise typer.Exit(130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Parse the arguments, run the command, exit with its code."""
         try:
             with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
@@ -205,11 +190,7 @@ def _message(error: RopeExtError | OSError) -> str:
 
 
 app = typer.Typer(
-    name="rope-ext",
-    cls=_Group,
-    add_completion=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    name="rope-ext", cls=_Group, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode="markdown"
 )
 
 
@@ -253,7 +234,6 @@ for _panel, _functions in _COMMANDS.items():
 
 
 def main() -> None:
-    """Entry point of the `rope-ext` script."""
     with suppress(OSError):  # either stream may be closed
         # Compiled code, that of tokenizers say, prints past sys.stdout: its file descriptor becomes standard error's.
         results = os.dup(1)

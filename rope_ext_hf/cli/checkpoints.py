@@ -92,9 +92,5 @@ def detect(
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"the text {short(str(text))!r} cannot be read: {one_line(error)}") from error
     quiet_transformers()
-    report = detect_pairing(
-        model_source(model),
-        text=sample,
-        **source.version,
-    )
+    report = detect_pairing(model_source(model), text=sample, **source.version)
     print_text(json_text(report.to_dict()) if as_json else str(report))

@@ -18,14 +18,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from rope_ext_hf.errors import CheckpointError, FileError, bounded, duration, printable
-from rope_ext_hf.terminal import terminal_width
+from rope_ext_hf.terminal import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-
-_results: list[TextIO] = []
-"""Where results are printed; the last one counts."""
+_results: list[TextIO] = []  # where results are printed; the last one counts
 
 
 @contextmanager
@@ -63,12 +61,7 @@ def _give_up(stream: TextIO) -> None:
 
 @contextmanager
 def all_results() -> Iterator[None]:
-    """Inside, results may be printed without the functions of this module, as the help of a command is.
-
-    Raises:
-        FileError: a full disk.
-        BrokenPipeError: nobody reads them.
-    """
+    """Inside, results may be printed without the functions of this module, as the help of a command is."""
     try:
         yield
     finally:
@@ -93,10 +86,11 @@ def print_error(text: str) -> None:
 
 
 def _print_aside(line: str) -> None:
-    """Print a line on standard error, where that takes any."""
+    """Print a line on standard error, where that takes any; on a terminal lines end between words."""
     try:
         if sys.stderr is not None:
-            print(printable(line), file=sys.stderr, flush=True)
+            text = wrapped(line, then=" " * 9) if sys.stderr.isatty() else line
+            print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         _give_up(sys.stderr)
 
@@ -139,11 +133,6 @@ def quiet_transformers() -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder for results.
-
-    Raises:
-        CheckpointError: it cannot be made.
-    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -158,7 +147,6 @@ class _ProgressBar:
         self.left = TimeLeft(0.0, partial(print_note, "time") if show else lambda line: None, passes=passes)
 
     def set_total(self, total: int) -> None:
-        """How many there are."""
         self._bar.update(self._task, total=total)
 
     def advance(self, name: str, count: int, work: float = 0.0) -> None:
@@ -168,7 +156,6 @@ class _ProgressBar:
             self.left.passed(work)
 
     def set(self, done: int, total: int) -> None:
-        """How many are done, of how many."""
         self._bar.update(self._task, completed=done, total=total)
         if not self.left.total:
             self.left.total = total
@@ -177,17 +164,12 @@ class _ProgressBar:
             self.left.passed(done - self.left.done)
 
 
-_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}
-"""What is timed, by what is counted."""
+_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}  # what is timed, by what is counted
 
 
 @contextmanager
 def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[_ProgressBar]:
-    """A progress bar on standard error, where that is a terminal, and everywhere the time that is left.
-
-    Args:
-        unit: of what is counted: "tokens", "bytes", "pictures".
-    """
+    """A progress bar on standard error, where that is a terminal, and everywhere the time that is left."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -214,13 +196,8 @@ _CORRECTED = 30.0  # seconds by which an estimate is off at least before it is c
 class TimeLeft:
     """Say how much time is left, and again whenever that turns out wrong.
 
-    A pass of a few seconds is enough; shorter ones are taken together, without the first of them.
-
-    Args:
-        total: all work, in any unit.
-        say: called with a line.
-        clock: seconds.
-        passes: what the passes are called, several of them.
+    A pass of a few seconds is enough; shorter ones are taken together, without the first of them. `total` is all work,
+    in any unit; the clock counts seconds.
     """
 
     def __init__(
@@ -236,11 +213,9 @@ class TimeLeft:
         self.ends: float | None = None  # when, by what was said last
 
     def begin(self) -> None:
-        """The first pass begins."""
         self.began = self.clock()
 
     def passed(self, work: float) -> None:
-        """A pass with so much work has ended."""
         now = self.clock()
         seconds = now - self.began
         self.passes += 1

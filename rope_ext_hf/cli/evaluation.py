@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-
 _RESULTS = Path("rope-ext-results")
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
@@ -79,12 +78,7 @@ class _ProcessOptions(Question):
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> tuple[RunPlan[Any], Workers]:
-        """The plan with what reads its text, and its processes; prints what is left out.
-
-        Args:
-            model: its name.
-            empty: the model on the meta device.
-        """
+        """The plan with what reads its text, and its processes; prints what is left out. `empty` has no weights."""
         return plan, workers
 
 
@@ -237,8 +231,7 @@ def report(
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
     out: Annotated[
-        Path | None,
-        typer.Option(help="The page of several runs. Default: comparison.html beside the first folder."),
+        Path | None, typer.Option(help="The page of several runs. Default: comparison.html beside the first folder.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -273,23 +266,14 @@ def report(
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A measurement that is planned and fits into memory.
-
-    Attributes:
-        given: the model, the methods, and where results are kept.
-        load: how the model is loaded.
-        plan: what is measured.
-        workers: the processes that share it.
-        file: what was asked, which the run's folder keeps.
-        forecast: what a dry run takes.
-    """
+    """A measurement that is planned and fits into memory."""
 
     given: RunOptions
     load: EvalOptions
     plan: RunPlan[Any]
     workers: Workers
-    file: RunFile
-    forecast: Forecast | None
+    file: RunFile  # what was asked, which the run's folder keeps
+    forecast: Forecast | None  # what a dry run takes
 
     def measure(self) -> Run[Any]:
         """Measure, and print from the first process; of a dry run print what it would take, and end."""
@@ -328,12 +312,7 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOption
 
 
 def _with_keys(
-    plan: RunPlan[Any],
-    question: Perplexity,
-    given: RunOptions,
-    load: EvalOptions,
-    workers: Workers,
-    file: RunFile,
+    plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
     from rope_ext_hf.eval.key_token_runs import KEYS_FILE
@@ -369,17 +348,8 @@ def _preflight(
     most_spans: int | None,
     given: RunOptions,
 ) -> Forecast | None:
-    """Print the memory and time that a measurement needs before any weights are read; stop where it cannot fit.
-
-    Of a dry run they are returned instead, also where it cannot fit.
-
-    Args:
-        empty: the model on the meta device.
-        load: how the model will be loaded.
-        plan: what is measured.
-        workers: the processes that share it; the first one prints.
-        most_spans: how many spans per length were asked for, None for all.
-        given: whether it is a dry run, and where results would be.
+    """Print what memory and time a measurement needs, before weights are read; stop where it cannot fit. Of a dry run
+    return it instead.
     """
     import torch
 
@@ -428,7 +398,6 @@ class _DryRunError(Exception):
 
 
 def print_forecast(forecast: Forecast, as_json: bool) -> None:
-    """Print what a run would take."""
     print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
 
@@ -490,7 +459,6 @@ def shown_progress(workers: Workers) -> Progress:
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
-    """Print a run's table, or the content of its results.json, and where its files are."""
     if as_json:
         print_text(json_text(run.to_dict()))
         return

@@ -119,11 +119,7 @@ def lm_eval(
 
 
 def _keep(tracker: Any, path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
-    """Have lm-eval write results and samples; the files.
-
-    Raises:
-        FileError: the disk refuses, of which lm-eval would say nothing.
-    """
+    """Have lm-eval write results and samples, in which it says nothing of errors; the files."""
     folder = path.parent if path.suffix == ".json" else path
     make_folder(folder)
     before = set(folder.rglob("*.json*"))

@@ -71,12 +71,7 @@ def _options_text(row: dict[str, Any]) -> str:
     return ", ".join(options)
 
 
-def describe(
-    model: Model,
-    methods: LayerChoice,
-    source: SourceOptions,
-    as_json: Json = False,
-) -> None:
+def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
     """Show which RoPE method a model has, or would have with --method; reads no weights.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
@@ -157,21 +152,14 @@ def explain(
     if as_json:
         pictures = {name: str(path) for name, path in made.pictures.items()}
         heads = None if trained is None else len(trained)
-        print_text(
-            json_text(
-                {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
-            )
-        )
+        told = {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
+        print_text(json_text(told))
     else:
         print_text(str(made.page))
 
 
 def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
-    """What is drawn beside plain RoPE, and how far, in tokens.
-
-    Args:
-        own: the patch of the model's folder, drawn where no method or factor was asked for.
-    """
+    """What is drawn beside plain RoPE, and how far, in tokens; the model's own patch where nothing was asked for."""
     from rope_ext_hf.eval.questions import DEFAULT_METHODS
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.patches.choosing import over_rotary
@@ -280,13 +268,7 @@ def patch(
 
 
 def write_patched(
-    model: str,
-    out: Path,
-    methods: LayerChoice,
-    source: SourceOptions,
-    *,
-    native: bool = False,
-    as_code: bool = False,
+    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False, as_code: bool = False
 ) -> Description:
     """Write a copy of a model folder that carries a method, and describe it."""
     from rope_ext_hf.hub import foreign_errors

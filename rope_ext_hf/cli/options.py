@@ -1,4 +1,4 @@
-"""The options of the command line: their names, their help, and how their text is read.
+"""The options of the command line: their names, their help, and how their text is read, without importing torch.
 
 A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
 
@@ -6,8 +6,6 @@ A command takes groups of options as dataclasses; `expand_options` turns every f
     def ppl(model: Model, question: Perplexity, methods: MethodChoice, load: LoadOptions) -> None: ...
 
 The fields of a `Question` say how they are asked for; other dataclasses are annotated for typer.
-
-Nothing here imports torch, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -32,7 +30,6 @@ from rope_ext_hf.questions import Asked, Question, asked, kind_of, option_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 Model = Annotated[
     str,
     typer.Argument(
@@ -41,13 +38,11 @@ Model = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights."),
+    bool, typer.Option("--dry-run", help="Print what would be done, and its time, memory and disk; read no weights.")
 ]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
-FROM_FILE = "rope_ext_hf.from_file"
-"""Where a context's `meta` has the options of a run file, by name."""
+FROM_FILE = "rope_ext_hf.from_file"  # where a context's `meta` has the options of a run file, by name
 _MOST_NESTING = 100  # of brackets in a value
 
 
@@ -72,7 +67,6 @@ class SourceOptions(Question):
         return load_empty(model, **self.version)
 
     def tokenizer(self, model: str) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
         from rope_ext_hf.hub import load_tokenizer
 
         return load_tokenizer(model, **self.version)
@@ -87,7 +81,6 @@ class LoadOptions(SourceOptions):
     device_map: str | None = asked(None, "auto: spread a large model over all devices.", metavar="MAP")
 
     def model(self, model: str) -> PreTrainedModel:
-        """The model with its weights, ready to be measured."""
         from rope_ext_hf.hub import load_model
 
         return load_model(model, dtype=self.dtype, device=self.device, device_map=self.device_map, **self.version)
@@ -140,11 +133,7 @@ def questions_of(group: Any) -> list[type[Question]]:
 def _over_file(
     context: typer.Context, values: dict[str, Any], instead: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Any]:
-    """The values of the options, those of a run file in place of what was not typed.
-
-    Args:
-        instead: by option, the options that say the same in another way.
-    """
+    """The values of the options, those of a run file in place of what was not typed, itself or by its `instead`."""
     of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
     for name in values:
         source = context.get_parameter_source(name)
@@ -224,11 +213,7 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
-    """`["--beta-fast", "16", "--sticky"]` as `{"beta_fast": 16, "sticky": True}`; comma lists become tuples of floats.
-
-    Raises:
-        MethodError: something that is no option.
-    """
+    """`["--beta-fast", "16", "--sticky"]` as `{"beta_fast": 16, "sticky": True}`; comma lists as tuples of floats."""
     parameters: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -254,14 +239,12 @@ def _parse_value(text: str) -> Any:
 
 
 def method_parameters() -> set[str]:
-    """The names of all parameters of all methods."""
     from rope_ext_hf.methods.registry import list_methods
 
     return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
 
 
 def unknown_option(option: str, known: Sequence[str]) -> str:
-    """The message for an option that a command does not have."""
     if option == "--plot":
         return "no such option: --plot. `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
     return f"no such option: {short(option)}.{did_you_mean(option, known)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +28,7 @@ class PublishOptions(Question):
     yes: bool = asked(False, "Do not ask.", names=("--yes", "-y"))
 
     def check(self) -> None:
-        """Refuse, before any work, what would stop the upload.
-
-        Raises:
-            MethodError: --public alone, or nobody to be asked.
-            CheckpointError: as `check_upload`.
-        """
+        """Refuse, before any work, what would stop the upload."""
         from rope_ext_hf.downloads import check_upload
 
         if self.push_to_hub is None:
@@ -44,11 +40,7 @@ class PublishOptions(Question):
         check_upload(self.push_to_hub, private=not self.public)
 
     def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
-        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about.
-
-        Raises:
-            CheckpointError: the Hub refuses; the folder is as it was.
-        """
+        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about."""
         if self.push_to_hub is None:
             return
         from rope_ext_hf.downloads import upload
@@ -59,12 +51,21 @@ class PublishOptions(Question):
         kind = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
         for name, size in sizes.items():
-            print_note("", f"{name}, {size_text(size)}")
+            named = _paths_in(folder / name)
+            print_note("", f"{name}, {size_text(size)}" + (f"; it names {', '.join(named)}" if named else ""))
         if not (self.yes or typer.confirm("Upload?", default=False, err=True)):
             later = command_line("card", folder, push_to_hub=self.push_to_hub, public=self.public)
             print_note("upload", f"not done; `{later}` does it")
             return
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
+
+
+def _paths_in(file: Path) -> list[str]:
+    """The absolute paths in a run file, a card or a config that lie in folders of this machine."""
+    if not file.name.endswith((".yaml", ".md", "config.json")):
+        return []
+    found = re.findall(r"(?<![\w./:-])(?:[A-Z]:)?[/\\][^\s\"'`,;:)}\]]+", file.read_text("utf-8", errors="replace"))
+    return [each for each in dict.fromkeys(found) if len(Path(each).parts) > 2 and Path(each).parents[-2].is_dir()]
 
 
 def card(

@@ -20,7 +20,6 @@ from rope_ext_hf.questions import Asked, command_words, kind_of
 if TYPE_CHECKING:
     from rope_ext_hf.runs.run_file import RunFile
 
-
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
 
 
@@ -49,7 +48,8 @@ def run(
 
 def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None:
     """Run the command of a file, with the options that were typed in place of those of the file."""
-    from rope_ext_hf.runs.run_file import IN_MEMORY, versions_now
+    from rope_ext_hf.runs.identity import versions_now
+    from rope_ext_hf.runs.run_file import IN_MEMORY
 
     group: Any = context.find_root().command
     functions = {name: inspect.unwrap(each.callback) for name, each in group.commands.items()}
@@ -91,14 +91,7 @@ def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
 
 
 def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]) -> dict[str, Any]:
-    """The options of a file, each checked as the command asks for it, the parameters of methods apart.
-
-    Args:
-        typed: options that stand in place of those of the file.
-
-    Raises:
-        FileError: an unknown key, or a value that the command refuses; the message has the line.
-    """
+    """The options of a file but those typed, each checked as its command asks for it, parameters of methods apart."""
     asked = [one for each in questions_of(function) for one in each.how_asked()]
     makers: dict[str, Callable[[Any], Any]] = {"out": Path}
     makers |= {each.name: partial(_value, each, how) for each, how in asked if each.name != "parameters"}
@@ -125,11 +118,7 @@ def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]
 
 
 def _value(field: dataclasses.Field[Any], how: Asked, value: Any) -> Any:
-    """A value of a file, as the field of a question takes it; checked.
-
-    Raises:
-        MethodError: one that the field refuses, or that was in memory.
-    """
+    """A value of a file, as the field of a question takes it; checked."""
     from rope_ext_hf.runs.run_file import IN_MEMORY
 
     kind = kind_of(field)

@@ -11,19 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.advice.questions import Extending
-from rope_ext_hf.bounds import parse_length, parse_lengths
+from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.need import reach_in
-from rope_ext_hf.cli.options import (
-    DryRun,
-    EvalOptions,
-    Json,
-    LoadOptions,
-    Model,
-    SourceOptions,
-)
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, SourceOptions
 from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short, size_text
@@ -41,7 +34,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.servers.baselines import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
-
 
 _Version = Annotated[
     str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
@@ -156,17 +148,15 @@ def advise(
     """
     from rope_ext_hf.advice.advising import advise as advise_on
 
-    wanted = parse_length(target_length)
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    stated = parse_length(context_length)
     quiet_transformers()
     advice = advise_on(
         model,
-        wanted,
+        target_length,
         over=over,
-        context_length=stated,
+        context_length=context_length,
         batches=[int(number) for number in batches],
         reads_to=None if need is None else reach_in(need, model, revision=source.revision),
         server=server,
@@ -314,21 +304,9 @@ def audit(
 
 
 def _configure(
-    model: str,
-    methods: PatchChoice,
-    source: SourceOptions,
-    engine: str,
-    version: str | None,
-    **how: Any,
+    model: str, methods: PatchChoice, source: SourceOptions, engine: str, version: str | None, **how: Any
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
     quiet_transformers()
-    return serving_config(
-        model,
-        engine,
-        engine_version=version,
-        **how,
-        **source.version,
-        **methods.arguments_of_patch,
-    )
+    return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)

@@ -73,11 +73,7 @@ def llama3(theta: float, dim: int, factor: float, original: float, low: float, h
 
 
 def longrope_magnitude(scale: float, original: float) -> float:
-    """sqrt(1 + ln s / ln L0); 1 up to s = 1.
-
-    Raises:
-        ServingError: an original length that has no logarithm above zero.
-    """
+    """sqrt(1 + ln s / ln L0); 1 up to s = 1."""
     if not original > 1:
         raise ServingError(f"longrope needs an original length above 1, and it is {original:g}")
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))

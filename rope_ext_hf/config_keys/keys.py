@@ -15,30 +15,34 @@ GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_inte
 """Rope settings that say which dims rotate and by which positions, whatever the method is."""
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
-REMAPPING_KEY = "remapping"
-"""The setting that holds a remapping method and the pairing of the model, as JSON text."""
+REMAPPING_KEY = "remapping"  # the setting that holds a remapping method and the pairing of the model, as JSON text
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 
 
 def text_settings(config: Config) -> dict[str, Any]:
-    """The text config of a config, itself where it is not composite.
-
-    Raises:
-        ServingError: `text_config` is no object.
-    """
+    """The text config of a config, itself where it is not composite."""
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ServingError(f"text_config must be an object, got {type(text).__name__}")
-    return dict(text)
+    return standard_keys(text)
+
+
+def standard_keys(text: Config) -> dict[str, Any]:
+    """A text config with the usual keys, too, where its class knows them by other names: DBRX has d_model."""
+    return {key: text[own] for key, own in own_keys(str(text.get("model_type"))).items() if own in text} | dict(text)
+
+
+def own_keys(model_type: str) -> dict[str, str]:
+    """The keys of a config.json of this model type that stand for usual ones: max_seq_len of DBRX."""
+    from transformers import CONFIG_MAPPING
+
+    return dict(CONFIG_MAPPING[model_type].attribute_map) if model_type in CONFIG_MAPPING else {}
 
 
 def rope_settings(text: Config) -> dict[str, Any]:
     """The rope settings of the full-attention layers, as transformers 5 standardises them.
 
     Both spellings are read: `rope_parameters`, and `rope_theta` beside `rope_scaling`, which wins where both stand.
-
-    Raises:
-        ServingError: no rope settings, or some of a wrong type.
     """
     parameters = text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
@@ -83,11 +87,7 @@ def unread_settings(text: Config) -> str | None:
 
 
 def check_sliding_layers(text: Config, every: int, engine: str) -> None:
-    """Refuse a config whose full-attention layers are others than each `every`-th, which an engine takes them to be.
-
-    Raises:
-        ServingError: they are.
-    """
+    """Refuse a config whose full-attention layers are others than each `every`-th, which an engine takes them to be."""
     layers = text.get("layer_types")
     pattern = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", every))
     usual = [(index + 1) % every == 0 for index in range(len(layers or ()))]
@@ -98,11 +98,7 @@ def check_sliding_layers(text: Config, every: int, engine: str) -> None:
 
 
 def needed(settings: Config, key: str, default: float | None = None, *, above: float = 0.0) -> float:
-    """A number of the settings.
-
-    Raises:
-        ServingError: missing where there is no default, or not a finite number above `above`.
-    """
+    """A number of the settings; ServingError where it is missing without a default, or not finite and above `above`."""
     value = settings.get(key, default)
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not above < value < math.inf:
         given = "is missing" if value is None else f"is {value!r}"
@@ -111,12 +107,8 @@ def needed(settings: Config, key: str, default: float | None = None, *, above: f
 
 
 def length_setting(text: Config) -> int:
-    """max_position_embeddings in tokens.
-
-    Raises:
-        ServingError: missing, or no length.
-    """
-    length = text.get("max_position_embeddings")
+    """max_position_embeddings, in tokens."""
+    length = standard_keys(text).get("max_position_embeddings")
     if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
         given = "is missing" if length is None else f"is {length!r}"
         raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")
@@ -124,11 +116,7 @@ def length_setting(text: Config) -> int:
 
 
 def rotated_dims(text: Config, settings: Config) -> int:
-    """Rotated dims per head.
-
-    Raises:
-        ServingError: the sizes are missing or impossible.
-    """
+    """Rotated dims per head."""
     latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
     dims = latent or text.get("head_dim")
     if dims is None:
@@ -142,11 +130,7 @@ def rotated_dims(text: Config, settings: Config) -> int:
 
 
 def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
-    """One of the lists of a longrope, a number for each rotated pair.
-
-    Raises:
-        ServingError: missing, of another length, or with numbers that are not above 0.
-    """
+    """One of the lists of a longrope, a number above 0 for each rotated pair."""
     values = settings.get(key)
     if not isinstance(values, (list, tuple)) or len(values) != dim // 2:
         raise ServingError(f"{key} must be a list of {dim // 2} numbers")
@@ -169,6 +153,5 @@ def plugin_settings(settings: Config) -> dict[str, Any] | None:
 
 
 def plugin_frequencies(settings: Config) -> tuple[tuple[float, ...], float]:
-    """The frequencies and the magnitude that settings for the plug-ins hold."""
     held = plugin_settings(settings) or {}
     return tuple(map(float, json.loads(held["inv_freq"]))), float(held["attention_factor"])

@@ -1,7 +1,6 @@
 """What each serving engine computes from a config: frequencies, magnitude and length, by the engine's own rules.
 
-One file per engine, with its source (repository, version, file) at the top. Every file of this folder is imported, so
-that a class decorated with `register_engine` is known wherever engines are. Nothing here loads a model or an engine.
+One file per engine, with its source (repository, version, file) at the top; every file of this folder is imported.
 """
 
 import importlib

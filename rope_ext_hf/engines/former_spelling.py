@@ -69,11 +69,7 @@ class FormerSpellingEngine(ConfigEngine):
         )
 
     def known_text(self, config: Config) -> tuple[dict[str, Any], str, int]:
-        """The text config, the model type and max_position_embeddings.
-
-        Raises:
-            NotCheckedError: a family whose file was not read.
-        """
+        """The text config, model type and max_position_embeddings; NotCheckedError for an unknown family."""
         text = text_settings(config)
         model_type, most = str(text.get("model_type")), length_setting(text)
         if model_type not in self.table["families"]:
@@ -91,11 +87,7 @@ class FormerSpellingEngine(ConfigEngine):
         return self.table["families"].get(model_type, {}).get("rope_parameters") is True
 
     def reached(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
-        """The rope type that reaches the rotary class of a family's file, with a note where it is another one.
-
-        Raises:
-            ServingError: the file stops at the rope type.
-        """
+        """The rope type that reaches the rotary class of a family's file, with a note where it is another one."""
         types = self.table["families"][model_type].get("types")
         if types is None or kind in types or kind == "default":
             return kind, ()

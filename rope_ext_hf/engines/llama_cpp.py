@@ -33,8 +33,7 @@ ARCHITECTURES: dict[str, tuple[str, tuple[str, ...]]] = {
     model_type: (each["architecture"], tuple(each.get("tensors", ()))) for model_type, each in _FAMILIES.items()
 }
 """model_type -> GGUF architecture, and the tensors of divisors that its graph reads."""
-_TENSORS = dict(ARCHITECTURES.values())
-"""The tensors by architecture."""
+_TENSORS = dict(ARCHITECTURES.values())  # the tensors by architecture
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
 """The converter's multiple of mscale_all_dim, by architecture; the magnitude is divided by that of this mscale."""
@@ -46,27 +45,16 @@ _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_fact
 
 @dataclass(frozen=True)
 class FileRope:
-    """The rotary embedding of a GGUF file.
-
-    Attributes:
-        architecture: `general.architecture`.
-        dim: rotated dims per head.
-        keys: metadata without the architecture in front: "rope.freq_base", "rope.scaling.type", ...
-        tensors: divisors by the name of the tensor.
-    """
+    """The rotary embedding of a GGUF file."""
 
     architecture: str
-    dim: int
-    keys: dict[str, Any]
-    tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    dim: int  # rotated dims per head
+    keys: dict[str, Any]  # metadata without the architecture in front: "rope.freq_base", "rope.scaling.type", ...
+    tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # divisors by the name of the tensor
 
 
 def converted(config: Config) -> FileRope:
-    """Keys and tensors that llama.cpp's converter writes into a GGUF for a config.
-
-    Raises:
-        ServingError: a family whose architecture is not in the table, or a rope type that the converter passes over.
-    """
+    """Keys and tensors that llama.cpp's converter writes into a GGUF for a config; ServingError where it does not."""
     text = text_settings(config)
     settings, model_type = rope_settings(text), str(text.get("model_type"))
     if model_type not in ARCHITECTURES:
@@ -110,7 +98,6 @@ def converted(config: Config) -> FileRope:
 
 
 def _check_layers(text: Config) -> None:
-    """Refuse a pattern of layers that no GGUF file of the converter holds."""
     if text.get("model_type") == "gemma3_text":
         check_sliding_layers(text, 6, "llama.cpp")
 
@@ -130,14 +117,11 @@ def _scaling_keys(settings: Config) -> dict[str, Any]:
 
 
 def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
-    """Compute frequencies and magnitude from a GGUF file as llama.cpp does.
+    """Compute frequencies and magnitude from a GGUF file as llama.cpp does, which refuses some with a ServingError.
 
     Args:
         length: tokens of context that are allocated (`-c`); None: the file's context length.
         by_flags: whether the keys stand for flags of `llama-server`, which reaches more than a file's keys do.
-
-    Raises:
-        ServingError: keys or tensors that llama.cpp refuses, or a graph whose rules are not in this package.
     """
     keys = file.keys
     kind = keys.get("rope.scaling.type", "linear")
@@ -167,11 +151,7 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
 
 
 def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
-    """The numbers that the graph divides the frequencies by.
-
-    Raises:
-        ServingError: a tensor that the graph does not read, or numbers that it cannot divide by.
-    """
+    """The numbers that the graph divides the frequencies by."""
     names = _TENSORS[file.architecture]  # the loader takes these tensors, and stops at others
     read = _FACTOR_LISTS if names and kind == "longrope" else names
     if stray := [name for name in file.tensors if name not in read]:
@@ -208,23 +188,15 @@ def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[f
 
 @dataclass(frozen=True)
 class _ServedFile:
-    """A file that may compute what was measured.
-
-    Attributes:
-        name: the name of the encoding.
-        file: the keys and tensors; its context length is the length to serve.
-        removed: tensors that must go from the model's own file.
-        flags: flags of llama-server that do the same with the model's own file; None where tensors must change.
-    """
+    """A file that may compute what was measured; its context length is the length to serve."""
 
     name: str
     file: FileRope
-    removed: tuple[str, ...]
-    flags: tuple[str, ...] | None
+    removed: tuple[str, ...]  # tensors that must go from the model's own file
+    flags: tuple[str, ...] | None  # of llama-server, with the model's own file; None where tensors must change
 
     @functools.cached_property
     def computed(self) -> Computed:
-        """The numbers that the programs compute from the file."""
         return file_computes(self.file)
 
 
@@ -292,7 +264,6 @@ class _GGUFEngine(Engine):
         return ("llama-server", "-m", "OUT.gguf", "-c", str(target.length))
 
     def notes(self, target: Target) -> tuple[str, ...]:
-        """Remarks on the file."""
         return ("Write the keys and tensors into a copy of the model's GGUF file with rope-ext gguf, OUT.gguf.",)
 
 
@@ -366,8 +337,7 @@ class LlamaCpp(_GGUFEngine):
 def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by_file: bool) -> tuple[str, ...] | None:
     """Flags that turn the model's own file into another one; None where tensors must change.
 
-    Args:
-        by_file: whether flags would leave sliding-window layers as the file has them, and the method is for these too.
+    `by_file`: whether flags would leave sliding-window layers as the file has them, and the method is for these too.
     """
     if own is None or file.tensors != own.tensors or any(name in own.tensors for name in removed):
         return None

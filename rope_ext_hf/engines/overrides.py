@@ -22,12 +22,9 @@ class OverridingEngine(ConfigEngine):
     """Base of these engines."""
 
     unknown_type = "freezes or refuses the rope type"
-    option: ClassVar[str]
-    """The option that takes the overrides, as JSON."""
-    theta_alone: ClassVar[frozenset[str]]
-    """Families whose model file hands on nothing of the rope settings but theta."""
-    whole_theta: ClassVar[frozenset[str]]
-    """Those whose model file cuts theta to a whole number."""
+    option: ClassVar[str]  # the option that takes the overrides, as JSON
+    theta_alone: ClassVar[frozenset[str]]  # families whose model file hands on nothing of the rope settings but theta
+    whole_theta: ClassVar[frozenset[str]]  # those whose model file cuts theta to a whole number
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:
@@ -67,11 +64,7 @@ class OverridingEngine(ConfigEngine):
         return super().other(rope)
 
     def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
-        """Compute the settings for the plug-in.
-
-        Raises:
-            ServingError: the model file does not hand them on.
-        """
+        """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
         if rope.model_type in self.theta_alone:
             raise ServingError(
                 f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"

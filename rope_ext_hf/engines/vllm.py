@@ -53,8 +53,7 @@ _NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})
 """Families whose model files choose a rope type for each layer by themselves."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
-_MROPE_TABLE = 4
-"""Its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well."""
+_MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
 SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
 """Families whose model file asks for a table of the original length, where no video tokens are pruned."""
 

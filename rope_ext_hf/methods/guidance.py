@@ -1,7 +1,6 @@
-"""When a method is the right one, in the words that docs/choosing.md and `rope-ext advise` show.
+"""When a method is the right one, as each states it (`guidance`), in words of docs/choosing.md and `rope-ext advise`.
 
-Each method states its own, as the class variable `guidance`. How well a model reads with it, and what short inputs
-lose, is measured: see `rope_ext_hf.methods.measurements`.
+How well a model reads with it, and what short inputs lose, is measured: `rope_ext_hf.methods.measurements`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ FINE_TUNING = "to fine-tune it at the longer length"
 SEARCHED = "divisors from a search or from training exist"
 PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, SEARCHED)
 """Goals of users, in the order in which they are advised on."""
-
 NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
 ZONES = "attention in several zones, little at long contexts"
@@ -24,16 +22,9 @@ TURNED_WHEN_READ = "attention in several zones; beyond the context length keys a
 
 @dataclass(frozen=True)
 class Guidance:
-    """When to use a method.
+    """When to use a method."""
 
-    Attributes:
-        purposes: the goals that it is a candidate for, of `PURPOSES`.
-        when: when to take it and not its neighbours; empty: nothing sets it apart.
-        decode: the reason why a generated token takes more time; `NOTHING`: it takes none.
-        unmeasured: why no measurement shows how a model reads with it; empty: one does, or none was made.
-    """
-
-    purposes: tuple[str, ...] = ()
-    when: str = ""
-    decode: str = NOTHING
-    unmeasured: str = ""
+    purposes: tuple[str, ...] = ()  # the goals that it is a candidate for, of `PURPOSES`
+    when: str = ""  # when to take it and not its neighbours; empty: nothing sets it apart
+    decode: str = NOTHING  # the reason why a generated token takes more time; `NOTHING`: it takes none
+    unmeasured: str = ""  # why no measurement shows how a model reads with it; empty: one does, or none was made

@@ -1,8 +1,5 @@
 """What was measured of every method without training: how much the loss rises, by model, factor and length.
 
-    >>> [f"{rise.model.name}: {rise.increase:+.2f}" for rise in rises_at("yarn", 4)]  # doctest: +SKIP
-    ['bundled model: +0.13', 'docstring model: +0.25']
-
 A rise is in bits per byte, over the loss of the model as loaded at its context length, on the same tokens. The numbers
 are those of benchmarks/factors.py: `make figures` writes them into measured.json. Lengths are counted in context
 lengths, and what was not measured is answered by the next larger factor or length that was.
@@ -21,39 +18,23 @@ from typing import NamedTuple
 
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 
-RECOVERED = 2 / 3
-"""A method helps where it takes away this share of what the model as loaded loses at the length."""
+RECOVERED = 2 / 3  # a method helps where it takes away this share of what the model as loaded loses at the length
 
 
 class Rise(NamedTuple):
-    """How much the loss of a model rises under a method.
-
-    Attributes:
-        model: the model.
-        factor: the factor of the method; None: it was fitted to the longest length that was measured.
-        scale: the length, in context lengths.
-        increase, low, high: bits per byte, and the 95% interval over the documents.
-        as_loaded: how much it rises at this length without the method.
-    """
+    """How much the loss of a model rises under a method, in bits per byte."""
 
     model: _MeasuredModel
-    factor: float | None
-    scale: float
-    increase: float
+    factor: float | None  # of the method; None: it was fitted to the longest length that was measured
+    scale: float  # the length, in context lengths
+    increase: float  # `low` to `high` is its 95% interval over the documents
     low: float
     high: float
-    as_loaded: float
+    as_loaded: float  # at this length without the method
 
 
 @dataclass(frozen=True)
 class _MeasuredModel:
-    """A model that methods were measured on.
-
-    Attributes:
-        name: the name in tables.
-        rotated_dims, theta, context_length, parameters: its rotary embedding and size.
-    """
-
     name: str
     rotated_dims: int
     theta: float
@@ -108,12 +89,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every measured model at a length, of the method fitted to it; empty where nothing so long was.
-
-    Args:
-        method: its name.
-        scale: the length, in context lengths.
-    """
+    """The rise on every measured model of the method fitted to so many context lengths; empty: none there."""
     return _smallest(_measurements()[1], method, scale)
 
 

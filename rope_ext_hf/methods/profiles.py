@@ -70,14 +70,12 @@ class Profiles(RopeMethod):
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """Every factor, ascending."""
         return (*(self.smaller or ()), self.factor)
 
     def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
         return tuple((round(rotary.context_length * factor), self._at(factor)) for factor in self.factors)
 
     def _at(self, factor: float) -> RopeMethod:
-        """The static method of one profile."""
         assert self.frequency is not None
         if factor == 1:
             return Default()

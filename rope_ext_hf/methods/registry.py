@@ -15,7 +15,6 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedSca
 _METHODS: dict[str, type[RopeMethod]] = {}
 # Other names in use, and the parameters they imply.
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"dynamic": ("dynamic-ntk", {"growth": "hf"})}
-
 _S = TypeVar("_S", bound=RopeMethod)
 
 
@@ -101,11 +100,7 @@ def resolve_method(
 def split_parameters(
     method: str | RopeMethod | None, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments that are parameters of methods, also misspelt ones of this method, and all others.
-
-    Raises:
-        MethodError: an unknown method, or one that lacks a parameter that another has.
-    """
+    """The arguments that are parameters of methods, also misspelt ones of this method, and all others."""
     own = () if method is None or isinstance(method, RopeMethod) else [item.name for item in fields(_find(method)[0])]
     known = {item.name for each in _METHODS.values() for item in fields(each)}
     near = [key for key in given if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
@@ -171,11 +166,7 @@ def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
 
 
 def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
-    """The inverse of `Rotary.to_dict`.
-
-    Raises:
-        MethodError: not what `Rotary.to_dict` writes.
-    """
+    """The inverse of `Rotary.to_dict`; MethodError for anything else."""
     try:
         values = dict(saved)
         own = values.pop("own", None)
@@ -209,9 +200,6 @@ def frequencies(
         rotary: the geometry they are for.
         length: tokens in the input, for length-dependent methods; None: the context length.
         **params: the method's parameters, `factor` or `target_length` among them.
-
-    Returns:
-        Frequencies: inv_freq (dim // 2,) float64 in radians per position, and the attention factor.
 
     Raises:
         MethodError: see `resolve_method`.

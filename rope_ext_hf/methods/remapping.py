@@ -1,13 +1,9 @@
-"""Remapping methods: they change the relative position at which a query sees a key.
+"""Remapping methods: no key is seen at a relative position beyond those of training; far keys are seen at trained ones.
 
-    >>> from rope_ext_hf.methods.remapping import LeakyReRoPE
-    >>> LeakyReRoPE(k=8, window=1024).k
-    8
-
-No key is seen at a relative position that the model was not trained at: far keys are seen at trained ones. A method
-divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position and the
-keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`; that is
-their position in every zone, except the nearest one of methods whose local zone is exact: there keys keep their own.
+A method divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position
+and the keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`;
+that is their position in every zone, except the nearest of methods whose local zone is exact, where keys keep their
+own.
 
 Some rules depend on the length of a row (`beyond_only`, and a group "length"): short rows are read by the model as
 loaded. Their keys are cached at their own positions, whatever the length is, and turned to `key_position` when read.
@@ -36,9 +32,7 @@ from rope_ext_hf.methods.tiles import Tile, band_tiles
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
 queries and n (rows or 1, keys) of keys."""
-
-DEFAULT_GROUP = 16
-"""`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
+DEFAULT_GROUP = 16  # `group` and `k` where no target length is given: enough for about 8 to 12 times the context length
 
 _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "none": None,
@@ -60,7 +54,6 @@ class RemappedPosition(NamedTuple):
     offset: float = 0.0
 
     def tokens(self) -> Tensor:
-        """The position as float64."""
         whole = torch.zeros(()) if self.positions is None else self.positions
         return whole.double() / self.divisor + self.offset
 
@@ -82,12 +75,10 @@ class RemappingMethod(RopeMethod):
 
     left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
     """Values that `to_dict` leaves out, because folders of before have no such keys."""
-
     local_zone_exact: ClassVar[bool] = True
     """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
     moves_keys: ClassVar[bool] = True
     """Whether any key is seen at another relative position than its own."""
-
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
     least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
@@ -288,21 +279,17 @@ class RemappingMethod(RopeMethod):
     def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
         """The rule in a form in which fewer rotations take the queries from position `first` on.
 
-        Args:
-            count: queries, those of all heads that share a key.
-
-        Returns:
-            A rule, and where blocks of queries are best begun: a position, and the step from there.
+        `count`: queries, those of all heads that share a key. Also returned: where blocks of queries are best begun, a
+        position and the step from there.
         """
         return self, 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRemapping(RemappingMethod):
-    """Keys at distances below `window` are seen where they are, those beyond at one further place each.
+    """Keys at distances below w = `window` are seen where they are, those beyond at one further place each.
 
-    Attributes:
-        window: w; default: the limit over `window_share`.
+    `window`: default the limit over `window_share`.
     """
 
     window_share: ClassVar[int] = 2

@@ -1,6 +1,5 @@
 """Remapping methods whose far keys stay as they are cached, and are seen by queries that are turned back.
 
-    >>> from rope_ext_hf.methods.stairs import Stairs
     >>> method = Stairs(window=4, start=2, chunk=3, max_distance=8)
     >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
     [4, 3, 2, 4, 3, 2, 3, 2, 1, 0]
@@ -29,9 +28,7 @@ from rope_ext_hf.methods.tiles import Tile, band_tiles
 class _TurnedQueries(RemappingMethod):
     """Keys at distances below `window` are seen where they are, those beyond from `start` on.
 
-    Attributes:
-        window: S, in tokens.
-        start: W, the distance at which the key at the distance S is seen; at most `window`.
+    `window`: S, in tokens. `start`: W, the distance at which the key at the distance S is seen; at most `window`.
     """
 
     # keys are cached at their own positions, which is where they stand in the nearest zone

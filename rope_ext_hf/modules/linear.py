@@ -117,8 +117,7 @@ def linear_attention(
         features = _features(kernel, query.to(dtype), key.to(dtype), cos.to(dtype), sin.to(dtype))
         if hidden is not None:
             features = features._replace(
-                key=features.key.masked_fill(hidden, 0),
-                denominator_key=features.denominator_key.masked_fill(hidden, 0),
+                key=features.key.masked_fill(hidden, 0), denominator_key=features.denominator_key.masked_fill(hidden, 0)
             )
         if form == "parallel":
             numerator, denominator = _parallel(features, values, causal)
@@ -137,9 +136,6 @@ def linear_attention(
         if hidden is not None:
             out = out.masked_fill(hidden, 0)
     return out.to(value.dtype)
-
-
-# --- features -----------------------------------------------------------------------------------------------------
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
@@ -166,8 +162,6 @@ def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor)
     query, key = phi(query), phi(key)
     return _Features(rotated(query), rotated(key), query, key)
 
-
-# --- sums over keys -----------------------------------------------------------------------------------------------
 
 _Sums = tuple[Tensor, Tensor]  # (batch, heads, length, value_dim) and (batch, heads, length, 1)
 
@@ -218,9 +212,6 @@ def _extend(state: LinearAttentionState, kernel: str, features: _Features, value
         numerator, denominator = state.numerator + numerator, state.denominator + denominator
     state.kernel, state.length = kernel, state.length + value.shape[-2]
     state.numerator, state.denominator = numerator, denominator
-
-
-# --- checks -------------------------------------------------------------------------------------------------------
 
 
 def _check(

@@ -24,7 +24,6 @@ from rope_ext_hf.patches.evaluating import evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _ROBERTA = {
     r"^roberta\.": "roformer.",
     r"^lm_head\.dense\.": "cls.predictions.transform.dense.",

@@ -46,7 +46,6 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
-    """Raise ValueError for a mask that is not bool (batch, length)."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
         raise ValueError(
             f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"

@@ -1,8 +1,5 @@
 """Queries and keys of a trained model as RoPE meets them, and the mean score of two of them at a distance.
 
-    vectors = spectra(model, ids)                        # (heads of all layers, pairs) complex128
-    mean_scores(vectors, rotary.inv_freq(), distances)   # (heads, distances) float64
-
 A query at m and a key at n score Re sum_i q_i conj(k_i) exp(1j (m - n) theta_i), with pairs of dims as complex numbers.
 The mean of that over many queries and keys, at one distance, follows from the mean of q_i conj(k_i) alone, its
 spectrum, whatever the frequencies: one forward pass serves all methods and all distances.
@@ -31,7 +28,6 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout, candidate_key_layouts, nearly
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _NAME = "rope_ext_hf.record"
 _SHIFT, _PROBED = 5, 16  # how far, and how many tokens, the second pass is moved to find out how a layer rotates
 
@@ -57,16 +53,8 @@ def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention
 def spectra(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The mean of q_i conj(k_i) over every query and key of a text, each of length 1, where they stand left out.
 
-    Args:
-        model: not patched; in eval mode for what it is in use.
-        ids: (tokens,) integers, at least 16 and at most the context length.
-
-    Returns:
-        (heads, pairs) complex128, the heads of every layer that rotates by the frequencies a method would change.
-
-    Raises:
-        LengthError: a text too short or too long.
-        UnsupportedModelError: a model that is patched, or whose attention cannot be listened to.
+    The model is not patched. ids: (tokens,) integers, at least 16 and at most the context length -> (heads, pairs)
+    complex128, the heads of every layer that rotates by the frequencies a method would change.
     """
     if patched_slots(model):
         raise UnsupportedModelError(

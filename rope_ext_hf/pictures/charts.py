@@ -1,10 +1,6 @@
 """Charts of results, each described once: drawn as SVG in a page, without a library, and by matplotlib as a PNG.
 
-    chart = LineChart({"as loaded": [(256, 1.7), (512, 4.7)]}, 256, "Bits per byte; lower is better")
-    chart.svg(), chart.draw("chart.png", "the model")
-
-The SVG is as wide as a phone and has the colours of its page. Names come from files and models and may hold anything:
-they are made safe where they are drawn.
+The SVG is as wide as a phone, in the colours of its page. Names may hold anything: they are made safe where drawn.
 """
 
 from __future__ import annotations
@@ -32,25 +28,22 @@ from rope_ext_hf.pictures.drawing import (
     write_note,
 )
 
-WIDTH = 360.0
-"""Units across of an SVG, about the pixels that a phone gives a page: text keeps its size there."""
-LINE = 12.0
-"""Units from one line of its text to the next."""
+WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
+LINE = 12.0  # units from one line of its text to the next
 _LEFT, _RIGHT, _TOP, _BELOW = 38.0, 104.0, 8.0, 32.0
 _LOADED = "as loaded"
 _MARKERS = "osD^vP*Xhd"
 
 
 class _Style(NamedTuple):
-    """How a line is drawn: its colour, the lengths of dash and gap in units (0: none), and matplotlib's marker."""
+    """How a line is drawn, in an SVG and by matplotlib."""
 
     colour: str
-    dash: tuple[int, int]
-    marker: str
+    dash: tuple[int, int]  # lengths of dash and gap in units; 0: none
+    marker: str  # matplotlib's
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of matplotlib."""
         width = 2.4 if self.colour == PLAIN else 1.6
         dash = "-" if self.dash == (0, 0) else (0, tuple(length / 2 for length in self.dash))
         return {"color": self.colour, "linestyle": dash, "linewidth": width, "marker": self.marker, "markersize": 5}
@@ -75,19 +68,13 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values against context lengths, one line per method with its name at its end.
-
-    Attributes:
-        points: (length, value) by the method's label, in ascending order; a method without any is left out.
-        context_length: tokens that the model as loaded is for; a dotted line marks it.
-        axis: what the values are, and whether higher is better.
-        threshold: a value that a dashed line marks: that of effective lengths.
-    """
+    """Values against context lengths, one line per method with its name at its end."""
 
     points: Mapping[str, Sequence[tuple[int, float]]]
-    context_length: int
-    axis: str
-    threshold: float | None = None
+    """(length, value) by the method's label, ascending; without any it is left out."""
+    context_length: int  # tokens that the model as loaded is for; a dotted line marks it
+    axis: str  # what the values are, and whether higher is better
+    threshold: float | None = None  # a value that a dashed line marks: that of effective lengths
 
     @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:
@@ -169,20 +156,7 @@ class LineChart:
 
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
-    """Draw charts in one picture; a method has the same style in all of them.
-
-    Args:
-        charts: at least one.
-        path: a PNG, an existing one is replaced; None: no file.
-        title: stands above the picture.
-        note: stands below it.
-
-    Returns:
-        The matplotlib figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure."""
     styles = line_styles(list(dict.fromkeys(name for chart in charts for name in chart.points)))
     with picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
@@ -202,17 +176,12 @@ class HeatCell(NamedTuple):
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Exact answers by depth and context length, a panel per method, the mean rank below each share.
-
-    Attributes:
-        panels: cells by the method's label, then by depth and length; what is missing stays empty.
-        context_length: tokens that the model as loaded is for.
-        note: what is shown, in a sentence.
-    """
+    """Exact answers by depth and context length, a panel per method, the mean rank below each share."""
 
     panels: Mapping[str, Mapping[tuple[float, int], HeatCell]]
-    context_length: int
-    note: str
+    """By the method's label, then by depth and length; what is missing stays empty."""
+    context_length: int  # tokens that the model as loaded is for
+    note: str  # what is shown, in a sentence
 
     @property
     def _depths(self) -> list[float]:
@@ -273,7 +242,6 @@ class HeatMaps:
         return figure
 
     def _draw_on(self, axes: Any, name: str) -> Any:
-        """Draw one panel; matplotlib's image is returned."""
         depths, lengths = self._depths, self._lengths
         values = [[math.nan] * len(lengths) for _ in depths]
         for column, row, cell in self._cells(name):
@@ -300,9 +268,6 @@ Chart = LineChart | HeatMaps
 
 def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:
     return [f"{length:,}\n{multiple_text(length, context_length)}" for length in lengths]
-
-
-# --- SVG --------------------------------------------------------------------------------------------------------------
 
 
 def _round_values(low: float, high: float) -> list[float]:

@@ -18,8 +18,7 @@ from rope_ext_hf.installing import install_command
 
 COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
-PLAIN = "#222222"
-"""The colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text."""
+PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
 _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
@@ -28,13 +27,7 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 
 @contextmanager
 def picture(path: str | Path | None, width: float, height: float) -> Iterator[Any]:
-    """An empty matplotlib figure, in inches, that becomes a PNG at `path` when the block ends; it needs no display.
-
-    Without a path no file is written: the figure is for a notebook, which shows it.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """A matplotlib figure, in inches, for a notebook, or a PNG at `path` when the block ends; it needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -82,12 +75,9 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7
 def draw_lines(
     axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], *, size: float = 7, last: int = 1
 ) -> None:
-    """Lines with their names at their ends.
+    """Lines with their names at their ends, within the limits that are given.
 
-    Args:
-        limits: the lowest and the highest value that is shown; None: as the lines have it.
-        size: of the names, in points.
-        last: a name stands at the mean of so many values: the very last one of a ragged line says little.
+    A name, of `size` points, stands at the mean of the `last` values: one end of a ragged line says little.
     """
     for _, across, up, style in lines:
         axes.plot(across, up, **style)
@@ -103,12 +93,6 @@ def distance_axis(axes: Any, length: int) -> None:
     axes.set_xlim(1, max(length, 2))
     axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
     axes.minorticks_off()
-
-
-def mark_distance(axes: Any, tokens: int, text: str) -> None:
-    """A dotted line at a distance, the text beside its upper end."""
-    axes.axvline(tokens, **RULE)
-    write_note(axes, text, (tokens, 1), ("data", "axes fraction"), (-3, -4), ha="right", va="top", rotation=90)
 
 
 def write_note(

@@ -34,7 +34,8 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
-@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --green: #5cc25c; --red: #f2857c; }} img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
@@ -53,12 +54,7 @@ pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; w
 
 
 def html_page(title: str, summary: str, *parts: str) -> str:
-    """A whole page.
-
-    Args:
-        title, summary: plain text.
-        parts: HTML, one below the other; empty ones are left out.
-    """
+    """A whole page: plain title and summary, and parts of HTML, of which empty ones are left out."""
     return _PAGE.format(
         title=html.escape(title), summary=html.escape(printable(summary)), body="\n".join(filter(None, parts))
     )
@@ -70,10 +66,8 @@ def html_table(table: Table) -> str:
     Further lines of a head or a cell stand small below the first one; a style becomes classes.
     """
     head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(map(_cell, row))}</tr>\n"
-        for row in zip(*(column.cells for column in table.columns), strict=True)
-    )
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)
     title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
@@ -102,7 +96,6 @@ def side_by_side(charts: Iterable[str]) -> str:
 
 
 def heading(text: str) -> str:
-    """Plain text as the head of a section."""
     return f"<h2>{html.escape(printable(text))}</h2>\n"
 
 
@@ -112,12 +105,10 @@ def collapsed(summary: str, *parts: str) -> str:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Values as indented JSON."""
     return f"<pre>{html.escape(json.dumps(values, indent=1))}</pre>"
 
 
 def paragraph(text: str) -> str:
-    """Plain text as a paragraph."""
     return f"<p>{html.escape(printable(text))}</p>"
 
 

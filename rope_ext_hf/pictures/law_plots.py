@@ -1,7 +1,6 @@
 """Pictures of the laws of RoPE: angles, similarity by distance, the bound on scores, mean scores, rotated vectors.
 
-`rope_plots.draw` lays methods over one another in one picture; each function here draws one subject, as a PNG, and
-raises ImportError where matplotlib is not installed.
+`rope_plots.draw` lays methods over one another in one picture; each function here draws one subject, as a PNG.
 """
 
 from __future__ import annotations
@@ -98,12 +97,7 @@ def draw_scores(
 ) -> None:
     """Mean scores by distance: of random queries and keys of plain RoPE and, if given, of a trained model's.
 
-    Args:
-        path: the file; an existing one is replaced.
-        rotary: the model's geometry.
-        methods: what is drawn beside plain RoPE, by name; with trained vectors only.
-        length: how far the trained ones are drawn, in tokens.
-        trained: what `attention_vectors.spectra` gives, (heads, pairs) complex; None: no such panel.
+    `trained` is what `attention_vectors.spectra` gives, (heads, pairs) complex; methods are drawn with it alone.
     """
     near = torch.arange(_NEAR + 1)
     widths = (1.0,) if trained is None else (1.0, 1.35)
@@ -134,11 +128,7 @@ def draw_scores(
 
 
 def draw_rotated(path: str | Path, rotary: Rotary) -> None:
-    """t-SNE of two random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones.
-
-    Raises:
-        ImportError: matplotlib or scikit-learn is not installed.
-    """
+    """t-SNE of two random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones."""
     try:
         from sklearn.manifold import TSNE
     except ImportError as error:

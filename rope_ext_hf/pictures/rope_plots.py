@@ -31,7 +31,6 @@ from rope_ext_hf.pictures.drawing import (
     distance_axis,
     draw_lines,
     finish_axes,
-    mark_distance,
     name_ends,
     picture,
     plot_text,
@@ -69,8 +68,7 @@ def similarity(inv_freq: Tensor, positions: Tensor, *, block: int = 1) -> Tensor
     With `block` above 1, the mean of that over the `block` positions from m on and the `block` from n on, in closed
     form, so that pairs faster than a coarse grid of positions do not show up as stripes (aliasing).
 
-    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone; 1 where m = n, for
-    `block` 1.
+    inv_freq: (pairs,); positions: (count,) -> (count, count) float64, a function of m - n alone.
     """
     frequencies = inv_freq.double()
     # |mean of exp(1j k theta) over k < block|, the Dirichlet kernel
@@ -119,28 +117,18 @@ _SHADE = "#fbe3d6"
 
 
 class _MethodCurve(NamedTuple):
-    """What is drawn of one method.
-
-    Attributes:
-        inv_freq: (pairs,) at the extended length.
-        relative: a bound remapping method, which maps distances; None for a frequency method.
-        farthest: the largest relative position within the extended length, in tokens.
-    """
+    """What is drawn of one method."""
 
     name: str
     note: str
-    inv_freq: Tensor
+    inv_freq: Tensor  # (pairs,) at the extended length
     style: dict[str, Any]
-    farthest: int
-    relative: RemappingMethod | None = None
+    farthest: int  # the largest relative position within the extended length, in tokens
+    relative: RemappingMethod | None = None  # bound, where the method maps distances
 
 
 def check_size(rotary: Rotary, length: int) -> None:
-    """Refuse what cannot be drawn.
-
-    Raises:
-        MethodError: more dims or positions, or a larger base, than can be drawn, or a length below the trained one.
-    """
+    """Refuse more dims or positions, or a larger base, than can be drawn, and a length below the trained one."""
     if rotary.theta > _MOST_THETA:
         raise MethodError(f"a base of {rotary.theta:g} cannot be drawn; at most {_MOST_THETA:g} can")
     if rotary.dim > _MOST_DIMS or length > _MOST_POSITIONS:
@@ -162,20 +150,9 @@ def draw(
 ) -> None:
     """Four panels, methods laid over plain RoPE, in one PNG of 1600 x 1200 pixels.
 
-    Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay.
-
-    Args:
-        path: the file; an existing one is replaced.
-        rotary: the model's geometry.
-        methods: what is drawn beside plain RoPE, by name. A `Default` is plain RoPE and not drawn twice.
-        extended_length: how far the panels reach, in tokens, and the length that length-dependent methods are drawn
-            at. None: the largest length a method is meant for, else 8 times the trained length.
-        title: stands above the panels.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        MethodError: a method that cannot go with this geometry, an extended length below the trained one, or more dims
-            or positions than can be drawn.
+    Wavelengths by pair, angles by pair at chosen positions, similarity of positions, long-range decay. A `Default` is
+    plain RoPE and not drawn twice. The panels reach to `extended_length`, at which length-dependent methods are drawn;
+    None: the largest length a method is meant for, else 8 times the trained length.
     """
     length = reach(rotary, methods.values()) if extended_length is None else extended_length
     check_size(rotary, length)
@@ -196,21 +173,13 @@ def draw(
         decay_axes = lower_right.subplots()
         top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
         draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
-        finish_axes(
-            decay_axes,
-            "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
-            DISTANCE,
-            "mean |S_j| (relative upper bound)",
-        )
+        subject = "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave"
+        finish_axes(decay_axes, subject, DISTANCE, "mean |S_j| (relative upper bound)")
         _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
 
 
 def draw_divisors(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
-    """What each method divides the inverse frequency of each pair by at `length` tokens, in one PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """What each method divides the inverse frequency of each pair by at `length` tokens, in one PNG."""
     plain, *curves = method_curves(rotary, methods, length)
     pairs = int((plain.inv_freq > 0).sum())
     with picture(path, 8, 5) as figure:
@@ -342,7 +311,6 @@ def _multiples(extension: float) -> list[float]:
 
 
 def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
-    """One map per method, all on one scale."""
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
     end = len(positions) * block  # the last block may reach beyond the length
@@ -395,7 +363,9 @@ def draw_by_distance(
     distance_axis(axes, length)
     draw_lines(axes, lines, limits, last=8)
     for tokens, name in _lengths(rotary, length):
-        mark_distance(axes, tokens, f"{name} length")
+        at, of = (tokens, 1), ("data", "axes fraction")
+        axes.axvline(tokens, **RULE)
+        write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
 
 
 def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:

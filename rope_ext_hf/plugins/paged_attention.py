@@ -22,17 +22,11 @@ from rope_ext_hf.rotary.kv_cache import KeyLayout
 
 
 class _Request(NamedTuple):
-    """One request in a step of an engine.
+    """One request in a step of an engine."""
 
-    Attributes:
-        tokens: where its new tokens stand among those of the step.
-        blocks: (blocks,) its blocks of the cache, in the order of its tokens.
-        positions: of its new tokens and of all its tokens; layers share the rotations kept there.
-    """
-
-    tokens: slice
-    blocks: Tensor
-    positions: TokenPositions
+    tokens: slice  # where its new tokens stand among those of the step
+    blocks: Tensor  # (blocks,) of the cache, in the order of its tokens
+    positions: TokenPositions  # of its new tokens and of all its tokens; layers share the rotations kept there
 
 
 def requests_of(starts: Sequence[int], lengths: Sequence[int], block_table: Tensor, size: int) -> Iterator[_Request]:
@@ -41,8 +35,7 @@ def requests_of(starts: Sequence[int], lengths: Sequence[int], block_table: Tens
     Args:
         starts: where the new tokens of each request begin, and where those of the last one end.
         lengths: tokens of each request, the new ones included.
-        block_table: (requests, most blocks) numbers of blocks.
-        size: tokens in a block.
+        block_table: (requests, most blocks) numbers of blocks of `size` tokens.
     """
     for row, length in enumerate(lengths):
         new = slice(starts[row], starts[row + 1])
@@ -67,23 +60,14 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """A method over the cache of one layer.
-
-    Attributes:
-        method: with every parameter filled in.
-        rotation: the frequencies and dims by which the engine rotates queries and keys.
-    """
+    """A method over the cache of one layer, with every parameter filled in."""
 
     method: RemappingMethod
-    rotation: Rotation
+    rotation: Rotation  # by which the engine rotates queries and keys
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> PagedAttention:
-        """The method and the frequencies in rope settings for the plug-in, as `serve-config` writes them.
-
-        Raises:
-            ValueError: settings without a method.
-        """
+        """The method and the frequencies in rope settings for the plug-in, as `serve-config` writes them."""
         held = held_remapping(settings)
         if held is None:
             raise ValueError(
@@ -95,13 +79,11 @@ class PagedAttention:
         return cls(held[0], Rotation(table, KeyLayout(held[1], 0, 2 * len(frequencies))))
 
     def run(self, query: Tensor, cache: Tensor, requests: Sequence[_Request], scale: float, out: Tensor) -> None:
-        """Write the attention of new tokens to their requests into `out`.
+        """Write the attention of new tokens to their requests into `out`; scores are multiplied by `scale`.
 
         Args:
-            query: (tokens, heads, head_dim), rotated as the keys of these tokens are.
+            query, out: (tokens, heads, head_dim); queries are rotated as the keys of these tokens are.
             cache: as `store` fills it, the new tokens included.
-            scale: the number that scores are multiplied by.
-            out: (tokens, heads, head_dim).
         """
         for new, blocks, positions in requests:
             length = positions.key_positions.shape[-1]

@@ -1,7 +1,6 @@
-"""A plug-in of SGLang: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config.
+"""A plug-in of SGLang: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config (tables.py).
 
-SGLang finds `register` by the entry point `sglang.srt.plugins` and calls it in each of its processes, before it builds
-a model. What the rope settings hold is described in tables.py.
+SGLang calls `register`, its entry point `sglang.srt.plugins`, in each of its processes before it builds a model.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ def register() -> None:
 
 
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The rotary module of SGLang for these settings."""
     from sglang.srt.layers import rotary_embedding
 
     refuse_remapping(settings)

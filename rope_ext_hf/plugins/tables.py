@@ -75,15 +75,12 @@ def build_rotary(
 
     Args:
         engine: the engine's package of rotary classes, with `RotaryEmbedding` and `MRotaryEmbedding`.
-        settings: the rope settings, with `inv_freq` and `attention_factor`.
+        settings: with `inv_freq` and `attention_factor`.
         head_size, rotary_dim: dims of a head, and how many of them rotate.
         max_position: positions that get angles.
         half: whether dims (i, i + rotary_dim / 2) rotate together; else dims (2i, 2i + 1).
-        dtype: the dtype of the model; None: torch's default.
+        dtype: None: torch's default.
         positions_factor: how many times `max_position` positions of several axes get angles; None: the class decides.
-
-    Raises:
-        ValueError: settings with other frequencies than the model rotates.
     """
     frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
@@ -109,17 +106,11 @@ def build_rotary(
 
 
 class _Table:
-    """Methods by which a rotary class of an engine computes other frequencies and another table than its own.
+    """Methods by which a rotary class of an engine computes other frequencies and another table than its own."""
 
-    Attributes:
-        frequencies: (pairs,) float64, radians per position.
-        magnitude: the number that cos and sin are multiplied by.
-        remapping: the method whose keys the cache holds; None: keys are held at their own positions.
-    """
-
-    frequencies: Tensor
-    magnitude: float
-    remapping: RemappingMethod | None
+    frequencies: Tensor  # (pairs,) float64, radians per position
+    magnitude: float  # the number that cos and sin are multiplied by
+    remapping: RemappingMethod | None  # whose keys the cache holds; None: keys are held at their own positions
     cos_sin_cache: Tensor  # of the engine's class, as the length below
     max_position_embeddings: int
 
@@ -171,9 +162,6 @@ def for_transformers(config: Any, device: Any = None, seq_len: int | None = None
     """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers' ROPE_INIT_FUNCTIONS return them.
 
     Engines run some models by the classes of transformers, or with their frequencies.
-
-    Raises:
-        ValueError: settings with a remapping method.
     """
     refuse_remapping(config.rope_parameters)
     inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)

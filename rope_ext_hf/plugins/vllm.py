@@ -1,8 +1,7 @@
-"""A plug-in of vLLM: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config.
+"""A plug-in of vLLM: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config (tables.py).
 
-vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes, before it builds
-a model. What the rope settings hold is described in tables.py. Every rotary module that vLLM builds, also of its
-own rope types, is compared with the fingerprint that `save_pretrained` left in the model's config.
+vLLM calls `register`, its entry point `vllm.general_plugins`, in each of its processes before it builds a model. Every
+rotary module that vLLM builds is compared with the fingerprint that `save_pretrained` left in the model's config.
 """
 
 from __future__ import annotations
@@ -104,7 +103,6 @@ def _compared(get_rope: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
-    """The rotary module of vLLM for these settings."""
     from vllm.model_executor.layers import rotary_embedding
 
     head_size, half = arguments["head_size"], arguments["is_neox_style"]

@@ -58,8 +58,6 @@ class _StepBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
 
 class _RemappingImpl(AttentionImpl):  # type: ignore[misc]
-    """The attention of one layer."""
-
     def __init__(
         self,
         num_heads: int,

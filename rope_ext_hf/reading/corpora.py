@@ -6,10 +6,7 @@
     documents = load("reports.jsonl.zst?column=body", join=True)  # one document per line
 
 Real text that needs no download: every Python installation carries several megabytes of English documentation and
-source code. The bundled reference model was trained on it, less the modules in `HELD_OUT`, which are what `stdlib`
-measures with.
-
-Files are untrusted: nothing in them is executed or unpickled, and what is damaged is refused with file and line.
+source code.
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import random
 import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import unquote
@@ -35,23 +31,19 @@ from rope_ext_hf.reading.text_files import (
     read_file,
     read_rows,
     reason,
+    set_to,
     token_ids,
 )
 
 D = TypeVar("D")
-
 HELD_OUT = ("_pydecimal", "argparse", "inspect", "mailbox", "pydoc_data/topics", "tarfile", "turtle", "typing")
 """Modules of Python's standard library that no training of the reference model ever reads."""
-
 _SHUFFLE_BUFFER = 256
 """Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
-
 _MAX_EXPANSION = 100
 """A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
-
 _STREAM_RETRIES = 2
 """Of a read, each of them half a minute of retries of huggingface_hub; its default of 20 seems to hang."""
-
 _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
 _HUB_OPTIONS = ("config", "split", "revision")
 _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -312,20 +304,6 @@ def _shuffled(documents: Iterable[D], seed: int | None) -> Iterator[D]:
 # -- the Hugging Face Hub ----------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _few_retries(datasets: Any) -> Iterator[None]:
-    """With a connection given up after a minute or two without an answer, not after ten."""
-    names = ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES")
-    before = {name: getattr(datasets.config, name) for name in names}
-    try:
-        for name in names:
-            setattr(datasets.config, name, min(before[name], _STREAM_RETRIES))
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(datasets.config, name, value)
-
-
 def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Document]:
     # Bare names and existing folders would have `datasets` read local files, by builders that may unpickle them.
     if not re.fullmatch(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}", name) or Path(name).exists():
@@ -335,7 +313,9 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         )
     datasets = optional_package("datasets", "datasets of the Hub")
     try:
-        with _few_retries(datasets):
+        retries = ("STREAMING_READ_MAX_RETRIES", "STREAMING_OPEN_MAX_RETRIES")
+        fewer = {name: min(getattr(datasets.config, name), _STREAM_RETRIES) for name in retries}
+        with set_to(datasets.config, **fewer):
             rows = datasets.load_dataset(
                 name,
                 name=options.get("config"),

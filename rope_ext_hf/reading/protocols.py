@@ -21,21 +21,16 @@ from rope_ext_hf.errors import MethodError, did_you_mean
 
 
 class Span(NamedTuple):
-    """Tokens read in one pass, and the part of them that is scored.
+    """Tokens read in one pass, and the part of them that is scored."""
 
-    Attributes:
-        length: the context length that the score counts for.
-        start, stop: the tokens of the document that are read in one pass.
-        score_from, score_to: the tokens of the document that are scored.
-        context: the length at which length-dependent methods are held.
-    """
-
-    length: int
+    length: int  # the context length that the score counts for
+    # start, stop: the tokens of the document that are read in one pass
     start: int
     stop: int
+    # score_from, score_to: the tokens of the document that are scored
     score_from: int
     score_to: int
-    context: int
+    context: int  # the length at which length-dependent methods are held
 
 
 @dataclass(frozen=True)
@@ -77,8 +72,7 @@ class Protocol:
     same_targets: bool = False
 
 
-PROTOCOLS: dict[str, Protocol] = {}
-"""Every protocol by name; `register_protocol` adds to it."""
+PROTOCOLS: dict[str, Protocol] = {}  # every protocol by name; `register_protocol` adds to it
 
 
 def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans]:
@@ -105,11 +99,7 @@ def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans
 
 
 def resolve_protocol(name: str) -> Protocol:
-    """The protocol of this name.
-
-    Raises:
-        MethodError: no such protocol.
-    """
+    """The protocol of this name; MethodError where there is none."""
     if name not in PROTOCOLS:
         known = ", ".join(PROTOCOLS)
         raise MethodError(f"unknown protocol {name!r}.{did_you_mean(name, PROTOCOLS)} Known protocols: {known}")
@@ -122,11 +112,7 @@ def protocol_help() -> str:
 
 
 def check_lengths(lengths: Length | Sequence[Length], targets: int | None) -> tuple[list[int], int]:
-    """Return the lengths in ascending order and the number of targets, by default half the shortest length.
-
-    Raises:
-        MethodError: no lengths, one below 2 or not a whole number, or as many targets as the shortest length.
-    """
+    """Return the lengths in ascending order and the number of targets, by default half the shortest length."""
     ordered = sorted(set(parse_lengths(lengths, least=2)))
     scored = ordered[0] // 2 if targets is None else targets
     if not isinstance(scored, int) or not 1 <= scored < ordered[0]:

@@ -7,8 +7,7 @@
 The decoder reads a span in chunks that add their keys and values to a cache allocated once (`span_cache`); attention of
 a chunk is to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is
 built and no key is repeated over query heads (`chunked_attention`). The head runs over a few tokens at a time
-(`head_losses`). Memory above weights and cache does not depend on the length. Whether a model can be read like this is
-checked on a few tokens; one that cannot is read whole.
+(`head_losses`). Memory above weights and cache does not depend on the length.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ class Cost(NamedTuple):
 
     @classmethod
     def from_record(cls, value: Any) -> Cost:
-        """Read what a journal holds.
-
-        Raises:
-            ValueError: anything but [tokens, seconds, bytes], none of them negative.
-        """
+        """Read what a journal holds; ValueError for anything but [tokens, seconds, bytes], none of them negative."""
         match value:
             case [int(tokens), int() | float() as seconds, int(peak)] if (
                 0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
@@ -68,19 +63,13 @@ class Cost(NamedTuple):
 
 
 T = TypeVar("T")
-
-_LEAST_CHUNK = 16
-"""Tokens per pass below which less memory is of no use."""
-
-CHECKED = 12
-"""Tokens of the check; no window needs more of them, because windows are taken from the masks themselves."""
+_LEAST_CHUNK = 16  # tokens per pass below which less memory is of no use
+CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """The root mean square difference of logits that counts as equal, in standard deviations of the logits.
-
-    Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
-    """
+    """The root mean square difference of logits that counts as equal, in standard deviations of the logits."""
+    # Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
     return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
@@ -163,15 +152,10 @@ class TokenScorer:
 
     @torch.inference_mode()
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """Negative log-likelihoods in nats of tokens first..N of one span, given all tokens before each.
+        """Negative log-likelihoods in nats, (N - first,) float32 on the CPU, of tokens first..N of a span, (N,) int64.
 
-        Args:
-            ids: (N,) int64.
-            first: the first scored token, at least 1.
-            length: the length at which length-dependent methods are held; default N.
-
-        Returns:
-            (N - first,) float32 on the CPU.
+        Each is given all tokens before it, so `first` is at least 1. Length-dependent methods are held at `length`, by
+        default N.
         """
         ids = ids.to(self._device)
         with self._timed(len(ids)), _length(self.model, length or len(ids)):
@@ -188,16 +172,13 @@ class TokenScorer:
     ) -> tuple[Tensor, Tensor]:
         """Losses of several answers to one prompt, and the greedy prediction at each answer token (teacher forcing).
 
-        The prompt is read once; every answer then starts from its cache, A tokens each. (A model that cannot be read
-        in chunks is read whole once per answer.)
+        The prompt, (P,) int64, is read once; every answer, (count, A) int64, then starts from its cache. (A model that
+        cannot be read in chunks is read whole once per answer.) Length-dependent methods are held at `length`, by
+        default P + A.
 
         Args:
-            prompt: (P,) int64.
-            answers: (count, A) int64.
-            length: the length at which length-dependent methods are held; default P + A.
             shared: so many tokens at the beginning are those of the next prompts too; the state after them is kept.
-            again: they are those of the call before, which had the same model, length and `shared`; they are not
-                read again.
+            again: they are those of the call before, of the same model, length and `shared`, and are not read again.
 
         Returns:
             Negative log-likelihoods in nats, float32, and likeliest tokens, int64; both (count, A) on the CPU.
@@ -221,18 +202,11 @@ class TokenScorer:
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, count: int, *, stop: Container[int] = ()) -> Tensor:
-        """Greedy decoding: the prompt is read once, then every token from the cache of those before.
+        """Greedy decoding from a prompt, (P,) int64: (at most count,) int64 on the CPU.
 
-        (A model that cannot be read in chunks is read whole once per token.) Length-dependent methods are held at
-        P + count throughout.
-
-        Args:
-            prompt: (P,) int64.
-            count: tokens to generate at most.
-            stop: token ids after which nothing is generated; they are left out.
-
-        Returns:
-            (at most count,) int64 on the CPU.
+        The prompt is read once, then every token from the cache of those before. (A model that cannot be read in chunks
+        is read whole once per token.) Length-dependent methods are held at P + count throughout. After one of the token
+        ids `stop`, which is left out, nothing is generated.
         """
         ids = prompt.to(self._device)
         with self._timed(0), _length(self.model, len(ids) + count):
@@ -259,12 +233,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Logits after each of the last `count` tokens of one span, (count, vocabulary) float32.
-
-        Args:
-            ids: (N,) int64; length-dependent methods are held at N.
-            count: at most N.
-        """
+        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are held at its end."""
         ids = ids.to(self._device)
 
         def read() -> Tensor:
@@ -309,11 +278,7 @@ class TokenScorer:
     # --- in chunks
 
     def _fitting(self, work: Callable[[], T]) -> T:
-        """Do some work again and again, each time in chunks of half as many tokens, until it fits into the memory.
-
-        Raises:
-            torch.OutOfMemoryError: it does not even with a few tokens at a time.
-        """
+        """Do some work again and again, in chunks of half as many tokens each time, until it fits into the memory."""
         while True:
             try:
                 return work()
@@ -338,12 +303,7 @@ class TokenScorer:
                 yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
 
     def _read_prompt(self, ids: Tensor, count: int, shared: int, again: bool) -> int:
-        """Read a prompt into the cache, without the beginning that is there already; return the tokens read.
-
-        Args:
-            ids: the prompt but its last token, whose output each answer needs.
-            count: tokens of an answer.
-        """
+        """Read a prompt but its last token, which answers begin with, and return the tokens that were read."""
         cache, known = self._empty_cache(len(ids) + count), 0
         if again and self.prefix is not None and self.prefix[0] == shared:
             cache.restore(self.prefix[1])
@@ -401,13 +361,7 @@ class TokenScorer:
     # --- whether it can be read in chunks
 
     def _why_not_in_chunks(self) -> str | None:
-        """Why a few tokens in chunks, with the head run apart, do not get the logits of an ordinary forward.
-
-        None: they do.
-
-        Raises:
-            UnsupportedModelError: a model that needs more than token ids, or that sees tokens after those it scores.
-        """
+        """Why a few tokens in chunks, the head run apart, do not get an ordinary forward's logits; None: they do."""
         tolerance = rounding_tolerance(self.model.dtype)
         ids = torch.arange(3, 3 + CHECKED, device=self._device)
         with torch.inference_mode(), _length(self.model, CHECKED):
@@ -479,11 +433,9 @@ def _scores(of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tensor, Tens
 
 
 def _difference(some: Tensor, others: Tensor) -> float:
-    """The root mean square difference of logits, in standard deviations of the second ones.
-
-    NaN in both at the same place is agreement: it is the model's, and shows in its losses. In one alone it is not.
-    """
+    """The root mean square difference of logits, in standard deviations of the second ones."""
     some = some.to(others.device)  # a device map runs the head elsewhere, and brings an ordinary forward's logits back
+    # NaN in both at the same place is agreement: it is the model's, and shows in its losses.
     if some.shape != others.shape or not torch.equal(some.isfinite(), others.isfinite()):
         return float("inf")
     some, others = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (some, others))

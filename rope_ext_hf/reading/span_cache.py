@@ -30,12 +30,8 @@ _STATE = ("LinearAttentionLayer", "DummyLayer")
 class _Preallocated:
     """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled.
 
-    In front of one of transformers' layer classes, whose other state stays as it is.
-
-    Attributes:
-        capacity: tokens that there is room for.
-        offload: that memory is the CPU's, and what is handed out is a copy on the device.
-        filled: tokens that are there.
+    In front of one of transformers' layer classes, whose other state stays as it is. Under `offload` that memory is the
+    CPU's, and what is handed out is a copy on the device.
     """
 
     keys: Tensor | None
@@ -99,12 +95,9 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
 class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
-    Args:
-        config: of the decoder.
-        capacity: tokens.
-        offload: keys and values wait in main memory; those of one layer at a time are on its device.
-        windows: layers by index that keep the keys of their window alone; all others keep those of all tokens,
-            whatever the config says of them: see `safe_windows`.
+    Under `offload` keys and values wait in main memory; those of one layer at a time are on its device. The layers of
+    `windows`, by index, keep the keys of their window alone; all others keep those of all tokens, whatever the config
+    says of them: see `safe_windows`.
 
     Raises:
         NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.

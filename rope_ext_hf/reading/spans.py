@@ -34,25 +34,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.reading.protocols`; `left_out` documents were too short.
-
-    `keys` says which model found the key tokens, and how; empty: there are none.
-    """
+    """How the text of a result was read, see `rope_ext_hf.reading.protocols`."""
 
     protocol: str
     targets: int
     stride: int
     bos: bool
-    left_out: int
-    keys: str = ""
+    left_out: int  # documents that were too short
+    keys: str = ""  # which model found the key tokens, and how; empty: there are none
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are.
-
-    Raises:
-        CorpusError: a text with half a surrogate pair, which UTF-8 cannot hold, or token ids that are none.
-    """
+    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are."""
     return [each if isinstance(each, Tokens) else _tokenize(each, tokenizer) for each in documents]
 
 
@@ -107,38 +100,23 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The spans that a perplexity evaluation reads, the same for every method; pure data.
-
-    Attributes:
-        protocol: the protocol that made the spans.
-        lengths: ascending context lengths.
-        options: options of the protocol.
-        prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
-        documents: every document with anything to read, and its spans in reading order.
-        left_out: documents too short for the lengths.
-    """
+    """The spans that a perplexity evaluation reads, the same for every method; pure data."""
 
     protocol: Protocol
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # ascending context lengths
     options: ProtocolOptions
-    prefix: int | None
+    prefix: int | None  # the token id that stands first in each span, or before each document, see `Protocol`; or None
+    # every document with anything to read, and its spans in reading order
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
-    left_out: int
+    left_out: int  # documents too short for the lengths
 
     @property
     def setting(self) -> Setting:
-        """The part of the plan that a result records."""
         options = self.options
         return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
 
     @property
-    def tokens(self) -> int:
-        """Tokens that go through the model."""
-        return sum(self.passes)
-
-    @property
     def passes(self) -> list[int]:
-        """Tokens of each pass through the model."""
         return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
 
     @property
@@ -169,16 +147,7 @@ def make_plan(
     max_spans: int | None = None,
     left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans.
-
-    Args:
-        documents: tokenised documents.
-        lengths, protocol, targets, stride, tokenizer, bos, max_spans: as `perplexity` takes them.
-        left_out: documents that were too short before.
-
-    Raises:
-        CorpusError, MethodError: as `perplexity` does.
-    """
+    """Cut tokenised documents into spans, as `perplexity` does; `left_out` documents were too short before."""
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
@@ -236,13 +205,7 @@ def prefix_token(
 ) -> int | None:
     """The token id that an input begins with, or None.
 
-    Args:
-        tokenizer: None: no prefix.
-        bos: True: the BOS token, False: none, None: by `default`.
-        default: see `Protocol.default_prefix`.
-
-    Raises:
-        MethodError: bos=True without a tokenizer, or with one that has no BOS token.
+    With `bos` it is the BOS token, with False none, with None the one of `default`, see `Protocol.default_prefix`.
     """
     if bos is False or (bos is None and tokenizer is None):
         return None
@@ -270,15 +233,7 @@ def prepare(
     bos: bool | None = None,
     **options: Any,
 ) -> EvalPlan:
-    """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
-
-    Args:
-        model: may be on the meta device; no weights are read.
-        corpus, tokenizer, bos, **options: as `perplexity` takes them.
-
-    Raises:
-        CorpusError, MethodError: as `perplexity` does.
-    """
+    """Load, tokenise, check and plan, as `perplexity` does before the model reads; it may be on the meta device."""
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
@@ -297,15 +252,7 @@ def prepare(
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
-    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input.
-
-    Args:
-        prompts: (tokens,) each.
-        longest: in tokens.
-
-    Raises:
-        CorpusError: a token that the model has no embedding for.
-    """
+    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input."""
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
@@ -327,12 +274,7 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model's weights; None where the model has no name and none is needed.
-
-    Raises:
-        CheckpointError: no tokenizer there.
-        CorpusError: a tokenizer is needed and the model has no name.
-    """
+    """The tokenizer beside the model's weights; None where the model has no name and none is needed."""
     if model.name_or_path:
         return load_tokenizer(model.name_or_path)
     if needed:

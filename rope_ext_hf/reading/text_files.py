@@ -56,7 +56,7 @@ def find_files(source: str) -> tuple[Path, list[Path]]:
 
 
 def _belongs(file: Path, folder: Path) -> bool:
-    """Is this file of `folder` part of its text?"""
+    """Whether this file of `folder` is part of its text."""
     hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
     if hidden or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
         return False
@@ -70,15 +70,9 @@ def file_kind(file: Path) -> str:
 
 
 def read_file(file: Path, name: str, column: str | None, expansion: int) -> Iterator[Document]:
-    """The documents in one file.
+    """The documents in one file, called `name`, with the line or row where there are several.
 
-    Args:
-        name: the name of its documents, with the line or row where there are several.
-        column: where the text of a row is; None: see `read_rows`.
-        expansion: how many times its size a compressed file may expand to.
-
-    Raises:
-        CorpusError: a damaged file, or another than its name says.
+    A compressed file may expand to so many times its size. Without a column, see `read_rows`.
     """
     reader = TABLES.get(file_kind(file), _prose)
     last = ""
@@ -145,19 +139,23 @@ def _open_zstd(file: Path, mode: str) -> BinaryIO:
 
 
 def optional_package(module: str, purpose: str) -> Any:
-    """A module of a package that is installed for some kinds of text only.
-
-    Args:
-        purpose: the kind of text that needs the package, in the plural.
-
-    Raises:
-        CorpusError: it is not installed; the message has the command that installs it.
-    """
+    """A module of a package that is installed for some kinds of text only; `purpose` names these, in the plural."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise CorpusError(f"{purpose} need the package {package}: {install_command('eval')}") from error
+
+
+@contextmanager
+def set_to(module: Any, **values: Any) -> Iterator[None]:
+    """With attributes of another package's module set to these values, and set back at the end."""
+    before = {name: getattr(module, name) for name in values}
+    try:
+        vars(module).update(values)
+        yield
+    finally:
+        vars(module).update(before)
 
 
 # -- readers: an open file, its path for messages, the column asked for -> (":" and line, or nothing; text) ------------

@@ -2,9 +2,6 @@
 
 transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, holds it, so
 that a forward onto the cache either continues it right or refuses it. It is copied and pickled with its cache.
-
-Beam search and `batch_select_indices` move the rows of a cache. The state moves with them: the first layer of the cache
-gets a `_RowFollower` in place of each method that moves rows. No class of transformers is changed.
 """
 
 from __future__ import annotations
@@ -18,25 +15,16 @@ from torch import Tensor
 
 from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
-_CACHE_STATE = "_rope_ext_hf_cache_state"
-"""The attribute of a transformers cache that holds its `CacheState`."""
+_CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cache that holds its `CacheState`
 
 
 @dataclass(frozen=True)
 class KeyOrigin:
-    """The origin of the keys that a patched model stores in a cache.
-
-    Attributes:
-        tables: the method, the geometry and the fixed length in tokens of each rotary module of the decoder.
-    """
+    """The origin of the keys that a patched model stores in a cache."""
 
     tables: tuple[tuple[RopeMethod, Rotary, int | None], ...]
-
-    @classmethod
-    def from_tables(cls, tables: Iterable[RotaryEmbedding]) -> KeyOrigin:
-        return cls(tuple((table.method, table.rotary, table.fixed_length) for table in tables))
+    """The method, the geometry and the fixed length in tokens of each rotary module of the decoder."""
 
     def differences(self, other: KeyOrigin) -> tuple[str, str]:
         """Both origins as text, each with the parameters in which it differs from the other."""
@@ -49,7 +37,6 @@ class KeyOrigin:
 
     @property
     def name(self) -> str:
-        """The names of the methods."""
         return " and ".join(dict.fromkeys(method.name for method, _, _ in self.tables))
 
 
@@ -67,19 +54,12 @@ def _words(settings: dict[str, Any], keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class RowState:
-    """How the keys of each row are rotated under a length-dependent method; rows in the order of the cache.
+    """How the keys of each row are rotated under a length-dependent method; rows in the order of the cache."""
 
-    Attributes:
-        lengths: (rows or 1,) int64, the length whose frequencies a row's keys have.
-        positions: (rows or 1, tokens) int64, the position of each key.
-        valid_up_to: no row's frequencies change while the cache has at most this many tokens.
-        one_input_each: each row is known to hold one input, not several one after the other.
-    """
-
-    lengths: Tensor
-    positions: Tensor
-    valid_up_to: int
-    one_input_each: bool
+    lengths: Tensor  # (rows or 1,) int64, the length whose frequencies a row's keys have
+    positions: Tensor  # (rows or 1, tokens) int64, the position of each key
+    valid_up_to: int  # no row's frequencies change while the cache has at most this many tokens
+    one_input_each: bool  # each row is known to hold one input, not several one after the other
 
     def moved(self, pick: Callable[[Tensor], Tensor]) -> RowState:
         """The state of the rows that `pick` takes out of a tensor; a state that all rows share stays."""
@@ -89,25 +69,16 @@ class RowState:
 
 @dataclass
 class CacheState:
-    """The record that is kept with a cache which a patched model has filled.
+    """The record that is kept with a cache which a patched model has filled."""
 
-    Attributes:
-        origin: the rotary modules that rotated its keys.
-        packed: a row holds several inputs one after the other, which no later token continues.
-        rows: how the keys of each row are rotated; None: all by their positions alone, or half-way after an error.
-        follows: the rows of this state move with those of the cache.
-        in_order: the next position of every row is known to be its number of tokens.
-    """
-
-    origin: KeyOrigin
-    packed: bool = False
-    rows: RowState | None = None
-    follows: bool = False
-    in_order: bool = False
+    origin: KeyOrigin  # the rotary modules that rotated its keys
+    packed: bool = False  # a row holds several inputs one after the other, which no later token continues
+    rows: RowState | None = None  # None: all keys by their positions alone, or half-way after an error
+    follows: bool = False  # the rows of this state move with those of the cache
+    in_order: bool = False  # the next position of every row is known to be its number of tokens
 
 
 def store_state(cache: Any, state: CacheState) -> None:
-    """Keep a state with its cache."""
     setattr(cache, _CACHE_STATE, state)
 
 
@@ -123,11 +94,7 @@ def has_origin(cache: Any, origin: KeyOrigin) -> bool:
 
 
 def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
-    """The state of a cache with keys in it that were rotated as this model rotates them.
-
-    Raises:
-        LengthError: naming what stored the keys and what was to continue them.
-    """
+    """The state of a cache with keys in it that were rotated as this model rotates them; else LengthError."""
     stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     if stored is None:
         raise LengthError(
@@ -153,7 +120,7 @@ def packed_error() -> LengthError:
 
 
 class _RowFollower:
-    """In place of a method of a cache layer that moves rows: calls it, and moves the rows of the cache's state, too.
+    """In place of a method of a cache layer that moves rows (beam search): calls it, and moves the state's rows, too.
 
     A cache calls the method of each of its layers, so one layer with followers is enough. The layer is held weakly, so
     that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.

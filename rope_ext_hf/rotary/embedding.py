@@ -31,22 +31,14 @@ Layout = Literal["half", "interleaved", "bare", "complex"]
 """How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
 alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
 ("complex")."""
-
-
 _COPIES_KEPT = 4
 """Lists of integers that a rotary module keeps on its device, the frequencies of several lengths among them."""
 
 
 def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None) -> tuple[Tensor, Tensor] | Tensor:
-    """cos and sin, arranged as a model reads them.
+    """cos and sin, (batch, length, pairs) float32, arranged as a model reads them, see `Layout` and `forward`.
 
-    Args:
-        cos, sin: (batch, length, pairs) float32.
-        layout: see `Layout`.
-        dtype: of cos and sin; None: float32. The complex layout has its own, complex64.
-
-    Returns:
-        cos and sin, or one complex tensor: see `RotaryEmbedding.forward`.
+    `dtype`: of cos and sin; None: float32. The complex layout has its own, complex64.
     """
     if layout == "complex":
         return torch.complex(cos, sin)
@@ -60,10 +52,7 @@ def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None)
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
-    """Tokens of the input that each token belongs to, (rows, tokens).
-
-    A row may hold several inputs one after the other; positions that do not ascend begin the next one.
-    """
+    """Tokens of the input of each token, (rows, tokens); positions that do not ascend begin another one in a row."""
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
     segment = begins.cumsum(-1) - 1
     longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")
@@ -235,7 +224,6 @@ class RotaryEmbedding(nn.Module):
                 self.axes = self._copy(self.axis_of_pair)
 
     def _copy(self, values: tuple[int, ...]) -> Tensor:
-        """These integers on the module's device."""
         device, copy = self.frequency.device, self._copies.pop(values, None)
         if copy is None or copy.device != device:
             with torch.inference_mode(False):  # a buffer may outlive the inference mode it is made in
@@ -263,11 +251,8 @@ class RotaryEmbedding(nn.Module):
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
         """Fixed-point frequencies and attention factor of inputs of these lengths, on their device.
 
-        Args:
-            lengths: (rows,) or, where a row holds several inputs, (rows, tokens); integers.
-
-        Returns:
-            int64 (rows, 1 or tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
+        `lengths`: (rows,) or, where a row holds several inputs, (rows, tokens) integers. Returned are int64 (rows, 1 or
+        tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
         """
         device = lengths.device
         attention_factor: Tensor | float
@@ -307,8 +292,7 @@ class RotaryEmbedding(nn.Module):
     def of_rows(self, x: Tensor, position_ids: Tensor, lengths: Callable[[], Tensor]) -> Any:
         """`forward` where the length of each row, (rows,) integers, does not follow from its positions alone.
 
-        Args:
-            lengths: called under a method that depends on them.
+        `lengths` is called under a method that depends on them.
         """
         if not self.length_dependent:
             return self(x, position_ids)
@@ -384,10 +368,7 @@ class RotaryEmbedding(nn.Module):
 
 @contextmanager
 def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
-    """Rotate each pair by its own radians (dim // 2,) per position in these length-dependent modules, in this thread.
-
-    A length that is held or worked out elsewhere does not matter inside; the modules themselves do not change.
-    """
+    """Inside, these length-dependent modules rotate pairs by radians (dim // 2,) per position, in this thread."""
     state = ForwardState(
         owner=tables[0],
         tables=tuple(tables),

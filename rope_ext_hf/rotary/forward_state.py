@@ -15,22 +15,14 @@ from torch import Tensor, nn
 
 @dataclass(eq=False, kw_only=True)
 class ForwardState:
-    """The state of one forward of one module.
+    """The state of one forward of one module."""
 
-    Attributes:
-        owner: the module whose forward it is, or another object that began it.
-        tables: the rotary modules inside that read this state.
-        row_lengths: the lengths whose frequencies the rows get, (rows,) or (rows, tokens) integers; None: each row's
-            largest position + 1.
-        frequency: fixed-point frequencies, int64 (dim // 2,), in place of the method's.
-        attention_factor: the factor of cos and sin, where `frequency` is given.
-    """
-
-    owner: object
-    tables: tuple[nn.Module, ...] = ()
+    owner: object  # the module whose forward it is, or another object that began it
+    tables: tuple[nn.Module, ...] = ()  # the rotary modules inside that read this state
     row_lengths: Tensor | None = None
-    frequency: Tensor | None = None
-    attention_factor: float = 1.0
+    """Whose frequencies the rows get, (rows,) or (rows, tokens) integers; None: each row's largest position + 1."""
+    frequency: Tensor | None = None  # fixed-point, int64 (dim // 2,), in place of the method's
+    attention_factor: float = 1.0  # of cos and sin, where `frequency` is given
 
     def close(self) -> None:
         """Undo what this forward has changed in others."""
@@ -46,7 +38,6 @@ def running() -> Iterator[ForwardState]:
 
 
 def push(state: ForwardState) -> None:
-    """Begin a forward."""
     _local.states = (*getattr(_local, "states", ()), state)
 
 

@@ -1,16 +1,9 @@
-"""Re-rotate cached keys when a length-dependent method changes its frequencies.
+"""Re-rotate cached keys when a length-dependent method changes its frequencies, by the `CacheState` of the cache.
 
-Such a method has new frequencies when a row grows, and all keys that a query meets must share them. Every cache that
-was filled under such a method carries a `CacheState` (cache_state.py): the position of each key, and the length whose
-frequencies the keys have. A forward onto the cache then goes one of two ways:
-
-- Frequencies that change in steps: when a row passes a step, its keys are rotated in place, once. Nothing happens
-  between steps.
-- Frequencies that change with every token: the keys stay as they were stored, and the layer returns a rotated copy; new
-  keys are rotated back before they are stored. So rounding never accumulates, however long the decoding goes on.
-
-A key at position p is rotated from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the
-ratio of the attention factors.
+Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once. Where they change
+with every token, the keys stay as they were stored, and the layer returns a rotated copy; new keys are rotated back
+before they are stored. So rounding never accumulates, however long the decoding goes on. A key at position p is rotated
+from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the ratio of the attention factors.
 """
 
 from __future__ import annotations
@@ -27,66 +20,38 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
-from rope_ext_hf.rotary.phase import angles, phase_to_radians
+from rope_ext_hf.rotary.phase import angles
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
-_ROTATE_CHUNK_TOKENS = 512
-"""Tokens that are rotated in place at a time, so that float32 copies of the keys stay small."""
-
+_ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
 _MAX_LAUNCH_BOUND = 2**20
 """Elements up to which, without Triton, fewer launches on CUDA are worth a float32 copy of all of them."""
-
 _FUSED_UPCAST_DEVICES = {"cuda"}
 """Devices whose kernels convert half precision to float32 as they read, without a pass of their own."""
 
 
 @dataclass(frozen=True)
 class KeyLayout:
-    """The rotated dims of a cached key, and how they rotate.
+    """The rotated dims of a cached key, and how they rotate."""
 
-    Attributes:
-        pairing: "half" or "interleaved".
-        start, dim: `dim` dims from `start` on are rotated.
-        in_values: the cache holds the rotated part of the keys as its values (latent attention).
-        negative_angle: keys are rotated by the negative of the rotary module's angles (NanoChat).
-        scaled: False where a norm after the rotation removes the attention factor (Llama 4).
-    """
-
-    pairing: str
+    pairing: str  # "half" or "interleaved"
     start: int
-    dim: int
-    in_values: bool = False
-    negative_angle: bool = False
-    scaled: bool = True
+    dim: int  # `dim` dims from `start` on are rotated
+    in_values: bool = False  # the cache holds the rotated part of the keys as its values (latent attention)
+    negative_angle: bool = False  # keys are rotated by the negative of the rotary module's angles (NanoChat)
+    scaled: bool = True  # False where a norm after the rotation removes the attention factor (Llama 4)
 
 
 @dataclass
 class KeyRotation:
-    """A rotation of keys by position.
+    """A rotation of keys by position; cos and sin are float32 (rows or 1, 1, tokens or 1, dim // 2)."""
 
-    Attributes:
-        cos, sin: times the attention factor, float32 (rows or 1, 1, tokens or 1, dim // 2).
-        of_members: by pairing and sign, what the first and the second member of each pair are multiplied by to give
-            both; made when first needed.
-    """
-
-    cos: Tensor
+    cos: Tensor  # times the attention factor, as sin
     sin: Tensor
     of_members: dict[tuple[bool, bool], tuple[Tensor, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-
-    @classmethod
-    def between_lengths(
-        cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
-    ) -> KeyRotation:
-        """The rotation from the frequencies at lengths `before` (rows,) to those at `after` (rows,).
-
-        Args:
-            positions: (rows or 1, tokens) integers.
-            scaled: keys carry the attention factor.
-        """
-        return cls.read_and_store(table, before, after, positions, 0, scaled)[0]
+    """By pairing and sign, what both members of each pair are multiplied by to give both; made when first needed."""
 
     @classmethod
     def read_and_store(
@@ -96,7 +61,7 @@ class KeyRotation:
 
         Args:
             stored, present: (rows,).
-            positions: (rows or 1, tokens), of all keys; the last `new` are of the new ones.
+            positions: (rows or 1, tokens) integers, of all keys; the last `new` are of the new ones.
             scaled: keys carry the attention factor.
         """
         rows = max(stored.shape[0], present.shape[0])
@@ -114,17 +79,8 @@ class KeyRotation:
         ratio = (factor[:, 1:] / factor[:, :1])[:, None]
         return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
 
-    @classmethod
-    def from_phase(cls, phase: Tensor) -> KeyRotation:
-        """The rotation by fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
-        angle = phase_to_radians(phase)
-        return cls(angle.cos()[:, None], angle.sin()[:, None])
-
     def last(self, count: int) -> KeyRotation:
-        """The rotation of the last `count` tokens.
-
-        A static cache returns more keys than there are tokens; its empty places come last and no query sees them.
-        """
+        """The rotation of the last `count` tokens; a static cache has empty places behind, which no query sees."""
         tokens = self.cos.shape[-2]
         if count == tokens:
             return self
@@ -135,7 +91,6 @@ class KeyRotation:
         return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
 
     def ending_with(self, other: KeyRotation) -> KeyRotation:
-        """This rotation, with another one's of the last tokens."""
         before = self.cos.shape[-2] - other.cos.shape[-2]
         pairs = (self.cos, other.cos), (self.sin, other.sin)
         return KeyRotation(*(torch.cat((mine[..., :before, :], last), dim=-2) for mine, last in pairs))
@@ -187,7 +142,6 @@ class KeyRotation:
         return rotate_fused(keys, *self._signed(layout), start=layout.start, half=half, in_place=in_place)
 
     def _signed(self, layout: KeyLayout) -> tuple[Tensor, Tensor]:
-        """cos and sin of the angles by which this layout's keys rotate."""
         return self.cos, -self.sin if layout.negative_angle else self.sin
 
     def _rotate_in_two_launches(self, x: Tensor, layout: KeyLayout, out: Tensor) -> None:
@@ -218,10 +172,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
     Args:
         unrotated, rotated, rotated_scaled: the layer after one token that was not rotated, after the same token
             rotated by `radians`, and the latter with an attention factor of 1.25 as well.
-        radians: (dim // 2,), none near a whole cycle.
-
-    Raises:
-        ValueError: naming the attributes that change with the rotation in another way.
+        radians: (dim // 2,), none near a whole cycle. ValueError names attributes that change in another way.
     """
     before, after = vars(unrotated), vars(rotated)
     changed = [name for name in before if not nearly_equal(before[name], after[name])]
@@ -254,16 +205,11 @@ def nearly_equal(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool((one.float() - other.float()).norm() <= tolerance * one.float().norm())
 
 
-Layers = Sequence[tuple[Any, KeyLayout]]
-"""Layers of a cache, each with the layout of its keys."""
+Layers = Sequence[tuple[Any, KeyLayout]]  # layers of a cache, each with the layout of its keys
 
 
 def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
-    """Rotate the keys in plain layers in place.
-
-    Args:
-        rotation: of all tokens; a sliding-window layer holds the last ones only.
-    """
+    """Rotate the keys in plain layers in place, by a rotation of all tokens; sliding windows hold the last ones."""
     for layer, layout in layers:
         if not layer.is_initialized or not layer.keys.numel():
             continue
@@ -307,9 +253,8 @@ def _rotating_update(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     """The `update` of a layer with rotations around it.
 
-    Args:
-        both_ways: gives the rotation after reading, ending with that before storing; None where the layer returns other
-            tensors than it stores.
+    `both_ways` gives the rotation after reading, ending with that before storing; None where the layer returns other
+    tensors than it stores.
     """
     update = layer.update
     which = int(layout.in_values)  # of keys and values: what is rotated

@@ -17,11 +17,6 @@ PAIRINGS = ("half", "interleaved")
 
 
 def other_pairing(pairing: str) -> str:
-    """Return "interleaved" for "half" and "half" for "interleaved".
-
-    Raises:
-        ValueError: neither of them.
-    """
     _check_pairing(pairing)
     return "interleaved" if pairing == "half" else "half"
 
@@ -29,7 +24,7 @@ def other_pairing(pairing: str) -> str:
 def to_pairing(
     tensor: Tensor, to: str, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
 ) -> Tensor:
-    """Reorder a dimension whose heads are in the other pairing, so that they are in this one.
+    """Reorder a dimension whose heads are in the other pairing, so that they are in this one; a new tensor.
 
     Args:
         tensor: any dtype and shape; dimension `dim` has heads x head_dim entries (rows of a projection weight or of its
@@ -39,12 +34,6 @@ def to_pairing(
         rotary_dim: rotated dims per head; default: all from `start` on. The others keep their place.
         start: first rotated dim of a head.
         dim: the dimension that holds the heads.
-
-    Returns:
-        A new tensor of the same shape and dtype.
-
-    Raises:
-        ValueError: an unknown pairing, or numbers that do not fit the shape.
     """
     _check_pairing(to)
     if not -tensor.ndim <= dim < tensor.ndim:
@@ -78,23 +67,16 @@ def _check_pairing(pairing: str) -> None:
 
 
 def _split(tensor: Tensor, dim: int, first: int, second: int) -> Tensor:
-    """View one dimension as two."""
     return tensor.view(*tensor.shape[:dim], first, second, *tensor.shape[dim + 1 :])
 
 
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
-    """Rotate every pair of the last dimension by its angle.
+    """Rotate every pair of the last dimension by its angle, in the wider of both dtypes; the result has that of x.
 
     Args:
         x: (..., head_dim).
         angles: (..., rotated pairs), in radians; must broadcast against x. Dims beyond 2 x pairs are copied.
         pairing: "half" or "interleaved".
-
-    Returns:
-        A tensor of the dtype and broadcast shape of x, computed in the wider of the two dtypes.
-
-    Raises:
-        ValueError: an unknown pairing.
     """
     _check_pairing(pairing)
     count = angles.shape[-1]

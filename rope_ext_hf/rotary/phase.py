@@ -19,7 +19,6 @@ def fixed_point(inv_freq: Tensor) -> Tensor:
 
 
 def fixed_point_number(radians: float) -> int:
-    """`fixed_point` of one number."""
     cycles = radians / TWO_PI
     return int(min((cycles - round(cycles)) * _UNITS_PER_CYCLE, _MOST_UNITS))
 

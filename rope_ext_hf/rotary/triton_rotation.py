@@ -19,8 +19,7 @@ except ImportError:
     triton = None
 
 
-_ELEMENTS_PER_PROGRAM = 4096
-"""Elements of `x` that one program of the kernel reads at a time, a power of two."""
+_ELEMENTS_PER_PROGRAM = 4096  # elements of `x` that one program of the kernel reads at a time, a power of two
 
 
 def can_fuse(x: Tensor) -> bool:
@@ -54,8 +53,7 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
 
     Args:
         x: (rows, heads, tokens, head_dim), of any strides.
-        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2).
-        start: `dim` dims from here on are rotated.
+        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2); `dim` dims from `start` on are rotated.
         half: pairs are i and i + dim // 2 of them; False: 2i and 2i + 1.
     """
     rows, heads, tokens, width = x.shape

@@ -61,11 +61,7 @@ class _Agreement(NamedTuple):
 
 
 def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Read runs of one model, of any kinds, finished or not; their order does not matter.
-
-    Raises:
-        FileError: not the folder of a run, a damaged one, a run without results, or one of another model.
-    """
+    """Read runs of one model, finished or not, in any order; FileError: no run, none of its results, another model."""
     runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
     for run in runs:
         if not run.results:
@@ -81,11 +77,7 @@ def compare_runs(folders: Sequence[str | Path]) -> Comparison:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs of one model, side by side.
-
-    Attributes:
-        runs: each has at least one result.
-    """
+    """Runs of one model, side by side; each has at least one result."""
 
     runs: Sequence[Run[Any]]
 
@@ -164,20 +156,15 @@ class Comparison:
         columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
         loaded, context = known.loaded, known.context_length
         changes = {
-            key: change
+            key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
             for key in self.names
             if key != loaded and (change := measure.change((key, context), (loaded, context))) is not None
         }
         if changes:
-            shown = {
-                key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
-                for key, change in changes.items()
-            }
-            columns.append((f"{measure.name}\nchange at 1x", shown))
+            columns.append((f"{measure.name}\nchange at 1x", changes))
         if measure.reaches:
-            columns.append(
-                ("effective length\n[95% interval]", {k: str(reach) for k, reach in measure.reaches.items()})
-            )
+            reaches = {key: str(reach) for key, reach in measure.reaches.items()}
+            columns.append(("effective length\n[95% interval]", reaches))
         return columns
 
     def agreement_table(self) -> Table | None:
@@ -209,26 +196,19 @@ class Comparison:
         }
 
     def _measure_dict(self, measure: Measure) -> dict[str, Any]:
-        values = []
-        for key in self.names:
-            for length in measure.lengths(key):
-                beyond = {
-                    "extended_length": self.findings.extended.get(key),
-                    "beyond": self.findings.beyond(key, length),
-                }
-                place = {"method": self.names[key], "length": length}
-                values.append(place | measure.estimate(key, length)._asdict() | beyond)
+        known = self.findings
+        values = [
+            {"method": name, "length": length, **measure.estimate(key, length)._asdict()}
+            | {"extended_length": known.extended.get(key), "beyond": known.beyond(key, length)}
+            for key, name in self.names.items()
+            for length in measure.lengths(key)
+        ]
         reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
         about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
-        about["flaw"] = measure.flaw
-        return about | {"values": values, "effective_lengths": reaches}
+        return about | {"flaw": measure.flaw, "values": values, "effective_lengths": reaches}
 
     def write_page(self, path: str | Path) -> Path:
-        """Write one self-contained HTML page; it fetches nothing.
-
-        Raises:
-            FileError: anything the disk refuses.
-        """
+        """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
         agreement = self.agreement_table()
         page = html_page(
             self._title,
@@ -268,16 +248,11 @@ def _between(given: Estimate, text: Callable[[float], str]) -> str:
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
-    signs = [1 if measure.higher_is_better else -1 for measure in (one, other)]
-    values = [
-        sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64)
-        for sign, measure in zip(signs, (one, other), strict=True)
-    ]
-    # Different items, so different draws: the two measures vary on their own.
-    drawn = [
-        sign * measure.drawn(keys, length, seed=seed)
-        for seed, (sign, measure) in enumerate(zip(signs, (one, other), strict=True))
-    ]
+    values, drawn = [], []
+    for seed, measure in enumerate((one, other)):  # different items, so different draws: they vary on their own
+        sign = 1 if measure.higher_is_better else -1
+        values.append(sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64))
+        drawn.append(sign * measure.drawn(keys, length, seed=seed))
     taus = kendall_tau(*drawn)
     taus = taus[~taus.isnan()]
     enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= _ENOUGH

@@ -1,7 +1,5 @@
 """One span read by several processes, each with a part of its tokens: context parallelism.
 
-    torchrun --nproc-per-node 2 -m rope_ext_hf ppl MODEL --parallel context ...
-
 A span is cut into 2 x processes pieces; process r has pieces r and 2 x processes - 1 - r, so that all of them have as
 many pairs of query and key to compute. Positions and targets go with the tokens. In each layer every process gathers
 the keys and values of all tokens, by `torch.distributed.all_gather`, and attends from its own queries. torch's own
@@ -33,20 +31,13 @@ from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _ATTENTION = "rope_ext_hf.context_parallel"
-
 _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a span that one of several processes reads.
-
-    Attributes:
-        rank, count: this process, and how many there are.
-        size: tokens of a piece; the last pieces may reach beyond the span.
-    """
+    """The part of a span that one of several processes reads: pieces of `size` tokens; the last may end beyond it."""
 
     rank: int
     count: int
@@ -62,7 +53,7 @@ class Share:
         return torch.cat([torch.arange(p * self.size, (p + 1) * self.size, device=device) for p in self.pieces])
 
     def gathered(self, own: Tensor, group: Any) -> Tensor:
-        """Keys or values of all pieces in their order, (rows, heads, 2 x count x size, dim), from those of this one."""
+        """Keys or values (rows, heads, 2 x count x size, dim) of all pieces in their order, from this process's."""
         every = [torch.empty_like(own) for _ in range(self.count)]
         distributed.all_gather(every, own.contiguous(), group=group)
         first, last = zip(*(torch.split(each, self.size, dim=-2) for each in every), strict=True)
@@ -77,7 +68,6 @@ class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
         self.share, self.group = share, group
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values (rows, kv_heads, tokens, head_dim) of all processes."""
         keys, values = (self.share.gathered(states, self.group) for states in (key_states, value_states))
         return keys, values
 
@@ -89,11 +79,7 @@ class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class _GatheredCache(SpanCache):
-    """Takes the place of a cache, where the keys that a token sees come from other processes.
-
-    Raises:
-        NotReadInChunksError: a layer with a state that goes from token to token.
-    """
+    """Takes the place of a cache, where the keys that a token sees come from other processes."""
 
     def __init__(self, config: Any, share: Share, group: Any) -> None:
         self.share, self.group = share, group
@@ -125,14 +111,8 @@ def _spread_attention(
 class SpreadScorer(TokenScorer):
     """Losses of spans that several processes read together; all of them make the same calls and get the same results.
 
-    Args:
-        model: the same in every process.
-        rank, count: this process, and how many there are.
-        group: of torch.distributed, whose backend takes tensors on the model's device.
-        options: as `TokenScorer` takes them; tokens per pass are those of a process's share.
-
-    Raises:
-        UnsupportedModelError: a model that needs more of earlier tokens than keys and values, or as `TokenScorer`.
+    The backend of `group` takes tensors on the model's device. `options` are those of `TokenScorer`, tokens per pass
+    those of a process's share. UnsupportedModelError: a model that needs more of earlier tokens than keys and values.
     """
 
     def __init__(self, model: PreTrainedModel, *, rank: int, count: int, group: Any = None, **options: Any) -> None:
@@ -195,18 +175,10 @@ def _in_a_group(model: PreTrainedModel, **options: Any) -> SpreadScorer:
 def spread_over(
     empty: PreTrainedModel, plan: RunPlan[Any], workers: Workers
 ) -> tuple[RunPlan[Any], Workers, str | None]:
-    """A plan whose spans are each read by all processes.
-
-    Args:
-        empty: the model on the meta device, as its folder describes it.
-        plan: of perplexity.
-        workers: the processes that were launched.
+    """A plan of perplexity whose spans are each read by all processes; `empty` is the model on the meta device.
 
     Returns:
         The plan, its processes, and why it is without the model as loaded where that takes the length from each part.
-
-    Raises:
-        MethodError: one process, a cache in main memory, or a method that needs whole spans.
     """
     if workers.count == 1:
         raise MethodError(

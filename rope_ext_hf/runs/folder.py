@@ -24,10 +24,7 @@ SETTINGS = "run.json"
 
 
 def read_run(folder: str | Path) -> Run[Any]:
-    """Read a run from its folder.
-
-    Args:
-        folder: a folder that `sweep`, `perplexity` or `passkey` wrote; it may be unfinished.
+    """Read a run from its folder, finished or not.
 
     Returns:
         The run with the results of all methods, in the order in which they were first finished.
@@ -81,11 +78,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings that hold everything results, tables and pages need.
-
-    Raises:
-        ValueError: a missing value, or one of another type; the message names it.
-    """
+    """Return settings that hold everything results, tables and pages need; ValueError names what is wrong."""
     for key, types in _TYPES.items():
         value = settings.get(key)
         if key not in settings or not isinstance(value, types) or isinstance(value, bool):
@@ -108,20 +101,13 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 
 
 def write_whole(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object that is there as a whole or, after a kill at any moment, as it was before.
-
-    It states a checksum of itself, for `read_whole`.
-    """
+    """Write a JSON object with its checksum, whole or, after a kill at any moment, as it was before."""
     with atomic_file(file) as part:
         write_json(part, value | {"checksum": _checksum(value)})
 
 
 def read_whole(file: Path) -> dict[str, Any]:
-    """Read what `write_whole` wrote.
-
-    Raises:
-        FileError: the file cannot be read, or it changed since it was written.
-    """
+    """Read what `write_whole` wrote; FileError where it cannot be read, or changed since it was written."""
     value = read_json(file)
     if value.pop("checksum", None) != _checksum(value):
         raise FileError(

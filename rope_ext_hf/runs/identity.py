@@ -1,12 +1,9 @@
 """What the numbers of a run depend on besides text and protocol: the model, what is patched, and the code.
 
 A run's folder is named after this, so that a changed model starts another run. A value too many costs a run anew, one
-too few a wrong number: where in doubt, a value is in.
-
-Not in it are the tokenizer and the tokens per pass. What is read are token ids, and what a text weighs are the bytes of
-its tokens: `Measurement.fingerprint` has both, the BOS token too. Nothing is generated, so nothing is decoded: an
-answer is right where its ids are the likeliest, whatever a vocabulary calls them. The tokens per pass change the last
-digits of a loss; but a run that ran out of memory must go on with fewer.
+too few a wrong number: where in doubt, a value is in. Not in it are the tokenizer, since `Measurement.fingerprint` has
+the ids that are read and the bytes of each, and the tokens per pass: these change the last digits of a loss, but a run
+that ran out of memory must go on with fewer.
 """
 
 from __future__ import annotations
@@ -43,7 +40,6 @@ if TYPE_CHECKING:
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
-    """Where a result comes from."""
     parameter = next(model.parameters())
     return {
         "model": model.name_or_path,
@@ -53,8 +49,13 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "data": data,
         "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")},
+        "versions": versions_now(),
     }
+
+
+def versions_now() -> dict[str, str]:
+    """The versions of the packages that results depend on most."""
+    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
 
 
 _COMPUTING = (
@@ -68,13 +69,7 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 
 @dataclass(frozen=True)
 class Basis:
-    """What the methods of a run are applied to.
-
-    Attributes:
-        rotary: the rotary embedding, scalings included.
-        layers: as `patch` takes them.
-        below: the live patches that stay underneath, bottom first.
-    """
+    """What the methods of a run are applied to; `below` are the live patches that stay underneath, bottom first."""
 
     rotary: Rotary
     layers: tuple[str | int, ...] | None = None
@@ -86,7 +81,6 @@ class Basis:
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -95,14 +89,7 @@ class Basis:
 
 
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
-    """What these methods are applied to: of a method that the model has already, alone, what it is applied to there.
-
-    Args:
-        over, context_length: as `patch` takes them.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does.
-    """
+    """What methods are applied to, as `patch` takes it; of one that the model has, what it is applied to there."""
     specs = present_specs(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
         return Basis.from_specs(specs)
@@ -111,16 +98,7 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 
 
 def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str) -> dict[str, Any]:
-    """What a run of these methods depends on, as settings of the run.
-
-    Args:
-        methods: None is the model as it is, with its present patches.
-        basis: as `find_basis` gives it.
-        over: as `patch` takes it.
-
-    Raises:
-        UnsupportedModelError: a model without rotary embeddings.
-    """
+    """What a run of these methods depends on, as settings; the method None is the model with its present patches."""
     specs = present_specs(model)
     as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
@@ -141,11 +119,8 @@ def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
 
 
 def code_digest(model: nn.Module) -> str:
-    """A digest of the source that computes the numbers: of this package, its plug-ins, and code that came with a model.
-
-    The version alone would not do: a copy from git has the same one for months.
-    """
-    digest = _own_source().copy()
+    """A digest of the source that computes the numbers: this package's, of plug-ins, and what came with a model."""
+    digest = _own_source().copy()  # a copy from git has the same version for months
     kinds = {*map(type, model.modules()), *list_methods().values()}
     for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
@@ -180,7 +155,7 @@ def digest_inputs(
 
     Args:
         model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
-        tokenizer: its files are read, which do not say where it was loaded from.
+        tokenizer: its files are read, without what says where it was loaded from.
         texts: each as token ids, which change with the tokenizer.
     """
     read = hashlib.sha256()

@@ -1,10 +1,5 @@
 """The journal of a run: one line per finished piece of work, on disk before it is reported.
 
-    contents = RunContents.from_settings(settings)
-    records = read_records(folder, contents, parse)
-    with open_journal(folder, rank=0) as write:
-        write(Record(method, item, cell, value, cost))
-
 A run's folder may come from somebody else. Links, FIFOs and devices in it are refused, never followed; every record is
 validated once, and an error names file and line.
 """
@@ -32,7 +27,6 @@ from rope_ext_hf.runs.labels import method_key
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
 Cell = tuple[float, ...]
 """What a value counts for: (context length,), with a depth from 0 to 1, a distance or the index of a task."""
 
@@ -50,15 +44,7 @@ _GO_ON = "make room, and the same command goes on where this one stopped"
 
 
 class Record(NamedTuple):
-    """One line of a journal.
-
-    Attributes:
-        method: `RopeMethod.to_dict`, or None for the model as loaded.
-        item: index of the document or the trial.
-        cell: what the value counts for.
-        value: what a `RunKind` of the run's kind parses.
-        cost: what the measurement cost.
-    """
+    """One line of a journal: a value as the run's `RunKind` parses it; method None is the model as loaded."""
 
     method: dict[str, Any] | None
     item: int
@@ -73,23 +59,14 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContents:
-    """What a complete run holds.
-
-    Attributes:
-        items: names of the documents or trials.
-        counts: per cell, how many items have a value.
-    """
+    """What a complete run holds: names of documents or trials, and per cell how many of them have a value."""
 
     items: tuple[str, ...]
     counts: dict[Cell, int]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
-        """Read `items`, `cells` and `per_cell`.
-
-        Raises:
-            ValueError: one is missing, or of another shape.
-        """
+        """Read `items`, `cells` and `per_cell`; ValueError where one is missing, or of another shape."""
         items, cells, counts = (_list(settings, key) for key in ("items", "cells", "per_cell"))
         if not items or not all(isinstance(name, str) for name in items):
             raise ValueError("'items' must be a list of names")
@@ -120,21 +97,13 @@ def _cell(value: Any) -> Cell:
 
 
 def plain_files(folder: Path, pattern: str) -> list[Path]:
-    """The regular files of a folder that match a pattern, sorted; links, FIFOs and devices are left out.
-
-    Raises:
-        FileError: the folder cannot be read.
-    """
+    """The regular files of a folder that match a pattern, sorted; links, FIFOs and devices are left out."""
     with disk_errors(folder):
         return sorted(path for path in folder.glob(pattern) if stat.S_ISREG(path.lstat().st_mode))
 
 
 def read_plain(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a regular file, at most `most` of them; default: the limit `json_bytes`.
-
-    Raises:
-        FileError: a link, a FIFO, a device, more than `most` bytes, or anything the disk refuses.
-    """
+    """The bytes of a regular file, at most `most`, by default the limit `json_bytes`; FileError for anything else."""
     most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -155,12 +124,7 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
-    """Every record of a run, each once.
-
-    Args:
-        folder: the run's folder.
-        contents: items and cells that may occur.
-        parse: (item's name, JSON value) -> value; raises ValueError.
+    """Every record of a run, each once; `parse` makes the value of an item's name and its JSON, or raises ValueError.
 
     Raises:
         FileError: a damaged record, or two records with different values for one place; the message names the lines.
@@ -207,11 +171,7 @@ def _checksum(line: Mapping[str, Any]) -> int:
 
 @contextmanager
 def exclusive(folder: Path, rank: int) -> Iterator[None]:
-    """Lock a run's folder for one process of this rank; the lock ends with the process, however it ends.
-
-    Raises:
-        FileError: another process holds the lock.
-    """
+    """Lock a run's folder for one process of this rank until the process ends; FileError: another one holds it."""
     path = folder / f"run.{rank}.lock"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise FileError(f"{str(path)!r} is not a plain file")
@@ -222,11 +182,7 @@ def exclusive(folder: Path, rank: int) -> Iterator[None]:
 
 
 def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end.
-
-    Raises:
-        FileError: the call, where another process holds the lock or the folder cannot be made.
-    """
+    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end."""
     arguments = signature(function)
 
     @wraps(function)
@@ -244,11 +200,7 @@ def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextmanager
 def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
-    """A function that appends a record and returns once it is on disk; half a line left by a kill is cut off first.
-
-    Raises:
-        FileError: anything the disk refuses.
-    """
+    """A function that appends a record and returns once it is on disk; half a line left by a kill is cut off first."""
     path = folder / f"records.{rank}.jsonl"
     with disk_errors(path):
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -272,13 +224,8 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
-    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first.
-
-    Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
-
-    Raises:
-        FileError: chunks.json holds anything but two positive whole numbers.
-    """
+    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first."""
+    # Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
     path = folder / _CHUNKS
     if not os.path.lexists(path):
         _write_chunks(folder, chunk, head_bytes, _link)

@@ -1,8 +1,5 @@
 """The results of runs of any kind, for a method at a context length: one number and the items that it is a mean over.
 
-    for measure in run.kind.measures(run):
-        print(measure.name, measure.estimate(method_key(None), 4096))
-
 Items of one length are the same documents or prompts for every method, so methods are compared item by item.
 """
 
@@ -44,35 +41,23 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True)
 class Measure:
-    """One number per method and context length.
+    """One number per method and context length."""
 
-    Attributes:
-        name: in words, such as "loss".
-        unit: of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1.
-        evidence: how close it is to use.
-        higher_is_better: false for losses.
-        items: a sum and its divisor per document or prompt, by method key and length.
-        kind_of_item: in words, in the singular.
-        reaches: effective lengths by method key, where the kind of run has them.
-        threshold: the value that they are measured by.
-        chance: the value by luck, of shares and gains.
-        least: documents or prompts that it takes to decide anything.
-        rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
-        exponential: what the exponential of a loss is called, such as perplexity; empty: it has no name.
-    """
-
-    name: str
-    unit: str
-    evidence: Evidence
-    higher_is_better: bool
+    name: str  # in words, such as "loss"
+    unit: str  # of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1
+    evidence: Evidence  # how close it is to use
+    higher_is_better: bool  # false for losses
+    # a sum and its divisor per document or prompt, by method key and length
     items: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
-    kind_of_item: str = "document"
+    kind_of_item: str = "document"  # in words, in the singular
+    # effective lengths by method key, where the kind of run has them
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
-    threshold: float | None = None
-    chance: float = 0.0
-    least: int = FEWEST
+    threshold: float | None = None  # the value that they are measured by
+    chance: float = 0.0  # the value by luck, of shares and gains
+    least: int = FEWEST  # documents or prompts that it takes to decide anything
+    # the share by which a loss may be higher than as loaded at the context length and still be near it
     rise: float | None = None
-    exponential: str = ""
+    exponential: str = ""  # what the exponential of a loss is called, such as perplexity; empty: it has no name
 
     @property
     def shares(self) -> bool:
@@ -102,7 +87,6 @@ class Measure:
         return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
 
     def lengths(self, key: str) -> list[int]:
-        """The lengths at which a method was measured, ascending."""
         return sorted(self.items.get(key, {}))
 
     @property
@@ -111,11 +95,9 @@ class Measure:
         return max(length for row in self.items.values() for length in row)
 
     def measured(self, length: int) -> list[str]:
-        """The keys of the methods measured at a length."""
         return [key for key, row in self.items.items() if length in row]
 
     def estimate(self, key: str, length: int, *, level: float = 0.975) -> Estimate:
-        """The value of one method at one length."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)
@@ -173,12 +155,7 @@ class Measure:
 def kendall_tau(one: Tensor, other: Tensor) -> Tensor:
     """How alike two measures rank methods: 1 the same order, 0 no relation, -1 the reverse; ties count as tau-b.
 
-    Args:
-        one, other: (..., methods), two values of each method.
-
-    Returns:
-        (...,); NaN where all values of one measure are equal.
-
+    From values (..., methods) of each to (...,); NaN where all values of one measure are equal.
     Source: Kendall, The treatment of ties in ranking problems (1945).
     """
     first, second = (torch.sign(values.unsqueeze(-1) - values.unsqueeze(-2)).flatten(-2) for values in (one, other))

@@ -1,12 +1,8 @@
 """A digest of everything that a model computes with: configs, modules, parameters and buffers.
 
-    model_digest(model)                    # 64 hexadecimal digits
-
 Any bit of a weight, any value of the config and any setting of a module changes it. It is the same for the same model
-loaded again, from another folder, or in another process, and for a model before and after it was patched: what a patch
-puts in is left out, and stands in a run's settings by itself (`identity.py`).
-
-Not seen: hooks and functions that somebody hung onto a model. Give such a model another folder.
+loaded again, from another folder, or in another process, and before and after it was patched: what a patch puts in
+stands in a run's settings by itself (`identity.py`). Not seen: hooks and functions that somebody hung onto a model.
 
 Cost: every weight is read once, without a copy of the model, by SHA-256 on all cores: 1.4 GB/s on one core of a server,
 2.8 GB/s on two, where 8 billion parameters in bfloat16 take 6 s.
@@ -30,8 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
-BLOCK_BYTES = 2**22
-"""Bytes that one thread reads at a time, and copies where they are on a GPU."""
+BLOCK_BYTES = 2**22  # bytes that one thread reads at a time, and copies where they are on a GPU
 
 _NOT_IN_CONFIGS = frozenset(
     # where it came from
@@ -50,14 +45,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, 
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest of a model's configs, and of its modules with their settings, parameters and buffers.
-
-    Args:
-        model: a transformers model with its weights, in any dtype, quantised or not, on any devices or offloaded.
-
-    Returns:
-        64 hexadecimal digits. Live patches of this package do not count.
-    """
+    """A digest, 64 hexadecimal digits, of a model with its weights on any devices; live patches do not count."""
     digest = _Digest()
     with torch.no_grad():
         _add_configs(digest, model)
@@ -81,10 +69,8 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
-    """Add a module's class, settings, parameters and buffers, those that are not saved included.
-
-    Not what the last input left behind in a rotary module of transformers whose frequencies follow the input.
-    """
+    """Add a module's class, settings, parameters and buffers, those that are not saved included."""
+    # then the last input left something behind in it, which does not count
     follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
     kind = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
     offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))

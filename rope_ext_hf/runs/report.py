@@ -1,7 +1,5 @@
 """A run's files for people: results.json, results.csv, a picture, and one self-contained HTML page.
 
-    write_files(read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e"))
-
 The page fetches nothing. A folder may come from somebody else: files are replaced, never written through a link, and
 linked pictures are not embedded.
 """
@@ -43,14 +41,7 @@ class _Files:
 
 
 def write_files(run: Run[Any]) -> _Files:
-    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
-
-    A picture that cannot be drawn costs the picture only: a warning says why.
-
-    Raises:
-        FileError: anything the disk refuses.
-        ValueError: the run was measured without files.
-    """
+    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
     results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     table = write_text(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,60 +32,39 @@ from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.questions import Question, anything, shell_line
 from rope_ext_hf.reading.documents import corpus_name
 from rope_ext_hf.reference import folder_of
+from rope_ext_hf.runs.identity import versions_now
 from rope_ext_hf.runs.journal import read_plain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-RUN_FILE = "run.yaml"
-"""The name of the file in a run's folder."""
-IN_MEMORY = "in_memory"
-"""The only key of a value that no file can hold, such as a list of texts; it says what that was."""
-_FORMAT = 1
-"""What is written; a file of an earlier format is read by its renamed keys."""
-_RENAMED: dict[str, str] = {}
-"""Keys of earlier formats, and what they are called now."""
+RUN_FILE = "run.yaml"  # the name of the file in a run's folder
+IN_MEMORY = "in_memory"  # the only key of a value that no file can hold, such as a list of texts; it says what that was
+_FORMAT = 1  # what is written; a file of an earlier format is read by its renamed keys
+_RENAMED: dict[str, str] = {}  # keys of earlier formats, and what they are called now
 _MOST_BYTES = 1_000_000
 _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --out again\n"
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it is asked for.
-
-    Attributes:
-        command: the command of `rope-ext`.
-        model: a folder, a Hub id or "reference".
-        options: everything else that was asked, by the names of the fields.
-        versions: of the packages that answered, by their names.
-        lines: where each key stands in the file that was read.
-        source: that file.
-    """
+    """One run, as it is asked for."""
 
     command: str
-    model: Any
-    options: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict, compare=False)
+    model: Any  # a folder, a Hub id or "reference"
+    options: dict[str, Any]  # everything else that was asked, by the names of the fields
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages that answered
+    lines: dict[str, int] = field(default_factory=dict, compare=False)  # where each key stands in the file `source`
     source: Path | None = field(default=None, compare=False)
 
     def text(self) -> str:
-        """As YAML."""
         of_model = {"model": self.model} | {key: self.options[key] for key in ("revision",) if key in self.options}
         values = {"run": self.command, **of_model, **self.options, "versions": self.versions, "format": _FORMAT}
         plain = _plain(values)
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100))
 
     def write(self, folder: Path, *, beside_others: bool = False) -> None:
-        """Write the file into the folder of a run.
-
-        Args:
-            beside_others: keep the other runs of the file, as of other methods; a file that is damaged is written anew.
-
-        Raises:
-            FileError: anything the disk refuses.
-        """
+        """Write the file into the folder of a run; `beside_others` keeps other runs of a file that is not damaged."""
         kept: list[RunFile] = []
         if beside_others and (folder / RUN_FILE).exists():
             try:
@@ -101,7 +79,6 @@ class RunFile:
         return replace(self, versions={}).text()
 
     def mistake(self, key: str, text: str) -> FileError:
-        """An error about what stands at a key."""
         return _mistake(self.source or Path(RUN_FILE), self.lines.get(key, 1), text)
 
 
@@ -115,7 +92,6 @@ def run_file(
     """The file of a run.
 
     Args:
-        question: what is asked; its `command` is the command of the file.
         model: its name, or a model in memory, whose folder or Hub id counts where that holds the same patch.
         *others: what else the command was given: methods, how the model is loaded.
         tokenizer: where another one than the model's own was given.
@@ -132,11 +108,6 @@ def run_file(
     stated |= {"revision": commit} if commit else {}
     stated.pop("model", None)
     return RunFile(question.command, name, stated, versions_now())
-
-
-def versions_now() -> dict[str, str]:
-    """The versions of the packages that results depend on most."""
-    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
 
 
 def _stated(question: Question) -> dict[str, Any]:
@@ -194,13 +165,7 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """The runs of a file, or of the run.yaml in a folder.
-
-    What the keys hold is checked by the command that asks it.
-
-    Raises:
-        FileError: no such file, one of a later format, or one that holds something else; the message has the line.
-    """
+    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command."""
     path = Path(path)
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)

@@ -3,10 +3,9 @@
     plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
     run = carry_out(model, plan, out="rope-ext-results")
 
-A run's folder is named after everything that its numbers depend on (model, patches, text, protocol, code: see
-`identity.py`), so that a changed setting starts another run. Each finished piece of work is one line of the folder's
-journal, on disk before it is reported; the same call continues after the last whole line. Tables, pictures and pages
-are made from the folder alone.
+A run's folder is named after everything that its numbers depend on (see `identity.py`). Each finished piece of work is
+one line of its journal, on disk before it is reported; the same call continues after the last whole line. Tables,
+pictures and pages are made from the folder alone.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """What a run reports while it goes on.
-
-    Args:
-        call: called with the method's label and the tokens read, after each pass.
-    """
+    """What a run reports while it goes on; `call` gets the method's label and the tokens read, after each pass."""
 
     def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
         self._call = call
@@ -109,18 +104,13 @@ class _TqdmProgress(Progress):
 
 @dataclass(frozen=True)
 class _Job:
-    """A plan on a model.
-
-    Attributes:
-        basis: what the methods are applied to.
-        loaded: the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
-        methods: each with its `to_dict`, by its key, in the order in which they are measured.
-    """
+    """A plan on a model."""
 
     model: PreTrainedModel
     plan: RunPlan[Any]
-    basis: Basis
-    loaded: dict[str, Any] | None
+    basis: Basis  # what the methods are applied to
+    loaded: dict[str, Any] | None  # the method of the model as it is, where that is measured; as its `to_dict` has it
+    # each with its `to_dict`, by its key, in the order in which they are measured
     methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
 
     @classmethod
@@ -177,13 +167,13 @@ class _Job:
         write: Callable[[Record], object],
         progress: Progress,
     ) -> None:
-        """Score some items with every method, without the units that are done."""
         measurement = self.plan.measurement
         for key, (method, saved) in self.methods.items():
             report = partial(progress.passed, label(saved))
             with self._applied(method):
                 for item in items:
                     if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                        scorer.take_cost()  # of whatever went before
                         for cell, value, cost in measurement.measure(scorer, item, left, report):
                             write(Record(saved, item, cell, value, cost))
 
@@ -208,11 +198,9 @@ def carry_out(
     """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
 
     Args:
-        model: the model with its weights; it is measured in eval mode, and its modules have their own modes afterwards.
-        plan: what is measured.
+        model: measured in eval mode; its modules have their own modes afterwards.
         out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
         workers: the processes that share the run; default: this one alone.
-        progress: told what happens.
         file: what was asked, which the run's folder keeps.
 
     Returns:

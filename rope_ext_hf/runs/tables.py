@@ -29,8 +29,7 @@ def by_method(results: Sequence[R]) -> dict[str, list[R]]:
     return rows
 
 
-BEYOND = "\u2020"
-"""The mark of a value at a length beyond the one that the model is for under its method."""
+BEYOND = "\u2020"  # the mark of a value at a length beyond the one that the model is for under its method
 
 
 def beyond_mark(run: Run[Any], result: Any) -> str:
@@ -44,8 +43,7 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
     if run.any_beyond:
         caption += f"; {BEYOND} longer than the model is for under the method"
-    lengths = sorted({result.length for result in run.results})
-    columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in lengths]
+    columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in run.lengths]
     return results_table(title, caption, *heads, *columns)
 
 
@@ -56,20 +54,13 @@ def add_rows(
     text: Callable[[float], str],
     cell: Callable[[Any], Text],
 ) -> None:
-    """Add a row for each method and each value of something else, a column per length.
-
-    Args:
-        second: of a result, what rows of one method differ in.
-        text: how it is written.
-        cell: the text of a result.
-    """
-    lengths = sorted({result.length for result in run.results})
+    """Add a row for each method and each value of `second`, which `text` writes, with a `cell` per length."""
     for name, row in by_method(run.results).items():
         at = {(second(result), result.length): cell(result) for result in row}
         values = sorted({value for value, _ in at})
         for value in values:
             head = Text(name if value == values[0] else "")
-            cells = (at.get((value, length), "") for length in lengths)
+            cells = (at.get((value, length), "") for length in run.lengths)
             view.add_row(head, text(value), *cells, end_section=value == values[-1])
 
 

@@ -1,12 +1,5 @@
 """The processes that share a run: they agree on what is measured, wait for each other, and end where one of them fails.
 
-    workers = Workers.from_launcher()
-    with workers.in_step():
-        workers.agree({"the text": digest})                  # an error in all of them where one has another text
-        for item in workers.share(items):
-            ...
-        workers.agree()                                      # returns once all have come here, days later too
-
 They reach each other through the store of torch.distributed, which process 0 or the launcher keeps. In each a thread
 posts that its process is alive and looks at what the others posted: a wait has no limit of time, but no process waits
 for one that has ended.
@@ -31,32 +24,19 @@ from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, s
 
 LONGEST_WAIT = timedelta(days=30)
 """How long a collective may take; one whose process has ended is ended by the thread that watches."""
-_MEETING = timedelta(minutes=5)
-"""How long the first process waits for the last one to start."""
-BEAT = 2.0
-"""Seconds between two signs of life."""
-SILENCE = 40.0
-"""Seconds without a sign of life after which a process counts as ended."""
+_MEETING = timedelta(minutes=5)  # how long the first process waits for the last one to start
+BEAT = 2.0  # seconds between two signs of life
+SILENCE = 40.0  # seconds without a sign of life after which a process counts as ended
 GRACE = 10.0
 """Seconds in which a process ends by itself, once another one has failed; a collective may hold it for ever."""
-
 _LEFT = b"left"
 _CONTINUE = "the same command continues where it stopped"
 
 
 class _Meeting:
-    """The meeting of several processes, where they tell each other how they are.
+    """The meeting of several processes, where they tell each other how they are; MethodError: not all of them came."""
 
-    Args:
-        rank: the number of this process.
-        count: how many there are.
-
-    Raises:
-        MethodError: not all of them came.
-    """
-
-    met = False
-    """Whether this process has tried to meet the others."""
+    met = False  # whether this process has tried to meet the others
 
     def __init__(self, rank: int, count: int) -> None:
         _Meeting.met = True
@@ -78,12 +58,7 @@ class _Meeting:
         self._thread.start()
 
     def exchange(self, basis: Mapping[str, str]) -> None:
-        """Wait for all processes, and compare what each has under each name.
-
-        Raises:
-            MethodError: one of them has something else.
-            RopeExtError: one of them has ended.
-        """
+        """Wait for all, and compare what each has by name; MethodError: they differ, RopeExtError: one has ended."""
         self._rounds += 1
         try:
             self._store.set(f"basis/{self._rounds}/{self.rank}", json.dumps(dict(basis)))
@@ -114,7 +89,6 @@ class _Meeting:
         return self._fault
 
     def leave(self, error: BaseException | None) -> None:
-        """End the watching, with an error that ends the others."""
         self._left.set()
         self._thread.join()
         with suppress(RuntimeError):
@@ -166,11 +140,7 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """The process that has ended, and why, in words; None: none has.
-
-        Args:
-            seen: by process, its last sign of life and when that was new; brought up to date.
-        """
+        """The process that has ended, and why; None: none has. `seen`: the last sign of life of each, and its time."""
         if self._watched.check(["failed"]):
             return bytes(self._watched.get("failed")).decode()
         now = time.monotonic()
@@ -209,31 +179,16 @@ def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> st
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share a run; items are dealt out among them.
-
-    Attributes:
-        rank: the number of this process.
-        count: how many there are.
-        meeting: how they reach each other; None: they do not.
-        together: all of them measure every item, each reading a part of it, and the first one writes.
-    """
+    """The processes that share a run; items are dealt out among them."""
 
     rank: int = 0
     count: int = 1
-    meeting: _Meeting | None = None
-    together: bool = False
+    meeting: _Meeting | None = None  # how they reach each other; None: they do not
+    together: bool = False  # all of them measure every item, each reading a part of it, and the first one writes
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
-        """The processes that torchrun or accelerate launched; one where there was no launcher.
-
-        Args:
-            expected: how many processes the user asked for.
-
-        Raises:
-            MethodError: another number of processes is running, not all of them came, or a launcher that does not say
-                where they meet.
-        """
+        """The processes that torchrun or accelerate launched, as many as `expected`; one without a launcher."""
         workers = cls()
         if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -253,14 +208,7 @@ class Workers:
 
     @contextmanager
     def in_step(self, *, leave: bool = True) -> Iterator[None]:
-        """Inside, an error in one process ends all of them.
-
-        Args:
-            leave: whether this process needs the others no more at the end.
-
-        Raises:
-            RopeExtError: another process has ended.
-        """
+        """Inside, an error in one process ends all of them; `leave`: at the end this one needs the others no more."""
         if self.meeting is None:
             yield
             return
@@ -276,20 +224,13 @@ class Workers:
             self.meeting.leave(None)
 
     def agree(self, basis: Mapping[str, str] | None = None) -> None:
-        """Wait for the other processes, and check that all of them have the same under each name.
-
-        Raises:
-            MethodError: one of them has something else.
-            RopeExtError: one of them has ended.
-        """
+        """Wait for the other processes, and check that all of them have the same under each name; see `exchange`."""
         if self.meeting is not None:
             self.meeting.exchange(basis or {})
 
     def check(self) -> None:
-        """Raise RopeExtError where another process has ended."""
         if self.meeting is not None:
             self.meeting.check()
 
     def share(self, items: int) -> range:
-        """The indices of this process's items."""
         return range(items) if self.together else range(self.rank, items, self.count)

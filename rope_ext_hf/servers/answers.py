@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from rope_ext_hf.files import atomic_file, read_json
 from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.spans import encode
 from rope_ext_hf.servers.clients import Answer, Client
 from rope_ext_hf.terminal import Rows, text_table, wrapped
 
@@ -33,33 +35,23 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Collected:
-    """The answers of a server, and what a record of them keeps beside.
-
-    Attributes:
-        server: the program with its version.
-        prompts: the shortest first.
-        refused: the server's words on the first prompt that it did not answer; None: it answered all.
-        stated: what the server states of itself, by name.
-        text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none.
-        noise: in nats, how much answers differ when each prompt is asked about again.
-        fingerprint: of the model that is to be served; None: not known.
-        left_out: the longest length that was left out as too costly to compute here; None: none was.
-        more: asks about so many further prompts as short as the shortest.
-    """
+    """The answers of a server, and what a record of them keeps beside."""
 
     server: str
-    prompts: list[Prompt]
-    refused: str | None = None
+    prompts: list[Prompt]  # the shortest first
+    refused: str | None = None  # the server's words on the first prompt that it did not answer; None: it answered all
     stated: dict[str, Any] = field(default_factory=dict)
+    # text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none
     text: str = ""
     tokens: list[list[int]] | None = None
+    # in nats, how much answers differ when each prompt is asked about again
     noise: list[float] = field(default_factory=list)
-    fingerprint: dict[str, Any] | None = None
-    left_out: int | None = None
+    fingerprint: dict[str, Any] | None = None  # of the model that is to be served; None: not known
+    left_out: int | None = None  # the longest length that was left out as too costly to compute here; None: none was
+    # asks about so many further prompts as short as the shortest
     more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False)
 
     def write(self, path: Path) -> None:
-        """Write the file that `read_answers` reads."""
         values = {name: value for name, value in vars(self).items() if name != "more"}
         with atomic_file(path) as part:
             part.write_text(json.dumps(values | {"prompts": [prompt._asdict() for prompt in self.prompts]}))
@@ -75,12 +67,7 @@ def collect(
 ) -> Collected:
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
-    Args:
-        affordable: whether a prompt of so many tokens is asked about where no lengths are given, beside the shortest.
-
-    Raises:
-        ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
-        CheckpointError, CorpusError: as other functions raise them.
+    Where no lengths are given, those are left out that are not `affordable`, but the shortest.
     """
     lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]
@@ -95,7 +82,7 @@ def collect(
             raise ServingError(f"{client.title} does not state its length: give --lengths, or the model it serves")
     else:
         tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
-        cut = partial(_tokens, tokenizer)
+        cut = partial(encode, tokenizer)
         made.fingerprint, described = fingerprint(empty).to_dict(), describe(empty)
         longest, first = described.extended_length or described.context_length, max(16, described.context_length // 2)
     last = longest - 1  # a server takes a prompt with the token that it generates
@@ -122,17 +109,8 @@ def collect(
     return made
 
 
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
-
-
 def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[int]:
-    """The first tokens of a text, document after document.
-
-    Raises:
-        CorpusError: too short a text.
-    """
+    """The first tokens of a text, document after document; raises CorpusError for too short a text."""
     ids: list[int] = []
     for document in load(data):
         ids += cut(document.text)
@@ -149,25 +127,16 @@ def differing_tokens(
     """How the tokens of a text differ in two places, without special ones and with them; None: they do not."""
     for what, one, other in zip(("a text", "a text with special tokens"), theirs, ours, strict=True):
         if one != other:
-            at = next(
-                (i for i, pair in enumerate(zip(one, other, strict=False)) if len({*pair}) > 1),
-                min(len(one), len(other)),
-            )
-            parts = (
-                f"{len(ids):,} {where}, from {at:,} on {ids[at : at + 3]}"
-                for ids, where in ((one, there), (other, here))
-            )
+            equal = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+            at = sum(1 for _ in equal)
+            sides = ((one, there), (other, here))
+            parts = (f"{len(ids):,} {where}, from {at:,} on {ids[at : at + 3]}" for ids, where in sides)
             return f"{what} has {'; '.join(parts)}"
     return None
 
 
 def read_answers(path: Path) -> Collected:
-    """The file that `Collected.write` writes, or one with its "prompts" alone.
-
-    Raises:
-        ServingError: it does not hold answers of a server.
-        FileError: there is no such file.
-    """
+    """The file that `Collected.write` writes, or one with its "prompts" alone; raises ServingError for any other."""
     with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         saved = read_json(path)
         prompts = [

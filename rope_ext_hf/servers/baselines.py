@@ -1,8 +1,5 @@
 """`record_server` and `compare_server`: whether a server still answers as it did, without a model beside it.
 
-record_server("http://localhost:8000", "baseline.json")
-print(compare_server("http://localhost:8000", "baseline.json"))
-
 A record holds token ids, the log-probabilities that the server gave, how much they differ when it is asked again, and
 what it states of itself. Later the same ids are asked about: what changed is named, and the length at which it begins.
 """
@@ -24,8 +21,7 @@ from rope_ext_hf.patches.fingerprint import Fingerprint
 from rope_ext_hf.servers.answers import Collected, as_text, collect, differing_tokens, read_answers
 from rope_ext_hf.servers.clients import Answer, connect
 
-_MARGIN = 3.0
-"""How many times the difference between two answers to one question a later answer may differ."""
+_MARGIN = 3.0  # how many times the difference between two answers to one question a later answer may differ
 _SMALLEST = 1e-4  # nats, below which a difference says nothing
 _SMALL = 0.1  # nats, up to which another dtype makes them
 _HARMLESS = ("version", "folder")  # of what a server states
@@ -110,7 +106,6 @@ def record_server(
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
         FileError: the file exists, or the disk refuses it.
-        CheckpointError, CorpusError: as other functions raise them.
     """
     check_destination(Path(path))
     client = connect(url, served_name, seconds, anew=True)
@@ -181,11 +176,7 @@ def compare_server(
 
 
 def _difference(then: Sequence[Answer], now: Sequence[Answer]) -> float:
-    """The root mean square difference of log-probabilities in nats.
-
-    A server that gives the likely tokens alone may give others later: what it left out is at most as likely as the last
-    that it gives.
-    """
+    """The root mean square difference of log-probabilities in nats."""
     given = {(each.position, each.token): each.logprob for each in now}
     least: dict[int, float] = {}
     for each in now:
@@ -194,7 +185,7 @@ def _difference(then: Sequence[Answer], now: Sequence[Answer]) -> float:
     for position, token, logprob in then:
         other = given.get((position, token))
         if other is None and position in least:
-            other = min(logprob, least[position])
+            other = min(logprob, least[position])  # what it left out is at most as likely as the last that it gives
         if other is None:
             raise ServingError(f"the server no longer gives log-probabilities at position {position:,} of a prompt")
         squares.append((logprob - other) ** 2)

@@ -36,30 +36,21 @@ from rope_ext_hf.servers.answers import (
     read_answers,
 )
 from rope_ext_hf.servers.clients import connect
-from rope_ext_hf.servers.mistakes import (
-    AS_MEASURED,
-    configurations,
-    rarer_configurations,
-    slightly_wrong,
-)
+from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations, rarer_configurations, slightly_wrong
 from rope_ext_hf.serving.target import open_model
 from rope_ext_hf.terminal import Rows, ShownAsTables
 
-_CERTAIN = 6.0
-"""Standard errors by which a configuration fits worse than another before it is excluded."""
-_MARGIN = 3.0
-"""How many times the rounding of a dtype here explains in a server, whose sums run in another order."""
+_CERTAIN = 6.0  # standard errors by which a configuration fits worse than another before it is excluded
+_MARGIN = 3.0  # how many times the rounding of a dtype here explains in a server, whose sums run in another order
 _RESOLUTION = 1e-6  # of a log-probability in float32, in nats
 _BLOCK = 32  # weights with one scale
 _STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
 _MOST_MORE = 128  # prompts of a strict check, beside the usual ones
-_SECONDS = 600.0
-"""That a prompt may take to compute here, by default."""
+_SECONDS = 600.0  # that a prompt may take to compute here, by default
 _READINGS, _COMPARED = 8, 128
 """Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
 reads: about."""
 _KEYS = "{}-bit keys and values"
-
 _Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -220,7 +211,6 @@ def check_server(
 
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
-        CheckpointError, CorpusError, MethodError: as other functions raise them.
     """
     if not 2 <= weight_bits <= 32:
         raise MethodError(f"weight_bits must be from 2 to 32, got {weight_bits}")
@@ -254,7 +244,7 @@ def check_server(
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
     if report.closest == AS_MEASURED and strict and _STRICT < report.told_here < math.inf:
-        needed = math.ceil(8 * (report.told_here / _STRICT) ** 2)  # chance falls with their root, and bias stays
+        needed = math.ceil(8 * (report.told_here / _STRICT) ** 2)  # chance falls with the root of prompts, bias stays
         collected.prompts = [*collected.more(min(needed, _MOST_MORE)), *collected.prompts]
         again = compare(lambda loaded: {AS_MEASURED: nullcontext})
         report = replace(again, alike=report.alike, differences=report.differences | again.differences)
@@ -372,12 +362,8 @@ def _explained(
 
 
 def _logprobs(scorer: TokenScorer, before: Any, group: Sequence[Prompt]) -> Tensor:
-    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64.
-
-    Args:
-        before: a list of tokens that are read before each prompt; anything else: none.
-    """
-    parts, begun = [], before if isinstance(before, list) else []
+    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64."""
+    parts, begun = [], before if isinstance(before, list) else []  # tokens that are read before each prompt
     for ids, answers in group:
         first = min(answer.position for answer in answers)
         scores = scorer.last_logits(torch.tensor([*begun, *ids]), len(ids) - first + 1).log_softmax(-1)
@@ -402,7 +388,6 @@ def _distances(theirs: Sequence[Tensor], ours: Sequence[Tensor]) -> tuple[float,
 
 
 def _size(x: Tensor) -> float:
-    """The root mean square."""
     return float(x.square().mean().sqrt())
 
 
@@ -413,7 +398,7 @@ def _excluded(theirs: Sequence[Tensor], ours: Sequence[Tensor], best: Sequence[T
     and the standard deviation 2 s |ours - best|.
     """
     server, other, first = (torch.cat(list(part[: len(ours)])) for part in (theirs, ours, best))
-    scatter = max(float((server - first).square().mean().sqrt()), _RESOLUTION)
+    scatter = max(_size(server - first), _RESOLUTION)
     worse = (server - other).square().sum() - (server - first).square().sum()
     return bool(worse > _CERTAIN * 2 * scatter * (other - first).norm())
 
@@ -423,17 +408,14 @@ def _roundings(
 ) -> Iterator[list[tuple[str, bool, list[Tensor]]]]:
     """By dtype, whether it is stated or usual, and what rounding to it changes; the model's weights are lost.
 
-    Args:
-        change: the changes of log-probabilities at each length, in nats, with keys and values in so many bits.
+    `change` gives the changes of log-probabilities at each length, in nats, with keys and values in so many bits.
     """
     stated = change(kv_bits) if kv_bits < 16 else None
 
     def row(name: str, usual: bool, changed: list[Tensor]) -> tuple[str, bool, list[Tensor]]:
-        return (
-            (name, usual, changed)
-            if stated is None
-            else (f"{name}, {_KEYS.format(kv_bits)}", usual, _sums(changed, stated))
-        )
+        if stated is None:
+            return name, usual, changed
+        return f"{name}, {_KEYS.format(kv_bits)}", usual, _sums(changed, stated)
 
     rounded: list[Tensor] = []
     if model.dtype == torch.float32:

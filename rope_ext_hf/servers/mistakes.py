@@ -29,20 +29,16 @@ from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.rotary.pairing import other_pairing
 
 AS_MEASURED = "as measured"
-_USUAL_THETA = 10_000.0
-"""The theta of programs where a config states none that they read."""
+_USUAL_THETA = 10_000.0  # the theta of programs where a config states none that they read
 _OTHER_FACTORS = (0.5, 2.0)
 _USUAL_FACTORS = (2.0, 4.0, 8.0)
 _CONTENT = "content"
 
 
 def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Contexts by name in which a loaded model is as measured, and in which it has one mistake.
+    """Contexts by name in which a loaded model is as measured, and in which it has one mistake that changes something.
 
-    A mistake that changes nothing here is left out.
-
-    Args:
-        as_loaded: the model's rotary embedding without a patch.
+    `as_loaded` is the model's rotary embedding without a patch.
     """
     made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
     specs = present_specs(model)
@@ -91,11 +87,8 @@ def rarer_configurations(
 def slightly_wrong(model: Any, scale: float = 0.0, noise: float = 0.0) -> Iterator[bool]:
     """Let a model multiply what enters its softmax by 1 + `scale`, and add noise to the attention output of one layer.
 
-    Args:
-        noise: of the root mean square of the output.
-
-    Yields:
-        Whether its attention modules hold their scale as transformers' usually do; if not, nothing is changed.
+    `noise` is a share of that output's root mean square. Yields whether the attention modules hold their scale as
+    transformers' usually do; if not, nothing is changed.
     """
     before = [(part, part.scaling) for part in model.modules() if isinstance(getattr(part, "scaling", None), float)]
     draws = torch.Generator().manual_seed(0)
@@ -160,7 +153,6 @@ def _other_methods(method: RopeMethod, rotary: Rotary, factor: float) -> Iterato
 
 
 def _static_methods(rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
-    """Every method with this factor that engines run."""
     for name, kind in list_methods().items():
         if kind.takes_factor({}) and not issubclass(kind, RemappingMethod):
             with contextlib.suppress(RopeExtError):  # parameters that have no defaults

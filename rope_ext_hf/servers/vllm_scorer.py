@@ -1,7 +1,5 @@
 """Losses from a vLLM engine in place of forwards of transformers, after both were seen to give the same.
 
-    rope-ext ppl MODEL --engine vllm --method yarn --factor 4 --lengths 4k,16k
-
 An engine is started for each method, with the overrides that `rope-ext serve-config` prints. Before it scores anything,
 its losses of the first span of each length are compared with those of the patched model in transformers.
 """
@@ -41,16 +39,13 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
 
-
 _EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """The root mean square difference of losses in nats per token that counts as the same model.
 
 On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of x4 differs by 0.08 at 256 tokens and by
 0.27 at 1,024.
 """
-_STEP = 1024
-"""Tokens per step of the engine: vLLM makes all logits of a step at once, in float32."""
-
+_STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step at once, in float32
 _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 
@@ -64,22 +59,12 @@ def scored_by_engine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan whose text is read by an engine; no weights are read.
+    """A plan of perplexity whose text is read by an engine, on so many GPUs; no weights are read.
 
-    Args:
-        engine: its name; vLLM is the one that there is.
-        empty: the model on the meta device, as its folder describes it.
-        plan: of perplexity.
-        alone: whether one process measures, on one device.
-        gpus: that share the model in the engine.
-        revision, trust_remote_code: as `serving_config` takes them.
+    `empty` is the model on the meta device, as its folder describes it; `alone`: one process measures, on one device.
 
     Returns:
         The plan, and why it is without the model as loaded where vLLM cannot run that at all lengths.
-
-    Raises:
-        MethodError: another engine, or several processes.
-        ServingError: vLLM is not installed, or cannot run one of the methods at all lengths.
     """
     if engine != VLLM.name:
         raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")
@@ -161,16 +146,11 @@ class _VLLMScorer:
     """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
 
     Args:
-        model: the model in transformers, which the engine is compared with; on a GPU it waits in main memory while an
-            engine runs.
+        model: the model in transformers, which the engine is compared with on the first span of each length; on a GPU
+            it waits in main memory while an engine runs.
         chunk: tokens per step of the engine.
-        offload_cache, longest: as `TokenScorer` takes them.
-        measurement: whose first span of each length is compared.
         configs: how the engine is started, by method; None: the model as loaded.
         source: further arguments of the engine, that say which model it reads and on how many GPUs.
-
-    Raises:
-        MethodError: keys and values are to wait in main memory.
     """
 
     def __init__(
@@ -196,11 +176,7 @@ class _VLLMScorer:
         self.reading = f"by vLLM in steps of {self.chunk:,} tokens"
 
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """As `TokenScorer.losses`.
-
-        Raises:
-            ServingError: the engine does not start, or differs from transformers.
-        """
+        """As `TokenScorer.losses`; ServingError where the engine does not start, or differs from transformers."""
         if self.engine is None or self.running != present_specs(self.model):
             self._start()
         started = time.perf_counter()
@@ -209,7 +185,6 @@ class _VLLMScorer:
         return losses
 
     def take_cost(self) -> Cost:
-        """As `TokenScorer.take_cost`."""
         cost, self.cost = self.cost, Cost()
         return cost
 

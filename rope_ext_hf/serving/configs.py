@@ -26,8 +26,7 @@ from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import make_targets, open_model
 
-_LARGE_CACHE = 16 * 10**9
-"""Bytes of keys and values of one input from which a note gives them."""
+_LARGE_CACHE = 16 * 10**9  # bytes of keys and values of one input from which a note gives them
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
 """Keys by which configs state layers that draft tokens (multi-token prediction), such as DeepSeek's."""
 
@@ -121,11 +120,7 @@ def serving_config(
 
 
 def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) -> tuple[Target, GPUMemory]:
-    """The target, of the longest length that fits where it may be shortened, and the memory that it takes.
-
-    Raises:
-        ServingError: its length does not fit.
-    """
+    """The target, of the longest length that fits where it may be shortened, and the memory that it takes."""
     kv_bits = (16, 8) if target.remapping is None else (16,)  # all that the attention of the plug-in reads
     memory = gpu_memory(model, target.length, server, kv_bits=kv_bits)
     if memory.kv_bits is not None:

@@ -76,12 +76,6 @@ def _architecture(reader: Any, path: Path) -> str:
 
 
 def read_file_rope(path: Path) -> FileRope:
-    """The rotary embedding of a GGUF file.
-
-    Raises:
-        CheckpointError: a damaged file, or one without the sizes of its heads.
-        MethodError: the gguf package is not installed.
-    """
     with _opened(path) as reader:
         architecture = _architecture(reader, path)
         prefix = f"{architecture}."
@@ -108,16 +102,7 @@ def read_file_rope(path: Path) -> FileRope:
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
-    """Copy a GGUF file with the metadata and tensors of a serving config; the destination appears whole or not at all.
-
-    Args:
-        config: for the engine "gguf", "ollama" or "llama.cpp", with `gguf_keys`.
-
-    Raises:
-        CheckpointError: a damaged source, or one of another architecture or size.
-        FileError: the destination exists, or the disk refuses it.
-        MethodError: the gguf package is not installed.
-    """
+    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all."""
     check_destination(destination, source)
     with _opened(source) as reader:
         architecture = _architecture(reader, source)

@@ -62,11 +62,7 @@ class _Card:
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What `write_card` is told of a source by its name; of one on the Hub, its card and licence are downloaded.
-
-    Raises:
-        CheckpointError: no such model.
-    """
+    """What `write_card` is told of a source by its name; of one on the Hub, its card and licence are downloaded."""
     folder = model_folder(model, revision=revision)
     base_model = None if folder == Path(model_source(model)) else str(model)
     return {"source": folder, "base_model": base_model, "trust_remote_code": trust_remote_code}
@@ -134,10 +130,10 @@ def write_card(
 
 
 def _read_card(folder: Path, *, own: bool) -> _Card:
-    """The card of a folder; its results of another model's are left out.
+    """The card of a folder.
 
-    Args:
-        own: whether it is of the model itself; else metadata that cannot be read cost a warning.
+    With `own` it is of the model itself; else its results are left out, as another model's, and metadata that cannot be
+    read cost a warning.
     """
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -171,7 +167,6 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
 
 
 def _metadata(text: str) -> dict[str, Any]:
-    """The metadata of a card, as huggingface_hub takes them."""
     from huggingface_hub import ModelCardData
 
     if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
@@ -254,11 +249,7 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
 def _checked(
     folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path], **trust: Any
 ) -> Iterator[tuple[Run[Any], str]]:
-    """Each run with the results of the model and of its source as loaded alone, and the key of the model's method.
-
-    Raises:
-        FileError: a folder of a run of other weights, or a run without the method.
-    """
+    """Each run with the results of the model and of its source as loaded alone, and the key of the model's method."""
     specs, digests = present_specs(model), dict[str, str]()
     for given in runs:
         run = given if isinstance(given, Run) else read_run(given)

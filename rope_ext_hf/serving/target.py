@@ -16,7 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
-from rope_ext_hf.hub import empty_model, foreign_errors, load_empty, model_folder, model_source, read_config
+from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -34,6 +34,7 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -45,10 +46,8 @@ class Model:
 
     Attributes:
         name: the folder or Hub id, as an engine takes it; "MODEL" for a model in memory.
-        config: its text config.
-        composite: whether that lies under `text_config`.
+        config: its text config; composite: whether that lies under `text_config`.
         specs: the patches recorded in it, bottom first.
-        layers: the layers of that config.
         layer_types: the layer types that a method applies to; [None]: all layers.
         described: the rotary embedding of those layers.
         whole: makes the whole model, on the meta device if it is not in memory.
@@ -62,16 +61,7 @@ class Model:
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
-    """Read a model's config; no weights are read.
-
-    Args:
-        model: a model in memory, a folder, a Hub id or "reference".
-
-    Raises:
-        CheckpointError: no such model.
-        UnsupportedModelError: a model without rotary embeddings, or with several.
-        ServingError: a config without the sizes of its heads.
-    """
+    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read."""
     if isinstance(model, nn.Module):
         config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
@@ -108,12 +98,7 @@ def refuse_adapter(name: str | Path, folder: Path) -> None:
 def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
     """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
 
-    Args:
-        method: None: the patch that the model carries, else the model as published.
-
-    Raises:
-        MethodError: as `rope_ext_hf.patch` does.
-        ServingError: a method that changes with every input, or that remaps positions; no serving engine has those.
+    Without a method it is the patch that the model carries, else the model as published.
     """
     target, *longer = make_targets(model, method, **params)
     if longer:
@@ -135,11 +120,7 @@ def make_targets(
     remaps: bool = False,
     **params: Any,
 ) -> list[Target]:
-    """`make_target`, once for each length profile, shortest first; for another method one target.
-
-    Args:
-        remaps: whether the engine runs remapping methods.
-    """
+    """`make_target` for each length profile, shortest first, else once; `remaps`: the engine runs remapping methods."""
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
@@ -189,11 +170,7 @@ def make_targets(
 
 
 def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
-    """The target of a static method.
-
-    Args:
-        changes_nothing: the model is to run as published.
-    """
+    """The target of a static method; under `changes_nothing` the model is to run as published."""
     layer_type, config = model.layer_types[0], model.config
     patched = copy.deepcopy(config)
     values = config.to_dict()
@@ -230,11 +207,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
 
 
 def _remapping(model: Model, spec: PatchSpec) -> str:
-    """A remapping method and the pairing of the model, as the plug-in reads them.
-
-    Raises:
-        ServingError: layers differ in what the method does to them, or nothing states the length to serve.
-    """
+    """A remapping method and the pairing of the model, as the plug-in reads them."""
     if spec.target_length is None and spec.method.extended_length(spec.rotary) is None:
         raise ServingError(f"{spec.method.name} has no end: give the method with the length to serve as target_length")
     layers = model.layers

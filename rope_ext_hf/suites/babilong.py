@@ -1,10 +1,8 @@
 """BABILong: bAbI's facts among the sentences of any text (Kuratov et al. 2024, arXiv 2406.10149).
 
-qa1 to qa5 of bAbI (Weston et al. 2015, arXiv 1502.05698): where somebody is, where a thing is, where it was before,
-what lies in a direction of a room, who gave what to whom. The facts are made by a small world of people, things and
+qa1 to qa5 of bAbI (Weston et al. 2015, arXiv 1502.05698). The facts are made by a small world of people, things and
 rooms, and not taken from bAbI's files; the wordings around them, and how an answer is scored, are those of BABILong.
 The haystack gives the sentences between them. The answer is begun with "Answer:", which BABILong leaves to the model.
-No package beside this one is needed.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
 _WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
-
 _PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 _GIVERS = ("Bill", "Fred", "Jeff", "Mary")
 _ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")

@@ -23,55 +23,34 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 S = TypeVar("S", bound="type[Suite]")
-
-
 _TRIED = 32  # times a length that is too short, where a longer one is looked for
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and its right answers.
+    """One prompt and its right answers."""
 
-    Attributes:
-        prompt: the text that the model reads; with a chat template, the user's message.
-        prefix: how the answer begins, given to the model after the prompt.
-        references: strings that a right answer holds.
-        budget: tokens to generate at most.
-        length: tokens of prompt, prefix and budget together.
-        others: wrong answers, such as those that stand in the prompt, against which the first reference is ranked.
-        closed: whether it is ranked against no other answers.
-    """
-
-    prompt: str
-    prefix: str
-    references: tuple[str, ...]
-    budget: int
-    length: int
+    prompt: str  # the text that the model reads; with a chat template, the user's message
+    prefix: str  # how the answer begins, given to the model after the prompt
+    references: tuple[str, ...]  # strings that a right answer holds
+    budget: int  # tokens to generate at most
+    length: int  # tokens of prompt, prefix and budget together
+    # wrong answers, such as those that stand in the prompt, against which the first reference is ranked
     others: tuple[str, ...] = ()
-    closed: bool = False
+    closed: bool = False  # whether it is ranked against no other answers
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """The settings that the prompts of a task are made with.
+    """The settings that the prompts of a task are made with."""
 
-    Attributes:
-        tokenizer: counts the tokens of prompts, without special tokens.
-        length: tokens of prompt and generation together, at most.
-        count: how many prompts.
-        seed: of names, values and places.
-        haystack: the text that facts are hidden in, of tasks that use one.
-        reserved: so many tokens of `length` are a chat template's.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    length: int
-    count: int
-    seed: int
-    haystack: str
-    reserved: int = 0
+    tokenizer: PreTrainedTokenizerBase  # counts the tokens of prompts, without special tokens
+    length: int  # tokens of prompt and generation together, at most
+    count: int  # how many prompts
+    seed: int  # of names, values and places
+    haystack: str  # the text that facts are hidden in, of tasks that use one
+    reserved: int = 0  # so many tokens of `length` are a chat template's
 
     @property
     def room(self) -> int:
@@ -138,12 +117,7 @@ class Suite(ABC):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """The share of references that an answer holds, in any case: RULER's `string_match_all`.
-
-        Args:
-            answer: the generated text.
-            references, others: of the sample.
-        """
+        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
@@ -167,30 +141,23 @@ def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | N
 def fill(
     task: str, wanted: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
 ) -> list[Sample]:
-    """Prompts that fill their length.
+    """Prompts that fill their length; MethodError where the smallest does not fit.
 
     Args:
         sample: the prompt of an index and a size; a larger size is a longer prompt.
         smallest: the least size of a prompt.
         step: by how much larger a prompt is that tells how long one more of its parts is.
-
-    Raises:
-        MethodError: the smallest prompt does not fit.
     """
-    made = []
-    for index in range(wanted.count):
-        of_size = partial(sample, index)
+
+    def filled(of_size: Callable[[int], Sample]) -> Sample:
         each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
         most = max(smallest, int(2 * wanted.room / each) + 1)
-        size = largest_fitting(smallest, most, partial(_fits, of_size, wanted.room))
+        size = largest_fitting(smallest, most, lambda size: of_size(size).length <= wanted.room)
         if size is None:
             raise too_short(task, wanted.length)
-        made.append(of_size(size))
-    return made
+        return of_size(size)
 
-
-def _fits(sample: Callable[[int], Sample], room: int, size: int) -> bool:
-    return sample(size).length <= room
+    return [filled(partial(sample, index)) for index in range(wanted.count)]
 
 
 class _TooShortError(MethodError):
@@ -198,7 +165,6 @@ class _TooShortError(MethodError):
 
 
 def too_short(task: str, length: int) -> _TooShortError:
-    """The error of a task whose smallest prompt does not fit."""
     return _TooShortError(
         f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
         "budget do not fit"
@@ -209,11 +175,7 @@ _SUITES: dict[str, Suite] = {}
 
 
 def register_suite(cls: S) -> S:
-    """Make a suite known by its name; a decorator.
-
-    Raises:
-        ValueError: the name is taken.
-    """
+    """Make a suite known by its name, a decorator; ValueError where the name is taken."""
     if cls.name in _SUITES:
         raise ValueError(f"there is a suite called {cls.name!r} already")
     _SUITES[cls.name] = cls()
@@ -227,18 +189,13 @@ def suite_names() -> list[str]:
 
 
 def list_suites() -> dict[str, Suite]:
-    """Every suite by its name."""
     for name in suite_names():
         importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
     return dict(sorted(_SUITES.items()))
 
 
 def suite(name: str) -> Suite:
-    """The suite of this name.
-
-    Raises:
-        MethodError: there is none; the message has the nearest name.
-    """
+    """The suite of this name; MethodError with the nearest name where there is none."""
     known = list_suites()
     if name not in known:
         raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")

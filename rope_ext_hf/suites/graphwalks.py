@@ -1,9 +1,8 @@
 """GraphWalks: sets of nodes of a directed graph, after OpenAI's data set (huggingface.co/datasets/openai/graphwalks).
 
-A prompt lists the edges of a random graph and asks for the parents of a node, or for the nodes at a depth of a
-breadth-first search. The graph has as many nodes as the length takes. The instructions follow the data set's card
-(MIT), with its correction of February 2026 (nodes at exactly the depth; a node is not its own parent); the graphs are
-made anew, four edges from every node, as in the published prompts. No package beside this one is needed.
+The instructions follow the data set's card (MIT), with its correction of February 2026 (nodes at exactly the depth; a
+node is not its own parent); the graphs are made anew, four edges from every node, as in the published prompts, with as
+many nodes as the length takes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
@@ -133,5 +131,4 @@ def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> l
 
 
 def _parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
-    """The nodes with an edge to a node."""
     return [one for one, others in reached.items() if node in others]

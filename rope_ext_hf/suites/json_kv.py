@@ -2,8 +2,7 @@
 
 Keys and values are random UUIDs, as in "Lost in the Middle" (Liu et al. 2023, arXiv 2307.03172). Two keys with their
 values stand before the question as examples. The object has as many keys as the length takes; the one asked for stands
-at a random place. The wording is HELMET's, but that the object has a heading and is named "above", where it stands. No
-package beside this one is needed.
+at a random place. The wording is HELMET's, but that the object has a heading and is named "above", where it stands.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 _EXAMPLES = 2
 _BUDGET = 100

@@ -10,13 +10,12 @@ the highest likelihood per token among a question's choices, which is neither ac
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CorpusError, MethodError, one_line
 from rope_ext_hf.installing import install_command
+from rope_ext_hf.reading.text_files import set_to
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, register_suite
 
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {
@@ -63,19 +62,17 @@ class Short(Suite):
 
 
 def _questions(task: str) -> Any:
-    """The task of lm-eval, with its data from the cache.
-
-    Raises:
-        CorpusError: the data are not there; the message has the command that fetches them.
-        ImportError: lm-eval is not installed.
-    """
+    """The task of lm-eval, with its data from the cache; CorpusError: they are not there."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ImportError(f"the suite short needs lm-eval ({error}): {install_command('eval')}") from error
+    import datasets.config
+    import huggingface_hub.constants as of_hub
+
     file, path, part = DATA_SETS[task]
-    with _offline():
+    with set_to(datasets.config, HF_HUB_OFFLINE=True), set_to(of_hub, HF_HUB_OFFLINE=True):  # nothing is fetched
         try:
             manager = TaskManager(include_defaults=False)
             (found,) = manager.load([str(Path(lm_eval.__file__).parent / "tasks" / file)])["tasks"].values()
@@ -87,20 +84,3 @@ def _questions(task: str) -> Any:
                 "--tasks"
             ) from error
     return found
-
-
-@contextmanager
-def _offline() -> Iterator[None]:
-    """Keep `datasets` and the Hub's client from the network."""
-    import datasets.config
-    import huggingface_hub.constants
-
-    switches: tuple[Any, ...] = (datasets.config, huggingface_hub.constants)
-    before = [module.HF_HUB_OFFLINE for module in switches]
-    for module in switches:
-        module.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        for module, value in zip(switches, before, strict=True):
-            module.HF_HUB_OFFLINE = value

@@ -1,10 +1,5 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-    question = ask(RETRIEVALS["key-value"], random.Random(0), keys=2)
-    question.statements        # ("\\n# quill = 51893\\n", "\\n# ferry_marble = 78214\\n"), to be put into other text
-    question.question          # "\\n# quill ="
-    question.answer            # " 51893"
-
 A task is what is asked and in which words; all tasks are data in `RETRIEVALS`, so a new one is a new entry. The
 bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
 from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
@@ -30,26 +25,9 @@ def _listed(table: str, kind: str) -> tuple[str, ...]:
 TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
 HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
-_CONSONANTS = (
-    *"bcdfghjklmnprstvwz",
-    "bl",
-    "br",
-    "ch",
-    "cr",
-    "dr",
-    "fl",
-    "gr",
-    "pl",
-    "qu",
-    "sh",
-    "st",
-    "th",
-    "tr",
-    "wh",
-)
-"""The parts of made-up words."""
+_CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
+_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
-
 _Draw = Callable[[random.Random, bool], str]
 """A random name or value, from what is held out if the second argument is true, else from what is trained on."""
 
@@ -82,12 +60,10 @@ def _word(rng: random.Random, held_out: bool) -> str:
 
 
 def _words(rng: random.Random, held_out: bool) -> list[str]:
-    """Two different ones."""
     return draw_distinct(lambda: _word(rng, held_out), 2)
 
 
 def _identifier(rng: random.Random, held_out: bool) -> str:
-    """One word or two."""
     return "_".join(_words(rng, held_out)[: rng.choice((1, 2))])
 
 
@@ -111,15 +87,14 @@ def _code(rng: random.Random, held_out: bool) -> str:
 
 
 def _code_prefix(rng: random.Random, held_out: bool) -> str:
-    """Four letters and digits."""
     return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=4)), held_out)
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How a name and its value are stated, how they are asked for, and the answer.
+    """How a name and its value are stated, how they are asked for, and the answer: each a format string.
 
-    Each is a format string with {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    It has {name}, {NAME} in capitals, and {value}; the question has no {value}.
     """
 
     statement: str
@@ -129,20 +104,14 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of retrieval.
+    """One kind of retrieval."""
 
-    Attributes:
-        name, value: how they are drawn.
-        held_out: wordings for measurements, used in turn; the bundled model is not trained on them.
-        head: instructions before the filler.
-        filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
-            library.
-    """
-
+    # name, value: how they are drawn
     name: _Draw
     value: _Draw
-    held_out: tuple[Wording, ...]
-    head: str = ""
+    held_out: tuple[Wording, ...]  # wordings for measurements, used in turn; the bundled model is not trained on them
+    head: str = ""  # instructions before the filler
+    # text that is repeated around the statements where none is given; None: the held-out modules of Python's library
     filler: str | None = None
 
 
@@ -205,13 +174,7 @@ RETRIEVALS: dict[str, Task] = {
 
 @dataclass(frozen=True)
 class RetrievalQuestion:
-    """Statements, the question about the first of them, and its answer.
-
-    Attributes:
-        statements: to be inserted into other text, the asked one first.
-        answers: to the statements, in their order; `answer` is the first.
-        questions: about the statements, in their order; `question` is the first.
-    """
+    """Statements, with a question and an answer to each; the first is asked for, and all are put into other text."""
 
     head: str
     statements: tuple[str, ...]
@@ -252,13 +215,9 @@ class RetrievalQuestion:
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw `keys` names with their values, and ask for the first.
+    """Draw names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
 
-    Args:
-        wording: number of the wording, counted on from 0 after the last; default: a random one.
-
-    Raises:
-        ValueError: more keys than the task can tell apart.
+    `wording` is its number, counted on from 0 after the last; default: a random one.
     """
     wordings = task.held_out
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
@@ -269,7 +228,6 @@ def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = 
 
 
 def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
-    """So many different texts, in the order drawn."""
     drawn: dict[str, None] = {}
     for _ in range(100 * count):
         drawn[draw()] = None
@@ -279,24 +237,18 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
-
-    After many of these, values that training draws: of long held-out ones there are few of one length.
-    """
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same task."""
     yield from question.answers[1:]
     answer = task.held_out[wording % len(task.held_out)].answer
     for drawn in itertools.count():
+        # at last values that training draws: of long held-out ones there are few of one length
         yield answer.format(value=task.value(rng, drawn < 1000))
 
 
 def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
-    """Where `len(depths)` statements stand in `length` tokens of filler.
+    """Where statements stand in `length` tokens of filler, `depths` being the shares of it that stand before each.
 
-    Args:
-        depths: shares of the filler that stand before each statement, 0 to 1.
-
-    Returns:
-        One triple per statement in the order of the text: its index, and from where to where filler stands before it.
+    Returns a triple per statement in the order of the text: its index, and from where to where filler stands before it.
     """
     at = 0
     places = []

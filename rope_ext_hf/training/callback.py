@@ -2,8 +2,7 @@
 
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[RopeCallback()])
 
-A scaling that a wrapper, a config file or a checkpoint drops raises no error, and the loss hides it: what is trained is
-then another model than what is served.
+A scaling that a wrapper, a config file or a checkpoint drops raises no error: another model is trained than served.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from rope_ext_hf.runs.labels import label
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Trainer, TrainerControl, TrainerState, TrainingArguments
-
 
 _FILE = "rope_fingerprint.json"
 
@@ -154,11 +152,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _rotated_by(folder: Path) -> Fingerprint | None:
-    """The fingerprint of a model that is loaded from a folder, as the folder states it.
-
-    None where it does not say: shards come without a config, and the adapter of a model that was made in memory without
-    the name of that model.
-    """
+    """The fingerprint of the model that a folder states; None: shards without a config, or an adapter of no folder."""
     if (folder / ADAPTER_CONFIG).is_file():
         named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
         return fingerprint(folder) if named else None
@@ -166,7 +160,6 @@ def _rotated_by(folder: Path) -> Fingerprint | None:
 
 
 def _method_in(folder: Path) -> str:
-    """The label of the method that a checkpoint's folder records."""
     try:
         _, record, _ = find_config(folder)
     except CheckpointError:  # shards, or the adapter of a model that was made in memory
@@ -175,7 +168,6 @@ def _method_in(folder: Path) -> str:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model that a trainer may have wrapped."""
     while not hasattr(model, "config") and hasattr(model, "module"):
         model = model.module
     return model

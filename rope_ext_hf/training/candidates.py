@@ -1,9 +1,8 @@
 """Candidates of a search: each is read on the same passages, and no further once it is surely worse.
 
-A candidate reads passages in a fixed order, those of different documents in turn; their ends are scored, as in the
-measurement of the result. It stops when its losses on the passages read so far are above those of the best candidate on
-the same passages, by the whole 95% interval of their difference. As long as no candidate holds the bound at the context
-length, one that does is not stopped.
+Passages of different documents come in turn; their ends are scored, as in the measurement of the result. A candidate
+stops when its losses are above the best one's on the same passages by the whole 95% interval of their difference; as
+long as no candidate holds the bound at the context length, one that does is not stopped.
 """
 
 from __future__ import annotations
@@ -25,48 +24,31 @@ from rope_ext_hf.training.passages import LARGEST_LOSS, LEAST_READ, Passage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _PENALTY = 10.0
 """Nats that one lost at the context length beyond the bound adds to the loss by which candidates are compared."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method that a search tried, and what it read under that method.
+    """A method that a search tried, and what it read under that method."""
 
-    Attributes:
-        stage: "methods", "bands" or "pairs".
-        method: `RopeMethod.to_dict` of the method that was patched in.
-        label: its name in tables.
-        loss: nats per token over all passages; of a candidate that was stopped, the best candidate's loss at the time
-            and the difference on the passages that were read.
-        losses: of each passage that was read.
-        lost, most_lost: how much higher the loss is at the context length, in nats per token: the mean and the upper
-            end of its 95% interval; None where the candidate was stopped before.
-        stopped: whether it was surely worse than the best before.
-        parameters: the values that made it, for the search to go on from.
-        seconds, cpu_seconds: the time that its reading took.
-    """
-
-    stage: str
-    method: dict[str, Any]
-    label: str
-    loss: float
-    losses: tuple[float, ...]
-    lost: float | None
-    most_lost: float | None
-    stopped: bool
-    parameters: dict[str, Any]
-    seconds: float
+    stage: str  # "methods", "bands" or "pairs"
+    method: dict[str, Any]  # `RopeMethod.to_dict` of the method that was patched in
+    label: str  # its name in tables
+    loss: float  # nats per token over all passages; stopped: the best one's then plus the difference so far
+    losses: tuple[float, ...]  # of each passage that was read
+    lost: float | None  # how much higher the loss is at the context length, in nats per token; None: stopped before
+    most_lost: float | None  # the upper end of its 95% interval
+    stopped: bool  # it was surely worse than the best before
+    parameters: dict[str, Any]  # the values that made it, for the search to go on from
+    seconds: float  # of its reading
     cpu_seconds: float
 
     @classmethod
     def from_dict(cls, saved: dict[str, Any]) -> Candidate:
-        """The inverse of `to_dict`."""
         return cls(**saved | {"losses": tuple(saved["losses"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return asdict(self)
 
     def holds(self, bound: float) -> bool:
@@ -84,14 +66,10 @@ def best_candidate(candidates: Sequence[Candidate], bound: float) -> Candidate |
 
 
 class Reader:
-    """Reads candidates on one model.
+    """Reads candidates on one model, all in the same order of passages, which have the target length.
 
-    Args:
-        model: as loaded.
-        passages: at the target length, in the order in which every candidate reads them.
-        short: at the context length, where a candidate is compared with the model as loaded.
-        bound: the most that a candidate may lose there, in nats per token.
-        underneath: `over` and `context_length`, as `rope_ext_hf.patch` takes them.
+    On the `short` ones, of the context length, at most `bound` nats per token may be lost to the model as loaded.
+    `underneath` has `over` and `context_length`, as `rope_ext_hf.patch` takes them.
     """
 
     def __init__(

@@ -47,11 +47,8 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
-_HELD_OUT = 10
-"""One document of so many is measured on instead of trained on."""
-_LOGGED_EVERY, _LOGGED_SPANS = 20, 8
-"""Steps between measurements for a logger, and spans of each."""
+_HELD_OUT = 10  # one document of so many is measured on instead of trained on
+_LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
@@ -126,7 +123,6 @@ def _share_text(share: Estimate) -> str:
 
 
 def _settings(asked: Finetuning) -> dict[str, Any]:
-    """The fields of a question, JSON-ready, under the names of `finetune`."""
     (method,) = asked.method
     values = settings_of(asked) | {"factor": asked.factor[0] if asked.factor else None}
     values["params"] = values.pop("parameters")
@@ -135,7 +131,6 @@ def _settings(asked: Finetuning) -> dict[str, Any]:
 
 
 def _load(asked: Finetuning) -> Any:
-    """The model as loaded."""
     gc.collect()  # a Trainer and the model before refer to each other
     return load_model(asked.model, dtype=asked.dtype, device=asked.device, **asked.source)
 
@@ -180,22 +175,25 @@ def finetune(
 def _answer(
     asked: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
 ) -> FinetuneReport:
-    run = _prepare(asked, out, say)
-    run.progress = progress
+    short, long, tokenizer, texts = lengths_and_texts(asked)
+    base = _load(asked)
+    open_run(out, _settings(asked), digest_inputs(base, tokenizer, *texts))
+    origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=out)
+    file.write(out)
+    run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, base, file)
+    del base  # the run lets go of it once it is measured
     run.measure_untrained()
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
     with as_wide_as(CARD_COLUMNS):
         about = made.findings
-    write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=about, **run.origin)
+    write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=about, **origin)
     write_text(out / "report.json", json_text(made.to_dict()) + "\n")
     return made
 
 
-def lengths_and_texts(
-    asked: Finetuning,
-) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
+def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
     """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
@@ -210,51 +208,26 @@ def lengths_and_texts(
     return short, long, tokenizer, (training, held_out)
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
-    """Find the lengths, cut the text and open the folder, before anything is measured."""
-    short, long, tokenizer, (training, held_out) = lengths_and_texts(asked)
-    base = _load(asked)
-    open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=folder)
-    file.write(folder)
-    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base, file, origin)
-
-
 @dataclass
 class _FinetuningRun:
-    """A fine-tuning in its folder.
-
-    Attributes:
-        asked: the question.
-        folder: of the run.
-        say: called with a line of progress.
-        tokenizer: of the model.
-        training, held_out: the texts that are trained on, and measured.
-        short, long: the context length and the extended one, in tokens.
-        base: the model as loaded, until it is measured.
-        file: what was asked.
-        origin: what the card of the trained model is told of it.
-        runs, measured: what measured it, and the results of the text, by model.
-        answered: by model, the share of each prompt that is answered exactly, over its depths.
-        trained: steps, seconds and losses, by model.
-    """
+    """A fine-tuning in its folder."""
 
     asked: Finetuning
     folder: Path
     say: Callable[[str], None]
+    progress: Progress | bool | None
     tokenizer: PreTrainedTokenizerBase
-    training: list[Tokens]
-    held_out: list[Tokens]
-    short: int
-    long: int
-    base: Any
-    file: RunFile
-    origin: dict[str, Any] = field(default_factory=dict)
+    training: list[Tokens]  # trained on
+    held_out: list[Tokens]  # measured
+    short: int  # the context length in tokens
+    long: int  # the extended one
+    base: Any  # the model as loaded, until it is measured
+    file: RunFile  # what was asked
     runs: dict[str, list[Run[Any]]] = field(default_factory=dict)
-    measured: dict[str, list[Result]] = field(default_factory=dict)
+    measured: dict[str, list[Result]] = field(default_factory=dict)  # of text, by model
     answered: dict[str, list[float]] = field(default_factory=dict)
-    trained: dict[str, dict[str, Any]] = field(default_factory=dict)
-    progress: Progress | bool | None = None
+    """By model, the share of each prompt answered exactly, over its depths."""
+    trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # steps, seconds and losses, by model
 
     def measure_untrained(self) -> None:
         """Measure the model as loaded and with the patch; it is let go then."""
@@ -321,7 +294,6 @@ class _FinetuningRun:
         return RopeCallback(data=self.held_out, lengths=sorted({self.short, length}), tokenizer=self.tokenizer, **few)
 
     def report(self) -> FinetuneReport:
-        """Compare the models that were measured."""
         order = [name for name in _MODELS if name in self.measured]
         base, ours = self.measured["as loaded"][0], self.measured["trained"]
         gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}

@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def forecast(asked: OfModel, out: Path) -> Forecast:
-    """What a fine-tuning or a search would take, in the folder `out`.
-
-    Raises:
-        MethodError, CorpusError, CheckpointError: as the run itself would, before it reads weights.
-    """
+    """What a fine-tuning or a search would take, in the folder `out`; raises what the run would before it loads."""
     if isinstance(asked, Finetuning):
         return _of_finetuning(asked, out)
     if isinstance(asked, Searching):

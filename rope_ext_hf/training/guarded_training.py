@@ -1,9 +1,8 @@
 """The guarded training of `finetune`: long rows under the method, short rows held to the model before the patch.
 
-A step reads `rows` windows of the extended length, whose next tokens are predicted, and windows of the context length
-that hold as many tokens together, on which the model is kept near the model before the patch by the Kullback-Leibler
-divergence of its predictions (distillation). Without that, a small model trained on its own text over-trains, and any
-model loses at short inputs what it gains at long ones.
+A step reads windows of the extended length, whose next tokens are predicted, and as many tokens in windows of the
+context length, on which the Kullback-Leibler divergence from the model before is kept small (distillation). Without
+that, a small model over-trains on its own text, and any model loses at short inputs what it gains at long ones.
 """
 
 from __future__ import annotations
@@ -38,12 +37,8 @@ _ENDLESS = 10**9  # steps
 class Rows(Dataset[dict[str, Tensor]]):
     """Random windows of a text, those of a number the same in every run.
 
-    Args:
-        documents: token ids of each, (tokens,) int64; a window may go from one into the next.
-        length: tokens of a long window.
-        short_length: tokens of a short window; as many are drawn as a long one has tokens.
-        end: the token between documents; None: there is none.
-        seed: of the draws.
+    A window may go from one document, (tokens,) int64, into the next, over the token `end`. As many short windows, of
+    `short_length`, are drawn as a long one has tokens.
     """
 
     def __init__(
@@ -74,12 +69,7 @@ class Rows(Dataset[dict[str, Tensor]]):
 
 
 class _GuardedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer whose loss also holds short rows to another model.
-
-    Args:
-        teacher: the model before the patch; None: short rows are left out.
-        guard: the weight of the divergence from it.
-    """
+    """A Trainer that also holds short rows to the teacher, the model before the patch, with the weight `guard`."""
 
     def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -113,11 +103,8 @@ class _GuardedTrainer(Trainer):  # type: ignore[misc]
 class Clock(TrainerCallback):  # type: ignore[misc]
     """Counts the seconds of training, over interruptions, and ends it when the budget is used.
 
-    It is the last callback: the file that it writes makes a checkpoint whole.
-
-    Args:
-        seconds: of interrupted runs.
-        report: called with the step, the loss and about how many seconds are left, at every log.
+    It is the last callback: the file that it writes makes a checkpoint whole. `report` is called at every log, with the
+    step, the loss and about how many seconds are left.
     """
 
     def __init__(
@@ -170,10 +157,7 @@ def _crc(path: Path) -> int:
 
 
 def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, float] | None:
-    """The newest checkpoint that is as it was written, with its seconds of training; None: there is none.
-
-    Newer ones, which are damaged or were not finished, are removed and reported to `say`.
-    """
+    """The newest checkpoint that is as it was written, with its seconds of training; damaged newer ones are removed."""
     numbers = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
     for number in sorted(numbers, reverse=True):
         path = numbers[number]
@@ -209,30 +193,20 @@ def train(
     report_to: str = "none",
     checks: RopeCallback | None = None,
 ) -> dict[str, Any]:
-    """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
+    """Train a model, patched or not, in place, from the newest whole checkpoint on: steps, seconds, loss by ten steps.
 
     Args:
-        teacher, guard: as `_GuardedTrainer` takes them.
-        batch: long rows of a step on each device.
-        accumulate: passes of so many rows per step.
+        teacher, guard, report: as `_GuardedTrainer` and `Clock` take them.
+        batch: long rows of a pass on each device; a step has `accumulate` passes.
         save_every: steps between checkpoints.
-        report: as `Clock` takes it.
         say: called with a sentence on each checkpoint that is left out.
-        report_to: the logger, as `TrainingArguments` takes it.
         checks: checks the model, and may measure losses by length for the logger.
-
-    Returns:
-        The steps, the seconds, and the mean loss of every ten steps.
     """
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),

@@ -27,28 +27,19 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
-LARGEST_LOSS = 100.0
-"""Nats per token; what a loss that is not finite counts as."""
-LEAST_READ = 4
-"""Passages before the reading of a candidate may be stopped."""
+LARGEST_LOSS = 100.0  # nats per token; what a loss that is not finite counts as
+LEAST_READ = 4  # passages before the reading of a candidate may be stopped
 
 
 class Passage(NamedTuple):
-    """A text of the target length, or a prompt with its answer.
+    """A text of the target length, or a prompt with its answer."""
 
-    Attributes:
-        ids: (tokens,) int64.
-        first: tokens from here on are scored.
-        weights: (tokens - first,) float64, what the loss of each counts; None: the same, and 1 together.
-    """
-
-    ids: Tensor
-    first: int
+    ids: Tensor  # (tokens,) int64
+    first: int  # tokens from here on are scored
     weights: Tensor | None = None
+    """(tokens - first,) float64, what the loss of each counts; None: the same, and 1 together."""
 
     def loss(self, scorer: TokenScorer) -> float:
-        """The loss of its scored tokens, in nats per token."""
         nats = scorer.losses(self.ids, self.first).double()
         loss = float(nats.mean() if self.weights is None else nats @ self.weights)
         return loss if math.isfinite(loss) else LARGEST_LOSS
@@ -73,11 +64,7 @@ def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]
 def text_passages(
     documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase, targets: int
 ) -> list[Passage]:
-    """At most `count` passages of the target length, evenly from all documents; their last `targets` tokens are scored.
-
-    Raises:
-        CorpusError: fewer than `LEAST_READ` passages.
-    """
+    """At most `count` passages of the target length, evenly from all documents; their last `targets` tokens count."""
     prefix = prefix_token(tokenizer, None)
     before = [] if prefix is None else [prefix]
     parts = pieces(documents, length - len(before), count)
@@ -92,11 +79,7 @@ def text_passages(
 def best_of(
     model: PreTrainedModel, methods: Sequence[RopeMethod], passages: Sequence[Passage], **underneath: Any
 ) -> RopeMethod:
-    """The method that reads the first few passages with the lowest loss; those that cannot be patched in are left out.
-
-    Raises:
-        MethodError: none of them can be.
-    """
+    """The method that reads the first few passages with the lowest loss; those that cannot be patched are left out."""
     losses: dict[RopeMethod, float] = {}
     for method in methods:
         with suppress(MethodError, UnsupportedModelError), patched(model, method, **underneath):
@@ -114,16 +97,7 @@ def key_passages(
     measurement: PerplexityMeasurement,
     **underneath: Any,
 ) -> tuple[list[Passage], PerplexityMeasurement]:
-    """The passages that have key tokens, which alone count in them, and the measurement with its key tokens marked.
-
-    Args:
-        model: finds them, under the method `evaluator`.
-        passages: of the text that is searched on.
-        measurement: of other text.
-
-    Raises:
-        CorpusError: fewer than `LEAST_READ` passages have a key token, or no measured token is one.
-    """
+    """Passages with key tokens under `evaluator`, which alone count, and the measurement of other text with its own."""
     with patched(model, evaluator, **underneath):
         scorer = TokenScorer(model)
         masks, setting = find_keys(scorer, measurement.plan)
@@ -157,22 +131,17 @@ def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
     first = length - scored_tokens(length)
     if len(passages[0].ids) < 2 * length:
         return [Passage(passage.ids[-length:], first) for passage in passages]
-    starts = [(len(passage.ids) // 2, len(passage.ids) - length) for passage in passages]
     return [
         Passage(passage.ids[start : start + length], first)
-        for passage, both in zip(passages, starts, strict=True)
-        for start in both
+        for passage in passages
+        for start in (len(passage.ids) // 2, len(passage.ids) - length)
     ]
 
 
 def prompts(
     task: str, documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> list[Passage]:
-    """Prompts of a retrieval task in the text, at depths from its start to its end; their right answers are scored.
-
-    Raises:
-        MethodError: an unknown task, or a length too short for its wording.
-    """
+    """Prompts of a retrieval task in the text, at depths from its start to its end; their right answers are scored."""
     if task not in RETRIEVALS:
         raise MethodError(
             f"unknown fitness {task!r}; it is loss, key-tokens or a retrieval task: {', '.join(RETRIEVALS)}"

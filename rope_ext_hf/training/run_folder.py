@@ -26,31 +26,19 @@ from rope_ext_hf.training.questions import Finetuning, Searching
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _SETTINGS = "settings.json"
-_OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
-"""Files and folders that are there once a run has got on."""
+_OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")  # files and folders that are there once a run has got on
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a training or a search goes on; one of the two is given.
+    """How long a training or a search goes on; one of the two is given."""
 
-    Attributes:
-        minutes: of training, or of reading candidates, measurements and loading left out; those of interrupted runs
-            count.
-        steps: of the optimizer, or candidates.
-    """
-
-    minutes: float | None = None
-    steps: int | None = None
+    minutes: float | None = None  # without measurements and loading; those of interrupted runs count
+    steps: int | None = None  # of the optimizer, or candidates
 
     def share_used(self, seconds: float, steps: int, *, left_over: float = 0.0) -> float:
-        """The share of it that is used, 0 to 1.
-
-        Args:
-            left_over: seconds for what comes afterwards; at least half of the minutes remain, however many they are.
-        """
+        """The share that is used, 0 to 1; `left_over` seconds, at most half of the minutes, are for what follows."""
         if self.steps is not None:
             return min(1.0, steps / self.steps)
         whole = 60 * (self.minutes or 0.0)
@@ -65,16 +53,7 @@ class Budget:
 def open_run(
     folder: Path, settings: dict[str, Any], inputs: Mapping[str, str], *, may_differ: Collection[str] = ()
 ) -> None:
-    """Make the folder of a run, or check that it is one of the same settings and inputs.
-
-    Args:
-        inputs: as `rope_ext_hf.runs.identity.digest_inputs` gives them.
-        may_differ: settings with which a run may be continued in another value.
-
-    Raises:
-        FileError: the folder holds a run of other settings or inputs, or no settings at all; the message names which.
-            Or the disk refuses.
-    """
+    """Make the folder of a run, or check that it is one of the same settings, but those that may differ, and inputs."""
     file = folder / _SETTINGS
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -104,11 +83,7 @@ def open_run(
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Inside, what torch, safetensors and transformers raise where a model cannot be written becomes a FileError.
-
-    Args:
-        folder: one that exists, of the run.
-    """
+    """Inside, what torch or transformers raise where a model cannot be written in a folder becomes a FileError."""
     try:
         yield
     except RopeExtError:
@@ -122,11 +97,7 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the folder of a model, in place of one that an earlier call wrote; it is there whole or not at all.
-
-    Raises:
-        FileError: the disk refuses.
-    """
+    """Write the folder of a model, in place of one that an earlier call wrote; it is there whole or not at all."""
     shutil.rmtree(folder, ignore_errors=True)
     with saving(folder.parent), warnings.catch_warnings(record=True) as given, atomic_folder(folder) as staging:
         model.save_pretrained(staging)

@@ -22,18 +22,12 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 
-_CHANGED = 0.3
-"""The probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)."""
-_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6
-"""Attention factors that are tried; published ones lie between 1 and 1.4."""
+_CHANGED = 0.3  # the probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6  # attention factors that are tried; published ones lie between 1 and 1.4
 
 
 def fixed_methods(rotary: Rotary | None = None) -> list[str]:
-    """The methods that a search begins with unless others are named, and that its result is compared with.
-
-    Args:
-        rotary: the rotary embedding that they must fit; None: any.
-    """
+    """The methods that a search begins with by default and compares its result with; those that fit the rotary."""
     return [name for name, cls in list_methods().items() if cls.begins_search and (not rotary or _fits(name, rotary))]
 
 
@@ -70,21 +64,15 @@ def _divisors(rotary: Rotary, inv_freq: Tensor) -> Tensor:
 class DivisorCurve:
     """Divisors of all pairs, by their logarithms to base 2 at some points, between which they are straight.
 
-    Attributes:
-        levels: at each point, ascending; the first point is the fastest pair, the last one the slowest that rotates.
-        attention_factor: the factor of cos and sin, beside the model's own.
+    The first point is the fastest pair, the last one the slowest that rotates.
     """
 
-    levels: tuple[float, ...]
-    attention_factor: float
+    levels: tuple[float, ...]  # at each point, ascending
+    attention_factor: float  # the factor of cos and sin, beside the model's own
 
     @classmethod
     def of_method(cls, method: RopeMethod, rotary: Rotary, points: int) -> DivisorCurve:
-        """The curve nearest to a static method's divisors.
-
-        Raises:
-            MethodError: fewer than two pairs rotate.
-        """
+        """The curve nearest to a static method's divisors."""
         inv_freq, attention_factor = method.frequencies(rotary)
         pairs = int((rotary.inv_freq() > 0).sum())
         if pairs < 2:
@@ -93,7 +81,6 @@ class DivisorCurve:
         return cls(_ascending(_resample(logs, points).tolist()), attention_factor / rotary.attention_factor)
 
     def resampled(self, points: int) -> DivisorCurve:
-        """The same curve by another number of points."""
         levels = _resample(torch.tensor(self.levels, dtype=torch.float64), points)
         return dataclasses.replace(self, levels=_ascending(levels.tolist()))
 
@@ -107,10 +94,7 @@ class DivisorCurve:
     def changed(self, draws: random.Random, step: float, highest: float) -> DivisorCurve:
         """A neighbour: some levels changed one by one (as in LongRoPE's search), or all from one point on together.
 
-        Args:
-            draws: where chance comes from.
-            step: standard deviation of a change of a level.
-            highest: no level is above it, and none below 0.
+        `step` is the standard deviation of a change; levels stay from 0 to `highest`.
         """
         start = draws.randrange(len(self.levels))
         shift = draws.gauss(0, step) if draws.random() < 0.5 else None

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, duration, one_line
 from rope_ext_hf.eval.perplexity_results import Result, difference
@@ -56,20 +56,12 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
-_PATIENCE = 40
-"""A stage ends after so many candidates in a row without a better one."""
-_BANDS = 9
-"""Points of the curve of divisors in the second stage."""
-_FEW_DOCUMENTS = 8
-"""Fewer held-out documents than these are cut into passages, which the intervals then resample."""
-_WIDEST = 4.0
-"""The largest divisor that is tried, in multiples of the factor that the target length needs."""
+_PATIENCE = 40  # a stage ends after so many candidates in a row without a better one
+_BANDS = 9  # points of the curve of divisors in the second stage
+_FEW_DOCUMENTS = 8  # fewer held-out documents than these are cut into passages, which the intervals then resample
+_WIDEST = 4.0  # the largest divisor that is tried, in multiples of the factor that the target length needs
 _KEYS_UNDER = ("yarn", "llama3", "rerope")
 """The methods that key tokens may be found under: the one that reads best at the target length."""
 _CANDIDATES = "trials.json"
@@ -162,7 +154,9 @@ def _answer(
     best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
     best, made, folder = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
-    _patch(model, method_from_dict(best.method), target, underneath)
+    values = method_from_dict(best.method).to_dict()
+    stated: dict[str, Any] = {} if "factor" in values else {"target_length": target}
+    patch(model, values.pop("method"), **values, **stated, **underneath)
     made = replace(made, save_route=describe(model).save_route)
     save_model(model, tokenizer, out / "model")
     with as_wide_as(CARD_COLUMNS):
@@ -175,36 +169,25 @@ def _answer(
 
 @dataclass
 class _Search:
-    """A search in its folder.
-
-    Attributes:
-        candidates: those that were read, in an earlier run or in this one.
-        budget: how long is searched.
-        progress: of the measurement.
-        file: what was asked.
-        target: the target length in tokens.
-        bound: the most nats per token that may be lost at the context length.
-        fixed: the fixed methods, by their labels.
-    """
+    """A search in its folder."""
 
     folder: Path
     reader: Reader
     rotary: Rotary
     settings: dict[str, Any]
     say: Callable[[str], None]
-    candidates: list[Candidate]
+    candidates: list[Candidate]  # those that were read, in an earlier run or in this one
     budget: Budget
-    progress: Progress
-    file: RunFile
+    progress: Progress  # of the measurement
+    file: RunFile  # what was asked
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
-        self.bound: float = self.settings["most_lost"]
+        self.bound: float = self.settings["most_lost"]  # nats per token at the context length
         names = dict.fromkeys((*self.settings["methods"], *fixed_methods(self.rotary)))
         self.fixed = {method.label(): method for method in map(self._fitted, names)}
 
     def _fitted(self, name: str) -> RopeMethod:
-        """A fixed method for the target length."""
         method = resolve_method(name, self.rotary, target_length=self.target)
         return bind(self.reader.model, method, self.target, **self.reader.underneath)
 
@@ -213,14 +196,7 @@ class _Search:
         return best_candidate(self.candidates, self.bound)
 
     def through_all_stages(self, to_measure: float) -> Candidate:
-        """Read candidates until the budget is used.
-
-        Args:
-            to_measure: passages of the target length that are read afterwards, whose time is left over.
-
-        Raises:
-            MethodError: no candidate holds the bound.
-        """
+        """Read candidates until the budget is used, but for the time to read `to_measure` more passages."""
         for stage, share in _STAGES.items():
             for method, parameters, label in self._methods() if stage == "methods" else self._curves(stage):
                 if self._used(to_measure) >= share or self._idle(stage) >= _PATIENCE:
@@ -236,7 +212,6 @@ class _Search:
         )
 
     def _used(self, to_measure: float) -> float:
-        """The share of the budget that is used."""
         if not self.candidates:
             return 0.0
         seconds = sum(each.seconds for each in self.candidates)
@@ -309,11 +284,7 @@ class _Search:
     ) -> tuple[Candidate, SearchReport, Path]:
         """Read text that the search did not read, and choose between what was found and the best fixed method.
 
-        Args:
-            asked: prompts in that text, where answers count; else none.
-
-        Returns:
-            What is written, the report, and the folder of the run.
+        `asked` are prompts in that text, where answers count. Gives what is written, its report, and the run's folder.
         """
         kept = (self.folder / "measured", self.progress, self.file)
         held = _HeldOut(self.reader, measurement, data, asked, self.target, *kept)
@@ -377,24 +348,20 @@ class _Search:
 
 @dataclass
 class _HeldOut:
-    """Losses of methods on text that the search did not read: of all tokens, and of those that count.
-
-    Attributes:
-        asked: prompts whose answers count; none: key tokens where the measurement has them, else all tokens.
-        results: by the method's name in the report, then by length.
-        answers: by that name, the loss of each answer.
-    """
+    """Losses of methods on text that the search did not read: of all tokens, and of those that count."""
 
     reader: Reader
     measurement: PerplexityMeasurement
     data: str
     asked: Sequence[Passage]
+    """Prompts whose answers count; none: key tokens where the measurement has them, else all tokens."""
     target: int
     folder: Path
     progress: Progress
     file: RunFile
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
-    answers: dict[str, list[float]] = field(default_factory=dict)
+    """By the method's name in the report, then by length."""
+    answers: dict[str, list[float]] = field(default_factory=dict)  # by that name, the loss of each
 
     def read(self, methods: dict[str, RopeMethod | None]) -> None:
         """Measure methods by their names in the report; what the folder holds already is not read again."""
@@ -408,7 +375,6 @@ class _HeldOut:
                 self.answers[name] = self.reader.losses(method, self.asked)
 
     def rename(self, before: str, after: str) -> None:
-        """Call a method by another name."""
         self.results[after] = self.results.pop(before)
         if self.asked:
             self.answers[after] = self.answers.pop(before)
@@ -446,10 +412,3 @@ def _read_candidates(file: Path) -> list[Candidate]:
         return [Candidate.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
-
-
-def _patch(model: PreTrainedModel, method: RopeMethod, target_length: int, underneath: dict[str, Any]) -> None:
-    values = method.to_dict()
-    name = values.pop("method")
-    stated: dict[str, Any] = {} if "factor" in values else {"target_length": target_length}
-    patch(model, name, **values, **stated, **underneath)

@@ -19,12 +19,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
-from tests.support.models import TRAINED, build, logits, rotary_of, tokens
+from tests.support.definition import attending_by
+from tests.support.models import TRAINED, build, logits, tokens
 from tests.support.oracles import rotate_to
 
 pytestmark = pytest.mark.slow
@@ -62,16 +63,8 @@ def reading(model: Any, parts: Callable[[int], list[Part]], scale: Callable[[Ten
             out[:, :, m] = (weights[..., None] * value[:, :, torch.cat(seen)]).sum(-2)
         return out.transpose(1, 2).to(query.dtype).contiguous(), None
 
-    AttentionInterface.register("tests_released", attention)
-    AttentionMaskInterface.register("tests_released", lambda *args, **kwargs: None)
-    rotary, before = rotary_of(model), model.config._attn_implementation
-    hook = rotary.register_forward_hook(lambda _, __, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
-    model.set_attn_implementation("tests_released")
-    try:
+    with attending_by(model, attention):
         yield
-    finally:
-        hook.remove()
-        model.set_attn_implementation(before)
 
 
 def chunkllama(m: int) -> list[Part]:

@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
-from tests.support.definition import defined, patched_method
+from tests.support.definition import assert_gradients_are_defined, defined, patched_method
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
 from tests.support.oracles import distance
@@ -241,16 +241,7 @@ def test_no_tensor_is_as_large_as_length_squared(method: str) -> None:
 @pytest.mark.slow
 @each_method
 def test_gradients_are_those_of_the_definition(method: str) -> None:
-    model, ids = build("llama").train(), tokens(2 * TRAINED)
-    with rope.patched(model, method):
-        fitted = patched_method(model)
-        model(ids, labels=ids).loss.backward()
-        actual = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    with defined(model, "llama", fitted):
-        model(ids, labels=ids).loss.backward()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(actual[key], parameter.grad, atol=1e-5, rtol=1e-3)
+    assert_gradients_are_defined(method, 2 * TRAINED)
 
 
 @each_method

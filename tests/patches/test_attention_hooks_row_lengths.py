@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, ServingError
 from rope_ext_hf.serving.configs import serving_config
-from tests.support.definition import defined, patched_method
-from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, rotary_of, tokens
+from tests.support.definition import assert_gradients_are_defined, attending_by, defined, patched_method
+from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
 from tests.support.oracles import group_of_length, rotate_to
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -202,16 +202,7 @@ def test_several_inputs_in_a_row() -> None:
 @pytest.mark.parametrize("method", ["jet-long", "dynamic-self-extend"])
 @pytest.mark.parametrize("length", [TRAINED, LONG])
 def test_gradients_are_those_of_the_definition(method: str, length: int) -> None:
-    model, ids = build("llama").train(), tokens(length)
-    with rope.patched(model, method):
-        fitted = patched_method(model)
-        model(ids, labels=ids).loss.backward()
-        actual = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    with defined(model, "llama", fitted):
-        model(ids, labels=ids).loss.backward()
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(actual[key], parameter.grad, atol=1e-5, rtol=1e-3)
+    assert_gradients_are_defined(method, length)
 
 
 @pytest.mark.slow
@@ -257,16 +248,8 @@ def merged_as_released(model: Any, window: int, dtype: torch.dtype) -> Iterator[
         out = (weights[0] * a + weights[1] * b - weights[2] * c) / total
         return out.transpose(1, 2).to(query.dtype).contiguous(), None
 
-    AttentionInterface.register("tests_released", attention)
-    AttentionMaskInterface.register("tests_released", lambda *args, **kwargs: None)
-    rotary, before = rotary_of(model), model.config._attn_implementation
-    hook = rotary.register_forward_hook(lambda _, __, out: (torch.ones_like(out[0]), torch.zeros_like(out[1])))
-    model.set_attn_implementation("tests_released")
-    try:
+    with attending_by(model, attention):
         yield
-    finally:
-        hook.remove()
-        model.set_attn_implementation(before)
 
 
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 5e-5), (torch.float32, 1e-3)], ids=str)

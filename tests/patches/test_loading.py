@@ -14,7 +14,9 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError
+from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError, MethodError
+from rope_ext_hf.runs.model_digest import model_digest
+from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, TOLERANCE, difference
 from tests.support.models import THETA, TRAINED, build, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, load_plainly, saved_config
@@ -47,6 +49,27 @@ def test_our_loading_restores_length_dependent_methods(name: str, which: str, sa
     rope.unpatch(model)
     assert torch.equal(logits(model, tokens(LONG)), logits(build(name), tokens(LONG)))
     assert model.config.rope_parameters == build(name).config.rope_parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "key"), [("dbrx", "max_seq_len"), ("bailing_hybrid", "model_max_length")])
+@pytest.mark.parametrize(("method", "stated"), [("yarn", 4), ("linear", 1)])
+def test_a_context_length_under_another_key_comes_back(
+    model_type: str, key: str, method: str, stated: int, tmp_path: Path
+) -> None:
+    """A config whose class calls max_position_embeddings by another name."""
+    stock = tiny(model_type)
+    context_length = stock.config.max_position_embeddings
+    stock.save_pretrained(tmp_path / "plain")
+    rope.patch(stock, method, factor=4).save_pretrained(tmp_path / "patched")
+    assert json.loads((tmp_path / "patched" / "config.json").read_text())[key] == stated * context_length
+    loaded = rope.unpatch(rope.from_pretrained(tmp_path / "patched"))
+    assert loaded.config.max_position_embeddings == context_length
+    assert rope.describe(loaded).context_length == context_length
+    assert model_digest(loaded) == model_digest(rope.from_pretrained(tmp_path / "plain"))
+    other: dict[str, Any] = {key: 128}
+    with pytest.raises(CheckpointError, match=f"{key} of a patched folder follows from its patch"):
+        rope.from_pretrained(tmp_path / "patched", **other)
 
 
 def test_a_model_that_carried_a_scaling_comes_back_to_it(tmp_path: Path) -> None:
@@ -398,3 +421,22 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").symlink_to("/dev/zero")
     with pytest.raises(FileError, match=r"pytorch_model\.bin' is no regular file"):
         rope.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "yarn"}, "yarn needs factor"),
+        ({"method": "yarn", "factor": 0.5}, "factor must be at least 1"),
+        ({"method": "yarn", "target_length": "2q", "dtype": "bfloat16"}, "not a length in tokens: '2q'"),
+        ({"method": "yarn", "factor": 2, "target_length": 128}, "give one"),
+    ],
+)
+def test_a_mistake_in_a_method_is_told_before_weights_are_read(
+    asked: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    build("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(MethodError, match=said):
+        rope.from_pretrained(tmp_path, **asked)
+    with pytest.raises(OSError, match="no file named"):
+        rope.from_pretrained(tmp_path, method="yarn", factor=2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+import rope_ext_hf as rope
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slot_finding import find_slots
-from tests.support.models import FAMILIES, rope_parameters
+from tests.support.models import FAMILIES, build, rope_parameters, tokens
 from tests.support.oracles import distance, rotate_to, temperature_scale
 
 _INTERLEAVED = ("glm", "cohere", "llama4", "deepseek_v2")
@@ -70,6 +71,13 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
             scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(1, -1, tokens, 1)], dim=-1)
         return (scores.softmax(-1)[..., :tokens] @ value).transpose(1, 2).float().contiguous(), None
 
+    with attending_by(model, attention):
+        yield model
+
+
+@contextmanager
+def attending_by(model: Any, attention: Callable[..., Any]) -> Iterator[None]:
+    """A model with this attention function, which no mask reaches, and with rotary modules that turn nothing."""
     AttentionInterface.register("tests_definition", attention)
     AttentionMaskInterface.register("tests_definition", lambda *args, **kwargs: None)
     (slot,) = find_slots(model)
@@ -77,10 +85,24 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
     before = model.config._attn_implementation
     model.set_attn_implementation("tests_definition")
     try:
-        yield model
+        yield
     finally:
         model.set_attn_implementation(before)
         setattr(slot.parent, slot.attribute, slot.module)
+
+
+def assert_gradients_are_defined(method: str, length: int) -> None:
+    """The gradients of a patched Llama are those of the definition."""
+    model, ids = build("llama").train(), tokens(length)
+    with rope.patched(model, method):
+        fitted = patched_method(model)
+        model(ids, labels=ids).loss.backward()
+        actual = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    with defined(model, "llama", fitted):
+        model(ids, labels=ids).loss.backward()
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(actual[key], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
 def patched_method(model: Any) -> RemappingMethod:
