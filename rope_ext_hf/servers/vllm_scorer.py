@@ -145,24 +145,20 @@ def _name(method: RopeMethod | None) -> str:
 class _VLLMScorer:
     """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
 
-    Args:
-        model: the model in transformers, which the engine is compared with on the first span of each length; on a GPU
-            it waits in main memory while an engine runs.
-        chunk: tokens per step of the engine.
-        configs: how the engine is started, by method; None: the model as loaded.
-        source: further arguments of the engine, that say which model it reads and on how many GPUs.
+    The model in transformers is compared with it on the first span of each length; on a GPU it waits in main memory
+    while an engine runs.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        chunk: int | None,
+        chunk: int | None,  # tokens per step of the engine
         offload_cache: bool,
         longest: int,
         measurement: PerplexityMeasurement,
-        configs: _Configs,
-        source: Mapping[str, Any],
+        configs: _Configs,  # how the engine is started, by method; None: the model as loaded
+        source: Mapping[str, Any],  # further arguments of the engine: which model it reads, on how many GPUs
     ) -> None:
         if offload_cache:
             raise MethodError("vLLM keeps keys and values itself; leave out --offload-cache")
