@@ -175,20 +175,17 @@ class TaskPrompt:
 
 
 class TaskMeasurement(Measurement):
-    """The scores of a suite's tasks; an item is a prompt of every task and length, by (length, index of the task).
-
-    `score` takes an answer's text, the references and the wrong answers.
-    """
+    """The scores of a suite's tasks; an item is one prompt of every task and length."""
 
     kind = "tasks"
 
     def __init__(
         self,
         setting: TaskSetting,
-        prompts: Mapping[Cell, Sequence[TaskPrompt]],
-        score: Callable[[str, Sequence[str], Sequence[str]], float],
+        prompts: Mapping[Cell, Sequence[TaskPrompt]],  # by (context length, index of the task), as many of each
+        score: Callable[[str, Sequence[str], Sequence[str]], float],  # of an answer, the references and the others
         decode: Callable[[Tensor], str],
-        stop: Collection[int],
+        stop: Collection[int],  # token ids that end an answer
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
         self.all_cells = list(self.prompts)

@@ -51,20 +51,17 @@ _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 def scored_by_engine(
     engine: str,
-    empty: PreTrainedModel,
+    empty: PreTrainedModel,  # on the meta device, as its folder describes it
     plan: RunPlan[Any],
     *,
-    alone: bool,
-    gpus: int = 1,
+    alone: bool,  # one process measures, on one device
+    gpus: int = 1,  # that share the model in the engine
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan of perplexity whose text is read by an engine, on so many GPUs; no weights are read.
+    """A plan of perplexity whose text is read by an engine; no weights are read.
 
-    `empty` is the model on the meta device, as its folder describes it; `alone`: one process measures, on one device.
-
-    Returns:
-        The plan, and why it is without the model as loaded where vLLM cannot run that at all lengths.
+    Beside it: why it is without the model as loaded where vLLM cannot run that at all lengths.
     """
     if engine != VLLM.name:
         raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")
