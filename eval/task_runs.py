@@ -25,8 +25,7 @@ from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 
-_THRESHOLD = 0.85
-"""The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
+_THRESHOLD = 0.85  # of the score at the shortest length, which counts as reading well, as in NoLiMa (arXiv 2502.05167)
 _ROUNDING = 1e-6  # below this, scores differ by rounding alone
 
 

@@ -23,8 +23,7 @@ _STATES = (
 )
 """Config keys whose product is the numbers of a recurrent state; those of convolutions are far smaller."""
 
-_MORE_KEY_HEADS = {"mimo_v2_flash": 2}
-"""By model type: so many times the key heads that the config states in layers with a window, which no config says."""
+_MORE_KEY_HEADS = {"mimo_v2_flash": 2}  # times the key heads of a config in layers with a window, which no config says
 _STATE_WIDTH = 4  # bytes of a number of a recurrent state, which sums over all tokens
 
 

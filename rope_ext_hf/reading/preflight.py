@@ -1,8 +1,4 @@
-"""Estimates of the memory and time of a measurement, made from the config before any weights are read.
-
->>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
->>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
-"""
+"""Estimates of the memory and time of a measurement, made from the config before any weights are read."""
 
 from __future__ import annotations
 

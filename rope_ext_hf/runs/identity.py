@@ -144,8 +144,7 @@ def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
     return digest
 
 
-_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
-"""Keys of a saved tokenizer that say how it was loaded: offline or not, for one."""
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")  # keys of a saved tokenizer: how it was loaded
 
 
 def digest_inputs(

@@ -27,8 +27,7 @@ from rope_ext_hf.runs.labels import method_key
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Cell = tuple[float, ...]
-"""What a value counts for: (context length,), with a depth from 0 to 1, a distance or the index of a task."""
+Cell = tuple[float, ...]  # a context length in tokens; with a depth from 0 to 1, a distance or the index of a task
 
 
 class Value(Protocol):

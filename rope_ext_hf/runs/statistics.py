@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEWEST = 3
-"""Items that an interval takes: from two, an interval that holds 95% is hundreds of times as wide as they are apart."""
+FEWEST = 3  # items that an interval takes: from two, it is hundreds of times as wide as they are apart
 _DRAWN_AT_ONCE = 2**20  # indices that `resample` holds in memory at a time
 
 
