@@ -61,13 +61,9 @@ def find_key_tokens(
 ) -> Tensor:
     """Find the key tokens from `first` on, (N - first,) bool; a token with no more than a window before it is none.
 
-    Windows begin every `stride` tokens from the first token on, as in the paper's code.
-
-    Args:
-        ids: (N,) int64, with the prefix token, if there is one.
-        first: at least 1.
-        prefix: the token that stands in place of the first one of a window.
-        length: of inputs, at which length-dependent methods are held for the long context; in a window at its own.
+    Windows begin every `stride` tokens from the first token on, as in the paper's code. `prefix` is the first of the
+    ids, (N,) int64, if there is one, and stands in place of the first one of a window. Length-dependent methods are
+    held at `length` for the long context, in a window at its own; `first` is at least 1.
     """
     found = torch.zeros(len(ids) - first, dtype=torch.bool)
     begin = max(first, setting.window)

@@ -41,13 +41,9 @@ class _LayerMemory(NamedTuple):
 def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0) -> int:
     """Bytes of the cache of one input, on one of several GPUs that share the heads (tensor parallelism).
 
-    Layers with a sliding window keep that many tokens; latent attention keeps what it makes keys and values from;
-    layers that share the keys and values of an earlier one keep none; linear attention and Mamba keep a state.
-
-    Args:
-        config: a text config.
-        width: bytes of a number of keys and values.
-        ahead: tokens of a step, which layers with a sliding window keep beside the window while it is computed.
+    Layers with a sliding window keep that many tokens, and while a step is computed also its tokens, which are `ahead`;
+    latent attention keeps what it makes keys and values from; layers that share the keys and values of an earlier one
+    keep none; linear attention and Mamba keep a state. A number of keys and values has `width` bytes.
     """
     return sum(
         layer.per_token * min(tokens, (layer.window or tokens) + ahead) * width // min(gpus, layer.shards)

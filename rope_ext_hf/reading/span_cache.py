@@ -91,9 +91,6 @@ class SpanCache(StoringCache):
     Under `offload` keys and values wait in main memory; those of one layer at a time are on its device. The layers of
     `windows`, by index, keep the keys of their window alone; all others keep those of all tokens, whatever the config
     says of them: see `safe_windows`.
-
-    Raises:
-        NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
     """
 
     def __init__(
