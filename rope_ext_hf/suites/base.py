@@ -71,11 +71,7 @@ class Suite(ABC):
     score_by: ClassVar[str] = "generate"
 
     def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
-        """Make the prompts of one task.
-
-        Args:
-            task: one of `tasks`.
-            tokenizer, **settings: fields of `PromptSettings`.
+        """Make the prompts of one of the `tasks`; tokenizer and settings are fields of `PromptSettings`.
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
