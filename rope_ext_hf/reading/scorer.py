@@ -230,7 +230,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are held at its end."""
+        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are at its length."""
         ids = ids.to(self._device)
 
         def read() -> Tensor:

@@ -200,7 +200,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion from findings: the key of the best method (None: not told), and of those equal to it, too."""
+    """The conclusion: the key of the best method (None: not told), and of those equal to it, itself among them."""
 
     text: str
     best: str | None
