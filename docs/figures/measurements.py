@@ -100,8 +100,8 @@ def _note() -> str:
         by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
     stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
     further = [
-        f"beyond that, on other text and by the same command with `--longest {_longest(other)}`, "
-        f"{other['scored_bytes']:,} bytes of the {NAMES[model]}"
+        f"beyond that, on other text and by the same command with `--longest {_longest(other)} --spans "
+        f"{other['spans']}`, {other['scored_bytes']:,} bytes of the {NAMES[model]}"
         for model, line in lines.items()
         for other in line["longer"]
     ]

@@ -18,7 +18,7 @@ from rope_ext_hf.advice.reported import Reported, reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
-from rope_ext_hf.hub import empty_model, foreign_errors
+from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
@@ -28,6 +28,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers

@@ -158,7 +158,8 @@ def plan_extension(
             f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    advice = advise(model, target_length, over=over, context_length=context_length, server=asked, **loading)
+    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
+    advice = advise(model, target_length, over=over, context_length=context_length, server=server, **loading)
     chosen = _choose(advice, engine)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
@@ -169,7 +170,6 @@ def plan_extension(
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
-    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
     choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)

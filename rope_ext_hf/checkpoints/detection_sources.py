@@ -14,12 +14,12 @@ from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.hub import empty_model, loading
+from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.loading import class_to_load, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

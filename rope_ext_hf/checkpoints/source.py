@@ -14,14 +14,14 @@ from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorVi
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
-from rope_ext_hf.hub import empty_model, loading, model_folder
+from rope_ext_hf.hub import loading, model_folder
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import load_config
+from rope_ext_hf.patches.loading import empty_model, load_config
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 if TYPE_CHECKING:

@@ -34,7 +34,8 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
-@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --green: #5cc25c; --red: #f2857c; }} img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}

@@ -1,6 +1,8 @@
 """The memory of a cache, from a config alone: what a measurement needs, and what an engine needs.
 
->>> cached_bytes(config, tokens=131072, width=2) / 1e9    # Llama 3.1 8B in bfloat16
+>>> from transformers import LlamaConfig
+>>> config = LlamaConfig(num_hidden_layers=32, num_key_value_heads=8, head_dim=128)  # Llama 3.1 8B
+>>> cached_bytes(config, tokens=131072, width=2) / 1e9  # in bfloat16
 17.179869184
 """
 

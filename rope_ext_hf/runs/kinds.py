@@ -88,7 +88,7 @@ class Run(Generic[R_co]):
 
         `method` is `RopeMethod.to_dict`, or None for the model as loaded.
         """
-        if method_key(method) == method_key(self.settings["loaded"]):
+        if method_key(method) == method_key(self.settings["loaded"]) and not self.settings.get("patches"):
             return self.context_length
         try:
             rotary = rotary_from_dict(self.settings["basis"]["rotary"])

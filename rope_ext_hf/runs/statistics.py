@@ -1,7 +1,7 @@
 """Numbers with their 95% intervals: every interval of a result, a comparison or a verdict is computed here.
 
     >>> estimate([1.0, 1.2, 0.9, 1.1, 1.4])
-    Estimate(value=1.12, low=0.91..., high=1.43..., items=5)
+    Estimate(value=1.1..., low=0.9..., high=1.4..., items=5)
 
 Items are documents, prompts or passages, drawn from more of their kind; the tokens of one item are not independent. A
 percentile bootstrap over few items is too narrow: of intervals that should hold 95% it holds 84% at five normal losses.

@@ -16,7 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
-from rope_ext_hf.hub import empty_model, foreign_errors, load_empty, model_folder, model_source, read_config
+from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -34,6 +34,7 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
