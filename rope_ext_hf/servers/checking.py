@@ -47,9 +47,7 @@ _BLOCK = 32  # weights with one scale
 _STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
 _MOST_MORE = 128  # prompts of a strict check, beside the usual ones
 _SECONDS = 600.0  # that a prompt may take to compute here, by default
-_READINGS, _COMPARED = 8, 128
-"""Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
-reads: about."""
+_READINGS, _COMPARED = 8, 128  # times that a prompt is computed here, and its tokens that the head reads: about
 _KEYS = "{}-bit keys and values"
 _Context = Callable[[], AbstractContextManager[Any]]
 
