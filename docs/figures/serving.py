@@ -480,6 +480,11 @@ def vllm_drafts() -> str:
 
 
 @figure
+def vllm_lora() -> str:
+    return f"{max(read_result('vllm_lora')['differences'].values()):.0e}"
+
+
+@figure
 def vllm_memory() -> str:
     """Inputs that a real vLLM has room for, by its own report and as computed here, and its processes compared."""
     from transformers import AutoConfig
