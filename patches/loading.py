@@ -100,8 +100,7 @@ def from_pretrained(
 
         model = from_pretrained("meta-llama/Llama-3.2-1B", method="yarn", factor=4, dtype="bfloat16", device_map="auto")
 
-    An adapter of PEFT is loaded onto its base model, which is patched first as the adapter's folder records; the result
-    is a peft.PeftModel.
+    An adapter of PEFT is loaded onto its base model, patched first as its folder records: a peft.PeftModel.
 
     Args:
         path: a local folder, a Hub id, or "reference" for the bundled model.
