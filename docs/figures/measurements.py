@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -138,7 +139,7 @@ def short_inputs() -> str:
     factors = sorted({factor for _, factor in keys})
     names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
     rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
-    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows, _note())
+    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows)
 
 
 @figure
@@ -163,7 +164,7 @@ def bands() -> str:
         cells: dict[str, dict[int, list[str]]] = {}
         for row in line["rows"]:
             label = " ".join(word for word in row["method"].split() if word != f"x{row['factor']}")
-            if label != "yarn":
+            if label != "yarn" and "beta_slow" not in label and not {"uniform", "beta_fast"} <= set(re.split("[ =]", label)):
                 text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
                 cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
         factors = sorted({row["factor"] for row in line["rows"]})
@@ -171,7 +172,7 @@ def bands() -> str:
         rows = ([f"`{label}`", *(" / ".join(of[each]) for each in factors)] for label, of in cells.items())
         options = f"--model {line['model']} --factors {','.join(map(str, factors))} --spans {line['spans']}"
         command = f"benchmarks/bands.py {options}"
-        note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"
+        note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents; results.jsonl has further bands. {stamp(line, command)}"
         tables.append(markdown_table([name, *(f"x{factor}" for factor in factors)], rows, note))
     return "\n".join(tables) or "\n\nNot measured yet.\n\n"
 

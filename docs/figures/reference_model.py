@@ -131,7 +131,7 @@ def _retrieval(model: str) -> str:
 
     def cell(name: str, length: int) -> str:
         found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
-        return " / ".join("{:.2f} [{:.2f}, {:.2f}]".format(each["exact"], *each["interval"]) for each in found) or "–"
+        return " / ".join(f"{each['exact']:.0%}" for each in found) or "–"
 
     rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
     head = [f"{NAMES[model]}: answered exactly at", *length_heads(lengths, line["context_length"])]
@@ -140,6 +140,8 @@ def _retrieval(model: str) -> str:
         kinds += "; a single number is of one key"
     options = "" if model == "reference" else f" --model build/bench/{model}"
     questions = f"{next(iter(cells.values()))['trials']} questions a cell"
+    ends = (abs(end - row["exact"]) for row in cells.values() for end in row["interval"])
+    questions += f", 95% intervals reach up to {100 * max(ends):.0f} points to either side"
     return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")
 
 
