@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from docs.figures.reference_model import retrieval_cells
 from docs.figures.registry import FIGURES, ROOT, rows_of
 from rope_ext_hf.advice.reported import reported
-from rope_ext_hf.methods.measurements import reach_text
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.guidance import Guidance
@@ -23,15 +22,13 @@ def evidence(name: str) -> str:
     guidance = list_methods()[name].guidance
     assert guidance is not None
     items = [f"**Cost:** {_cost(name, guidance)}."]
-    if guidance.unmeasured:
-        items.append(f"**Measured here:** not by itself; {guidance.unmeasured}.")
-    else:
-        answers = " and [answers](retrieval.md)" if any(key[0] == name for key in retrieval_cells()[0]) else ""
-        items.append(
-            f"**Helped without training:** {reach_text(name)}; [losses](choosing.md#without-training){answers}."
-        )
-    if models := dict.fromkeys(table.model for table in reported() if name in table.values):
-        items.append(f"**[Reported](choosing.md#what-papers-report)** of {'; '.join(models)}.")
+    known = [] if guidance.unmeasured else ["[losses](choosing.md#without-training)"]
+    if any(key[0] == name for key in retrieval_cells()[0]):
+        known.append("[answers](retrieval.md)")
+    if any(name in table.values for table in reported()):
+        known.append("[what papers report](choosing.md#what-papers-report)")
+    if known:
+        items.append(f"**Known:** {', '.join(known)}.")
     return "\n\n" + "\n".join(f"- {item}" for item in items) + "\n\n"
 
 

@@ -16,7 +16,7 @@ from docs.figures.registry import figure
 
 @figure
 def commands() -> str:
-    """Every command with its arguments, options, defaults and example, by the groups of `rope-ext --help`.
+    """Every command with its arguments, options and defaults, by the groups of `rope-ext --help`.
 
     What several commands have in common stands in one list before them, and by name in each.
     """
@@ -69,7 +69,8 @@ def _listed(rows: Iterable[_Row]) -> str:
 
 def _command(command: Any, shared: Collection[_Row]) -> str:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    usage = " ".join(["rope-ext", command.name, *(_name(argument) for argument in arguments), "[OPTIONS]"])
+    usage = " ".join(["rope-ext", command.name, *map(_name, arguments)])
+    summary = inspect.cleandoc(command.help).partition("\n\n")[0]
     rows = list(_rows(command.params))
     own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
     names = [name for row in rows if row in shared and (name := _option(row))]
@@ -77,7 +78,7 @@ def _command(command: Any, shared: Collection[_Row]) -> str:
     single = [f"`{name}`" for name in names if not any(name in of for of in whole.values())]
     words = ", ".join([*whole, *single])
     also = f"[Also](#options-of-several-commands): {words}.\n\n" if words else ""
-    return f"### {command.name}\n\n`{usage}`\n\n{inspect.cleandoc(command.help)}\n\n{own}{also}"
+    return f"### {command.name}\n\n`{usage}`: {summary}\n\n{own}{also}"
 
 
 def _name(argument: Any) -> str:

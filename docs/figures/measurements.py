@@ -88,9 +88,12 @@ def rows_by_setting(line: Row) -> dict[tuple[str, float | None, int], Row]:
 
 
 def _by_model(key: tuple[str, float | None, int]) -> str:
-    """The rise on every model, with its interval."""
+    """The rise on every model, with its interval; models at the end that were not measured are left out."""
     rows = [rows_by_setting(line).get(key) for line in factor_lines().values()]
-    return " / ".join("–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows)
+    texts = ["–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows]
+    while texts[-1:] == ["–"]:
+        texts.pop()
+    return " / ".join(texts) or "–"
 
 
 def _note() -> str:
