@@ -1,11 +1,13 @@
 """What a patch costs: prefill and decode of a patched model against the stock model, in interleaved pairs.
 
-    python benchmarks/overhead.py [--device cuda] [--out benchmarks/results.jsonl]
+    python benchmarks/overhead.py [--methods yarn,jet-long] [--device cuda] [--out benchmarks/results.jsonl]
 
 The bundled model, and random weights: in float32 with 12 heads of queries and 4 of keys, on CUDA in bfloat16 with 32
 and 8. The patched model is a copy that shares its weights with the stock one, so that both read the same memory; which
 of a pair runs first alternates. A row is the median ratio patched / stock with its 95% bootstrap interval, and names
-the kernel of the stock model's attention. The last line is JSON.
+the kernel of the stock model's attention. Methods that take a factor have the factor 8, the others are fitted to twice
+the tokens; these lie beyond the context lengths of both models (256 and 512). `memory` is the ratio of the most bytes
+that live during the forward, cache included and weights not. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +17,12 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
+from memory import most_bytes
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -25,7 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaF
 import rope_ext_hf as rope
 from rope_ext_hf.reference import path
 
-METHOD: dict[str, Any] = {"method": "yarn", "factor": 8.0}
+FACTOR = 8.0
 PREFILL = 2048
 LAYERS = 12
 HEADS_AND_KV_HEADS = (12, 4)  # on a CPU
@@ -81,14 +86,19 @@ def interleaved(stock: Callable[[], object], patched: Callable[[], object], pair
     }
 
 
+def settings(method: str, tokens: int) -> dict[str, Any]:
+    """What `patch` is called with."""
+    by_factor = "factor" in {field.name for field in fields(rope.list_methods()[method])}
+    return {"method": method} | ({"factor": FACTOR} if by_factor else {"target_length": 2 * tokens})
+
+
 def measure(
-    name: str, model: LlamaForCausalLM, tokens: int, pairs: tuple[int, int], device: str
+    name: str, model: LlamaForCausalLM, methods: list[str], tokens: int, pairs: tuple[int, int], device: str
 ) -> list[dict[str, Any]]:
-    """Two rows; `pairs` of prefills and of decoding steps."""
+    """Two rows for each method; `pairs` of prefills and of decoding steps."""
     model = model.to(device)
     ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     shared = {id(tensor): tensor for tensor in model.parameters()}
-    twin = rope.patch(copy.deepcopy(model, shared), **METHOD)
 
     def prefill(which: LlamaForCausalLM) -> Callable[[], object]:
         return lambda: which(ids, use_cache=False, logits_to_keep=1)
@@ -103,14 +113,25 @@ def measure(
 
         return step
 
+    rows = []
     with torch.inference_mode():
-        ways = {f"prefill {tokens}": (prefill, pairs[0]), f"decode at {tokens}": (decode, pairs[1])}
-        rows = []
-        for what, (make, count) in ways.items():
-            stock, patched = make(model), make(twin)
-            row = {"model": name, "parameters": model.num_parameters(), "what": what}
-            row["kernel"] = attention_kernels(stock)
-            rows.append(row | interleaved(stock, patched, count, device))
+        for what, make, count in (
+            (f"prefill {tokens}", prefill, pairs[0]),
+            (f"decode at {tokens}", decode, pairs[1]),
+        ):
+            stock, theirs = make(model), most_bytes(partial(make, model), device)
+            for method in methods:
+                twin = rope.patch(copy.deepcopy(model, dict(shared)), **settings(method, tokens))
+                row = {"model": name, "parameters": model.num_parameters(), "what": what, "method": method}
+                row["kernel"] = attention_kernels(stock)
+                row["memory"] = round(most_bytes(partial(make, twin), device) / theirs, 4)
+                row |= interleaved(stock, make(twin), count, device)
+                rows.append(row)
+                print(
+                    f"{name:8} {what:15} {method:20} {row['ratio']:.3f} [{row['low']:.3f}, {row['high']:.3f}] of "
+                    f"{1000 * row['stock_seconds']:.2f} ms, memory {row['memory']:.3f}",
+                    flush=True,
+                )
     return rows
 
 
@@ -119,7 +140,7 @@ def patch_milliseconds() -> float:
     model = random_model(layers=32, heads_and_kv_heads=(6, 2))
     seconds = []
     for _ in range(15):
-        seconds.append(timed(lambda: rope.patch(model, **METHOD), "cpu"))
+        seconds.append(timed(lambda: rope.patch(model, "yarn", factor=FACTOR), "cpu"))
         rope.unpatch(model)
     return round(1000 * statistics.median(seconds), 2)
 
@@ -127,26 +148,21 @@ def patch_milliseconds() -> float:
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
-    parser.add_argument("--pairs", type=int, help="default: 24 prefills, of the bundled model 60, and 400 steps")
+    parser.add_argument("--methods", default="yarn", help="names, separated by commas")
+    parser.add_argument("--pairs", type=int, help="default: 12 prefills, of the bundled model 40, and 400 steps")
     parser.add_argument("--tokens", type=int, default=PREFILL)
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of random weights")
     arguments = parser.parse_args()
     name = arguments.dtype or usual_dtype(arguments.device)
     dtype = getattr(torch, name)
-    pairs, device = arguments.pairs, arguments.device
+    pairs, device, methods = arguments.pairs, arguments.device, arguments.methods.split(",")
     heads = heads_on(device, HEADS_AND_KV_HEADS)
     bundled = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype).eval()
-    rows = measure("bundled", bundled, arguments.tokens, (pairs or 60, pairs or 400), device)
+    rows = measure("bundled", bundled, methods, arguments.tokens, (pairs or 40, pairs or 400), device)
     random_weights = random_model(arguments.layers, heads).to(dtype)
-    rows += measure("random", random_weights, arguments.tokens, (pairs or 24, pairs or 400), device)
-    for row in rows:
-        print(
-            f"{row['model']:8} {row['parameters']:>12,}  {row['what']:15} {row['ratio']:.3f} "
-            f"[{row['low']:.3f}, {row['high']:.3f}] of {1000 * row['stock_seconds']:.2f} ms"
-        )
+    rows += measure("random", random_weights, methods, arguments.tokens, (pairs or 12, pairs or 400), device)
     result = {
         "benchmark": "overhead",
-        "method": METHOD,
         "dtype": name,
         "heads": list(heads),
         "rows": rows,

@@ -1,15 +1,17 @@
-"""Retrieval by length and method: the share of questions that the bundled model answers exactly.
+"""Retrieval by length and method: the share of questions that a model answers exactly, or ranks the right answer first.
 
     python benchmarks/retrieval.py --runs build/bench/retrieval [--lengths 256,512] [--methods as-loaded,self-extend]
         [--tasks key-value,quote] [--keys 1,4] [--device cuda] [--out benchmarks/results.jsonl]
     python benchmarks/retrieval.py --model build/bench/wide-heads-model --questions 20 --keys 1 --lengths 1024,4096
+    python benchmarks/retrieval.py --score rank --tasks passkey --keys 1 --lengths 256,512,1024,2048
 
 One cell is 100 questions, in equal shares of the tasks given (with wordings, names and values that the model is not
 trained on), the same for every method. Of one key: a prompt for each, in equal shares at five depths. Of four keys: a
 prompt for every four, with a statement at each of four depths. Methods with a factor are measured up to the length that
 it extends to, and one that answers nothing at two lengths in a row no further; the model as loaded at every length. The
-tables keep the rows of methods that are not measured again. What is measured is kept in --runs, so that an interrupted
-run continues with the same command. Shares come with 95% Wilson intervals; the last line is JSON.
+tables keep the cells that are not measured again. A model that answers nothing may still prefer the right answer: with
+`--score rank`, the share of questions whose right answer is the likeliest of 20. What is measured is kept in --runs, so
+that an interrupted run continues with the same command. Shares come with 95% Wilson intervals; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -68,6 +70,13 @@ def nothing_found(cells: list[dict[str, Any]], name: str, length: int) -> bool:
     return len(found) >= 2 and not any(found[shorter] for shorter in sorted(found)[-2:])
 
 
+def share_of(results: list[Any], attribute: str) -> dict[str, Any]:
+    """The share of all trials, with its interval."""
+    trials = sum(result.trials for result in results)
+    successes = round(sum(getattr(result, attribute) * result.trials for result in results))
+    return {"share": successes / trials, "interval": wilson(successes, trials)}
+
+
 def grouped(results: list[Any], attribute: str) -> dict[Any, list[Any]]:
     """Results by the value of an attribute."""
     groups: dict[Any, list[Any]] = {}
@@ -92,6 +101,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="key-value", help="such as 'key-value,assignment,quote,copy'")
     parser.add_argument("--keys", default="1,4", help="statements in a prompt")
     parser.add_argument("--questions", type=int, default=100, help="in a cell")
+    parser.add_argument("--score", choices=("exact", "rank"), default="exact", help="what a share is of")
     arguments = parser.parse_args()
 
     import torch
@@ -112,7 +122,7 @@ def main() -> None:
     haystack = [Document(document.name, document.text[:24_000]) for document in load("stdlib")]
     trained = model.config.max_position_embeddings
     cells: list[dict[str, Any]] = []
-    tasks = arguments.tasks.split(",")
+    tasks, by_rank = arguments.tasks.split(","), arguments.score == "rank"
     todo = [
         (name, length, keys)
         for length in sorted(lengths)
@@ -122,7 +132,7 @@ def main() -> None:
     for name, length, keys in todo:
         chosen = METHODS[name]
         beyond = chosen and length > chosen[1].get("factor", math.inf) * trained
-        if beyond or (chosen and nothing_found(cells, name, length)):
+        if beyond or (chosen and not by_rank and nothing_found(cells, name, length)):
             continue
         # of one key, prompts at different depths have names and values of their own
         together = [DEPTHS[keys]] if keys > 1 else [(depth,) for depth in DEPTHS[keys]]
@@ -133,17 +143,19 @@ def main() -> None:
                 for task, trials in zip(tasks, prompts, strict=True):
                     results += passkey(
                         model, lengths=[length], depths=depths, trials=trials, keys=keys, seed=seed, task=task,
-                        distractors=3, tokenizer=tokenizer, haystack=haystack, out=arguments.runs,
+                        distractors=19 if by_rank else 3, tokenizer=tokenizer, haystack=haystack, out=arguments.runs,
                     )  # fmt: skip
         trials = sum(result.trials for result in results)
-        successes = round(sum(result.exact_match * result.trials for result in results))
+        exact, first = share_of(results, "exact_match"), share_of(results, "top1")
         cell = {
             "name": name,
             "length": length,
             "keys": keys,
             "trials": trials,
-            "exact": successes / trials,
-            "interval": wilson(successes, trials),
+            "exact": exact["share"],
+            "interval": exact["interval"],
+            "first": first["share"],
+            "first_interval": first["interval"],
             "rank": sum(result.rank * result.trials for result in results) / trials,
             "exact_by": {
                 kind: {str(value): mean_exact(some) for value, some in grouped(results, kind).items()}
@@ -153,11 +165,11 @@ def main() -> None:
         cells.append(cell)
         low, high = cell["interval"]
         print(
-            f"{name} {length} keys={keys}: {cell['exact']:.2f} ({low:.2f}-{high:.2f}) rank {cell['rank']:.1f}",
+            f"{name} {length} keys={keys}: {cell['exact']:.2f} ({low:.2f}-{high:.2f}) first {cell['first']:.2f}",
             flush=True,
         )
     result = {
-        "benchmark": "retrieval" if len(tasks) == 1 else "retrieval by task",
+        "benchmark": "retrieval by rank" if by_rank else "retrieval" if len(tasks) == 1 else "retrieval by task",
         "model": Path(folder).name,
         "context_length": trained,
         "tasks": tasks,

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))  # mkdocs loads this file alone
+sys.path.insert(0, str(Path(__file__).parents[1]))  # mkdocs loads this file alone
 
-from links import absolute_links, repository_url
+from docs.links import absolute_links, repository_url
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:

@@ -171,21 +171,15 @@ def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Te
 
 @dataclass(frozen=True)
 class _Row:
-    """A row as token ids, and what fills its prompts.
+    """A row as token ids, and what fills its prompts."""
 
-    Attributes:
-        head: what every prompt begins with: a BOS token, or nothing.
-        before, evidence, after: its context in three parts.
-        others: texts without the evidence, in the order in which they follow its context.
-    """
-
-    head: Tensor
+    head: Tensor  # what every prompt begins with: a BOS token, or nothing
     before: Tensor
     evidence: Tensor
     after: Tensor
     question: Tensor
     answer: Tensor
-    others: tuple[Tensor, ...]
+    others: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow its context
 
     def prompts(self, length: int, distance: int) -> tuple[Tensor, Tensor, int]:
         """The prompt with the evidence and the one without, (length - A,) each, and how many tokens both begin with."""
@@ -216,7 +210,7 @@ class _GainMeasurement(Measurement):
     kind = "gain"
 
     def __init__(self, setting: GainSetting, rows: Mapping[str, _Row], cells: Sequence[tuple[int, int]]) -> None:
-        self.setting, self.items, self._rows, self._cells = setting, list(rows), list(rows.values()), cells
+        self.setting, self.items, self._rows, self.all_cells = setting, list(rows), list(rows.values()), cells
         self.passes = [
             size
             for row in self._rows
@@ -227,15 +221,12 @@ class _GainMeasurement(Measurement):
         # The answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights.
         self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digests: dict[Cell, str] = {}
-        for cell in self._cells:
+        for cell in self.all_cells:
             digest = hashlib.sha256(repr(cell).encode())
             for row in self._rows:
-                for ids in (*row.prompts(*cell)[:2], row.answer):
+                for ids in (*row.prompts(*map(int, cell))[:2], row.answer):
                     digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
             digests[cell] = digest.hexdigest()
         return digests
@@ -245,7 +236,6 @@ class _GainMeasurement(Measurement):
     ) -> Iterator[tuple[Cell, AnswerLoss, Cost]]:
         """Read one row's prompts with the evidence and without it; what both begin with is read once."""
         row = self._rows[item]
-        scorer.take_cost()
         for cell in cells:
             length, distance = map(int, cell)
             *prompts, shared = row.prompts(length, distance)
@@ -314,10 +304,7 @@ def plan_gain(
 
 
 def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
-    """A row's text before the evidence, the evidence, the text after it, the question and the answer.
-
-    Raises CorpusError for one that is no text, or evidence that does not stand in the context exactly once.
-    """
+    """A row's text before the evidence, the evidence, the text after it, the question and the answer."""
     for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
         if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):
             raise CorpusError(f"{context.name}: the column {column!r} has no text")

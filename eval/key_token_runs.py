@@ -41,7 +41,6 @@ from rope_ext_hf.runs.tables import length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 KEYS_FILE = "keys.json"
 
 
@@ -107,7 +106,7 @@ class _KeyTokenMeasurement(Measurement):
     """The key tokens among those that a perplexity run scores, of which `length` is the longest length.
 
     The documents, as the evaluator's tokenizer cuts them, have passes (start, stop, first): tokens start to stop are
-    read, the first of them in each pass replaced by `prefix`, and those from `first` on may be key tokens.
+    read, after `prefix` if there is one, and those from `first` on may be key tokens.
     """
 
     kind = "keys"
@@ -116,7 +115,7 @@ class _KeyTokenMeasurement(Measurement):
         self, documents: Sequence[tuple[Tokens, Sequence[Pass]]], prefix: int | None, setting: KeySetting, length: int
     ) -> None:
         self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
-        self.items = [document.name for document, _ in documents]
+        self.items, self.all_cells = [document.name for document, _ in documents], [(length,)]
         self.passes = [size for _, passes in documents for each in passes for size in self._sizes(*each)]
         self.scored = 2 * sum(stop - first for _, passes in documents for _, stop, first in passes)
 
@@ -125,9 +124,6 @@ class _KeyTokenMeasurement(Measurement):
         window, stride = self.setting.window, self.setting.stride
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
         return [stop - start, *[min(window + stride, stop - start)] * windows]
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return [(self.length,)]
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
@@ -140,7 +136,6 @@ class _KeyTokenMeasurement(Measurement):
     ) -> Iterator[tuple[Cell, _DocumentKeys, Cost]]:
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
-        scorer.take_cost()
         for each in passes:
             of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
             compared |= of_pass[0]
@@ -162,14 +157,7 @@ def plan_keys(
 ) -> RunPlan[_KeyTokenMeasurement]:
     """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
 
-    Args:
-        evaluator: finds them, with its tokenizer; it may be on the meta device.
-        plan: of the spans that are scored afterwards.
-        window: see `key_setting`.
-        **reading: as `RunPlan` takes it.
-
-    Raises:
-        CorpusError: documents that came as token ids, or none that is longer than the window.
+    The evaluator may be on the meta device, with its own tokenizer; for `window` see `key_setting`.
     """
     longest = plan.lengths[-1]
     setting = key_setting(longest, window)
@@ -210,11 +198,7 @@ def _passes(spans: Iterable[Span], longest: int) -> list[Pass]:
 
 
 def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySetting]:
-    """The key tokens among those that a plan scores at its longest length, by an evaluator with the same tokenizer.
-
-    The documents may have come as token ids. Returns each one's tokens, marked, (tokens,) bool, and how they were
-    found.
-    """
+    """The key tokens that a plan scores at its longest length, (tokens,) bool of each document, and their setting."""
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
     for document, spans in plan.documents:
@@ -240,10 +224,7 @@ def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement], *, wr
 
 
 def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[PerplexityMeasurement]:
-    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any.
-
-    Raises CorpusError: none of them is scored, or a document is not the one that they were found in.
-    """
+    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any."""
     read = plan.measurement.plan
     masks = [keys.mask(document) for document, _ in read.documents]
     unknown = [document.name for document, _ in read.documents if text_digest(document) not in keys.documents]

@@ -28,7 +28,6 @@ from rope_ext_hf.reading.scorer import TokenScorer
 
 _WINDOW, _OF_LENGTH = 4096, 8
 """Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
-
 Range = tuple[int, int]  # the first character and the one after the last
 Pass = tuple[int, int, int]
 """Tokens of a document: the first that is read, the one after the last, and the first that may be a key token."""
@@ -36,19 +35,13 @@ Pass = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class KeySetting:
-    """The thresholds and windows by which a token is a key token.
+    """The thresholds and windows by which a token is a key token."""
 
-    Attributes:
-        window: tokens of a short context, which is up to `stride` - 1 longer.
-        stride: tokens that share a short context.
-        gain: by how many nats its log-probability with the long context is above that with the short one, at least.
-        likely: the least log-probability with the long context, in nats.
-    """
-
-    window: int
-    stride: int
+    window: int  # tokens of a short context, which is up to `stride` - 1 longer
+    stride: int  # tokens that share a short context
+    # by how many nats its log-probability with the long context is above that with the short one, at least
     gain: float = 2.0
-    likely: float = -2.0
+    likely: float = -2.0  # the least log-probability with the long context, in nats
 
     def __str__(self) -> str:
         return (
@@ -58,10 +51,7 @@ class KeySetting:
 
 
 def key_setting(longest: int, window: int | None = None) -> KeySetting:
-    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, whichever is less.
-
-    `window` is another number; MethodError where it is not shorter than the longest length.
-    """
+    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, or the given one."""
     chosen = min(_WINDOW, max(1, longest // _OF_LENGTH)) if window is None else window
     if not 1 <= chosen < longest:
         raise MethodError(
@@ -122,15 +112,11 @@ def keys_of_document(
 
 @dataclass(frozen=True)
 class KeyRanges:
-    """Places of the key tokens of documents.
+    """Places of the key tokens of documents."""
 
-    Attributes:
-        evaluator: the model that found them, and its method.
-        documents: by the digest of a document's text: its name, and ranges of characters, ascending and apart.
-    """
-
-    evaluator: str
+    evaluator: str  # the model that found them, and its method
     setting: KeySetting
+    # by the digest of a document's text: its name, and ranges of characters, ascending and apart
     documents: Mapping[str, tuple[str, tuple[Range, ...]]]
 
     @property
@@ -139,10 +125,7 @@ class KeyRanges:
         return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
-        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them.
-
-        Raises CorpusError for a document without text, or one of the same name with another text.
-        """
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
         digest = text_digest(document)
         if digest not in self.documents and document.name in {name for name, _ in self.documents.values()}:
             raise CorpusError(
@@ -166,12 +149,7 @@ class KeyRanges:
 
 
 def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
-    """Read key tokens that another run found; the file may be somebody else's.
-
-    Raises:
-        FileError: it cannot be read, or does not hold key tokens.
-        MethodError: they were found with another window than was asked for.
-    """
+    """Read key tokens that another run found, with `window` if one was asked for; the file may be somebody else's."""
     saved = read_json(Path(file))
     try:
         setting = KeySetting(**saved["setting"])

@@ -51,11 +51,8 @@ except ImportError as error:
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
-
-
 _OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
 _OF_PATCH = ("over", "context_length", "layers", "native")  # further arguments of `patch` that `--model_args` may hold
 
@@ -210,11 +207,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model writes after each prompt, up to a stop sequence.
-
-        Raises:
-            MethodError: a task that lets the model write more tokens than fit `max_length`.
-        """
+        """The text that the model writes after each prompt; MethodError: a task asks for more than `max_length`."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -371,12 +364,9 @@ def evaluate(
 
 
 class _TaskFinder:
-    """The tasks of lm-eval, of this package, and of a folder of the user's.
+    """The tasks of lm-eval, of this package, which are written into the folder `own`, and of a folder of the user's.
 
-    Args:
-        own: a folder that this package's tasks are written into; they are read when they are built.
-        metadata: for tasks that make their own data.
-        max_length: of the model, in tokens.
+    `metadata` is for tasks that make their own data.
     """
 
     def __init__(

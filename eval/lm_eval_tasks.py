@@ -28,7 +28,6 @@ from rope_ext_hf.suites.base import list_suites, suite
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
 
-
 _LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",
     "niah": "essays, and punkt of nltk; niah_single_1 fetches nothing",
@@ -79,9 +78,6 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
     of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
     `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
     `--apply_chat_template`, too.
-
-    Raises:
-        MethodError: no length or several, no tokenizer, or a length that is too short for the task.
     """
 
     def __init__(self, config: Mapping[str, Any], **_: Any) -> None:

@@ -35,7 +35,6 @@ from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_sha
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _LENGTHS = (1, 1.5, 2, 4)  # lengths that are measured, in context lengths
 _TASKS = ("needle", "key-value")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -149,10 +148,7 @@ def need(
 
 
 def lengths_to_read(short: int, target: int | None, documents: Sequence[int]) -> tuple[list[int], list[str]]:
-    """The lengths to measure, and a note on those that too few documents have; CorpusError where there is one only.
-
-    From the tokens that the model is for, those that are wanted, and those of each document.
-    """
+    """The lengths to measure, by the tokens of each document, and a note on those that too few documents have."""
     wanted = {round(scale * short) for scale in _LENGTHS}
     if target is not None and target > short:
         wanted = {length for length in wanted if length < target} | {target}

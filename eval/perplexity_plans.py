@@ -67,10 +67,8 @@ def with_keys(
 ) -> RunPlan[PerplexityMeasurement]:
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
-    Args:
-        find: carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
-            device, and its tokenizer.
-        write: whether keys.json is written into the folder of that run.
+    `find` carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
+    device, and its tokenizer. With `write` keys.json goes into the folder of that run.
     """
     source, window = question.keys_by, question.key_window
     if source is None:

@@ -35,11 +35,7 @@ class DocumentLoss(NamedTuple):
 
     @classmethod
     def from_record(cls, name: str, value: Any) -> DocumentLoss:
-        """Read what a journal holds of the document of this name.
-
-        Raises ValueError for anything but [nats, tokens, bytes, spans] with at least one token, then maybe the nats and
-        the number of key tokens.
-        """
+        """Read what a journal holds of the document of this name; ValueError for anything else."""
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
@@ -106,10 +102,7 @@ class Result:
         documents: Sequence[DocumentLoss],
         costs: Sequence[Cost] = (),
     ) -> Result:
-        """The result of one length, from every document's loss; the same whatever order the documents come in.
-
-        `costs` are those of each document; empty: nothing was timed.
-        """
+        """The result of one length, whatever order the documents come in; without costs, nothing was timed."""
         order = sorted(range(len(documents)), key=documents.__getitem__)
         documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
@@ -149,10 +142,7 @@ class Result:
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
-    """How much higher the loss of `one` is, in nats per token, with its 95% interval, paired by document.
-
-    `keys`: over the key tokens alone. ValueError: the two did not score the same tokens, or there is no key token.
-    """
+    """How much higher the loss of `one` is, nats per token, by document; with `keys` over the key tokens alone."""
 
     def shares(result: Result) -> dict[str, tuple[float, int]]:
         of_keys = {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}

@@ -181,7 +181,6 @@ class PerplexityMeasurement(Measurement):
         """Score one document; lengths that share passes share their cost."""
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
-        scorer.take_cost()
         for context, same_context in groupby(wanted, key=lambda span: span.context):
             losses: dict[int, DocumentLoss] = {}
             for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
@@ -214,10 +213,7 @@ def _items(
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
-    """The loss of a method at the context length of the model as loaded, minus that of the model as loaded.
-
-    Nats per token with a 95% interval, paired by document; None where either was not measured.
-    """
+    """The loss of a method less that as loaded, at its context length, by document; None: one was not measured."""
     length = run.context_length
     at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))

@@ -51,8 +51,7 @@ def _function(path: str) -> Callable[..., Any]:
 class LengthsQuestion(Question):
     """What is asked at several context lengths."""
 
-    planner: ClassVar[str]
-    """The function that plans it, with its module."""
+    planner: ClassVar[str]  # the function that plans it, with its module
 
     lengths: tuple[int, ...] | Any = asked(
         MISSING,

@@ -104,10 +104,7 @@ def _question_and_answers(
 
 
 def shared_trials(make: Callable[..., list[Trial]], depths: Sequence[float]) -> list[list[Trial]]:
-    """One list of trials per depth, whose prompts hold a statement at every depth and differ in their question only.
-
-    `make` is `make_trials` less `asked` and `depths`.
-    """
+    """Trials by `make_trials` for each depth, whose prompts have a statement at every depth and another question."""
     lists = [make(asked=index, depths=depths) for index in range(len(depths))]
     for same in zip(*lists, strict=True):
         longest = max(trial.wording for trial in same)

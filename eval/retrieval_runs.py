@@ -158,10 +158,7 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Exact answers, or where there are none how often the right answer ranks first; an item is a trial.
-
-        A trial counts as the share of its prompts, one at each depth.
-        """
+        """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
         items = {
@@ -181,22 +178,15 @@ class RetrievalRuns(RunKind):
 
 @dataclass
 class Trial:
-    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method.
-
-    Attributes:
-        statements: the one asked for first; depths are those of the others, as shares of the haystack.
-        answers: (1 + distractors, A), the right one first.
-        start: where in the haystack its text begins, as a share.
-        spare: tokens that are left free, so that the haystack is as long as under a longer question.
-    """
+    """One prompt less its haystack, as token ids (tokens,) int64; the same at every length and for every method."""
 
     head: Tensor
-    statements: tuple[Tensor, ...]
-    depths: tuple[float, ...]
+    statements: tuple[Tensor, ...]  # the one asked for first
+    depths: tuple[float, ...]  # of the other statements, as shares of the haystack
     question: Tensor
-    answers: Tensor
-    start: float
-    spare: int = 0
+    answers: Tensor  # (1 + distractors, A), the right one first
+    start: float  # where in the haystack its text begins, as a share
+    spare: int = 0  # tokens that are left free, so that the haystack is as long as under a longer question
 
     @property
     def wording(self) -> int:
@@ -221,9 +211,8 @@ class Trial:
 class RetrievalMeasurement(Measurement):
     """The ranks of right answers, at every depth of every context length; an item is one trial.
 
-    Args:
-        trials: one list per depth, the same one or those of `shared_trials`; depths are ascending, all different.
-        shared: prompts of one trial and length differ in their question only, which alone is read after the first.
+    There is a list of trials per depth, ascending: the same one, or those of `shared_trials`, whose prompts of a length
+    differ in their question only: it alone is read after the first.
     """
 
     kind = "passkey"
@@ -240,7 +229,7 @@ class RetrievalMeasurement(Measurement):
         self.setting, self.haystack, self.shared = setting, haystack, shared
         self.trials = dict(zip(depths, trials, strict=True))
         ordered = sorted(set(lengths))
-        self._cells = [(length, depth) for length in ordered for depth in depths]
+        self.all_cells = [(length, depth) for length in ordered for depth in depths]
         self.items = [f"trial {index}" for index in range(len(trials[0]))]
         self.passes = [
             length if index == 0 or not shared else trial.tail
@@ -253,9 +242,6 @@ class RetrievalMeasurement(Measurement):
         answers = trials[0][0].answers
         self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
-    def cells(self, item: int) -> Sequence[Cell]:
-        return self._cells
-
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         shared = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes())
         digests: dict[Cell, str] = {}
@@ -265,7 +251,7 @@ class RetrievalMeasurement(Measurement):
                 for ids in (trial.head, *trial.statements, trial.question, trial.answers):
                     of_depth.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
                 of_depth.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-            for cell in self._cells:
+            for cell in self.all_cells:
                 if cell[1] == depth:
                     of_cell = of_depth.copy()
                     of_cell.update(repr(cell).encode())
@@ -275,7 +261,6 @@ class RetrievalMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
-        scorer.take_cost()
         read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]

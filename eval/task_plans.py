@@ -27,7 +27,6 @@ from rope_ext_hf.suites.base import suite as find_suite
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 _RANKED = 20  # answers that the right one is ranked among, itself counted
 
 

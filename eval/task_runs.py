@@ -32,23 +32,15 @@ _ROUNDING = 1e-6  # below this, scores differ by rounding alone
 
 @dataclass(frozen=True)
 class TaskSetting:
-    """How prompts were made and answers scored.
-
-    Attributes:
-        tasks: names of the suite's tasks, by a comma; a cell's second number is an index of them.
-        score: "generate" or "rank".
-        chat: whether the tokenizer's chat template was applied.
-        extra: tokens that may be generated beyond each task's own budget.
-        chance: the score by luck, where answers are ranked; 0: not known.
-    """
+    """How prompts were made and answers scored."""
 
     suite: str
-    tasks: str
-    score: str
+    tasks: str  # names of the suite's tasks, by a comma; a cell's second number is an index of them
+    score: str  # "generate" or "rank"
     seed: int
-    chat: bool
-    extra: int
-    chance: float = 0.0
+    chat: bool  # whether the tokenizer's chat template was applied
+    extra: int  # tokens that may be generated beyond each task's own budget
+    chance: float = 0.0  # the score by luck, where answers are ranked; 0: not known
 
 
 class TaskScore(NamedTuple):
@@ -69,8 +61,7 @@ class TaskResult:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
         length: of prompt and generation together, in tokens, at most.
         samples: prompts.
-        score: mean over prompts, from 0 to 1.
-        scores: of each prompt.
+        score: mean over prompts, from 0 to 1; scores: of each.
     """
 
     method: Method
@@ -169,17 +160,12 @@ _MEANING = (
 
 @dataclass(frozen=True)
 class TaskPrompt:
-    """One prompt as token ids, with strings that a right answer holds, and wrong answers.
+    """One prompt as token ids, with strings that a right answer holds, and wrong answers."""
 
-    Attributes:
-        ids: (tokens,) int32.
-        budget: tokens to generate at most.
-        candidates: (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated.
-    """
-
-    ids: Tensor
-    budget: int
+    ids: Tensor  # (tokens,) int32
+    budget: int  # tokens to generate at most
     references: tuple[str, ...]
+    # (tokens,) int32 each, answers that are ranked, the right one first; empty: answers are generated
     candidates: tuple[Tensor, ...] = ()
     others: tuple[str, ...] = ()
 
@@ -189,11 +175,9 @@ class TaskPrompt:
 
 
 class TaskMeasurement(Measurement):
-    """The scores of a suite's tasks; an item is one prompt of every task and length.
+    """The scores of a suite's tasks; an item is a prompt of every task and length, by (length, index of the task).
 
-    Args:
-        prompts: by (context length, index of the task), as many of each.
-        score: the score of an answer, from 0 to 1, by its text, the references and the wrong answers.
+    `score` takes an answer's text, the references and the wrong answers.
     """
 
     kind = "tasks"
@@ -207,15 +191,13 @@ class TaskMeasurement(Measurement):
         stop: Collection[int],
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
+        self.all_cells = list(self.prompts)
         self.score, self.decode, self.stop = score, decode, stop
         every = [prompt for of_cell in self.prompts.values() for prompt in of_cell]
         self.items = [f"sample {index}" for index in range(len(every) // len(self.prompts))]
         self.passes = [prompt.tokens for prompt in every]
         answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in every]
         self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
-
-    def cells(self, item: int) -> Sequence[Cell]:
-        return list(self.prompts)
 
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digests = {}
@@ -231,7 +213,6 @@ class TaskMeasurement(Measurement):
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
     ) -> Iterator[tuple[Cell, TaskScore, Cost]]:
-        scorer.take_cost()
         for cell in cells:
             prompt = self.prompts[cell][item]
             if prompt.candidates:

@@ -171,10 +171,6 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
 
     A folder that also holds a whole model counts as that model, as in transformers. `hub`: revision, token, cache_dir,
     local_files_only, as transformers takes them; others are left alone.
-
-    Raises:
-        CheckpointError: no name of a base model, a damaged record, or settings that would import code.
-        FileError: an adapter_config.json that is no JSON object.
     """
     from transformers.utils import find_adapter_config_file
 

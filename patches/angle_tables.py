@@ -68,15 +68,10 @@ class _TableSlot(PatchedSlot):
     def forward(  # type: ignore[override]
         self, input_ids_shape: torch.Size, past_key_values_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Give rows [sin | cos], with the arguments of the module that is replaced.
+        """Give rows [sin | cos], (length, head_dim), or the shape of position_ids with head_dim added.
 
-        Args:
-            input_ids_shape: (batch, length).
-            past_key_values_length: tokens in the cache.
-            position_ids: integers of any shape; default: the next `length` positions after the past.
-
-        Returns:
-            (length, head_dim), or the shape of position_ids with head_dim added.
+        The arguments are those of the module that is replaced: `input_ids_shape` is (batch, length); without positions
+        they are the next ones after the past.
         """
         like = self.replaced.weight
         assert isinstance(like, Tensor)
@@ -86,17 +81,12 @@ class _TableSlot(PatchedSlot):
         cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 
-    @torch.no_grad()
-    def saved_table(self) -> Tensor:
-        """The rows of every position up to the extended length, (positions, head_dim), in the dtype of the weights."""
-        rows: Tensor = self(torch.Size((1, self.state.encoding.saved_length)))
-        return rows
-
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As any module's, with the table under `weight`."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         del state[f"{prefix}replaced.weight"]
-        state[f"{prefix}weight"] = self.saved_table()
+        with torch.no_grad():  # (positions, head_dim), of every position up to the extended length
+            state[f"{prefix}weight"] = self(torch.Size((1, self.state.encoding.saved_length)))
         return state
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -62,11 +62,11 @@ def apply_plan(plan: PatchPlan) -> None:
     attach_saving(model, modules[0])
 
 
-def patch_as_planned(plan: PatchPlan, *, stacklevel: int = 3) -> None:
+def patch_as_planned(plan: PatchPlan) -> None:
     """`apply_plan`, with the warning of the plan, if it has one, at the line that asked for the patch."""
     apply_plan(plan)
     if plan.state.warning is not None:
-        warnings.warn(plan.state.warning, stacklevel=stacklevel)
+        warnings.warn(plan.state.warning, stacklevel=3)
 
 
 def _attend_by(plan: PatchPlan) -> None:

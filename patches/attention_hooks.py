@@ -17,14 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import (
-    AttentionRule,
-    Rotation,
-    RowGroup,
-    ScoreModifiers,
-    TokenPositions,
-    pick_rows,
-)
+from rope_ext_hf.attention.rules import AttentionRule, Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -86,7 +79,7 @@ class RemappingHooks(DecoderHooks):
         context.cache_state.in_order = placed.key_mask is None and not any(placed.left_padding or (1,))
         passed_on: dict[str, Any] = {}
         # As a keyword the context survives until a checkpointed layer runs again in the backward.
-        if _takes_any_keyword(decoder):
+        if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(type(decoder).forward).parameters.values()):
             passed_on[CONTEXT_KWARG] = context
         if context.position_ids is None or "position_ids" in kwargs:
             passed_on["position_ids"] = context.token_positions.query_positions
@@ -130,11 +123,6 @@ class RemappingHooks(DecoderHooks):
         """Register the attention function, which a pickled model needs in the process that loads it."""
         self.__dict__.update(state)
         register()
-
-
-def _takes_any_keyword(decoder: nn.Module) -> bool:
-    parameters = inspect.signature(type(decoder).forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def remapped_attention(

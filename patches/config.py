@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -56,8 +57,6 @@ _METHOD_KEYS = frozenset(
     | KEYS_FOR_OTHER_ENGINES
 )
 """The rope settings that describe a method; a family may keep others beside them."""
-_GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_interleaved"})
-"""The rope settings that state which dims rotate, and by which axis of the positions."""
 _ORIGINAL_KEY = "original_max_position_embeddings"
 """At the top level of a config it overrides the one in rope_parameters (Phi-3)."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
@@ -316,7 +315,7 @@ def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The rope settings that a family keeps for other ends than the frequencies."""
     kept = {key: value for key, value in settings.items() if key not in _METHOD_KEYS and value is not None}
     original = settings.get("original_max_position_embeddings")
-    if original is not None and set(kept) - _GEOMETRY_KEYS:  # Ministral 3 counts its temperature from it
+    if original is not None and set(kept) - GEOMETRY_KEYS:  # Ministral 3 counts its temperature from it
         kept["original_max_position_embeddings"] = original
     return kept
 

@@ -1,8 +1,5 @@
 """`Fingerprint`: what rotates how in a model, layer type by layer type, and how two of them differ, as sentences.
 
-    expected, found = fingerprint_of(model), fingerprint_of(other)
-    print(*expected.differences(found), sep="\\n")
-
 What a model runs is read from its rotary modules, not from its config: a trainer or a converter that drops a scaling
 leaves a config that looks right.
 """
@@ -89,11 +86,7 @@ class Fingerprint:
 
     @classmethod
     def from_dict(cls, values: Any) -> Fingerprint:
-        """The inverse of `to_dict`.
-
-        Raises:
-            CheckpointError: values of another form.
-        """
+        """The inverse of `to_dict`; CheckpointError for values of another form."""
         try:
             layers = {
                 str(name): _LayerRope(

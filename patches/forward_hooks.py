@@ -67,7 +67,7 @@ class DecoderHooks(ABC):
 
     def origin(self) -> KeyOrigin:
         """What rotates the keys that a forward stores now."""
-        return KeyOrigin.from_tables(tables_of(self.slots))
+        return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in tables_of(self.slots)))
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
         """Store a state with the cache of a forward that has ended: the one given, or (None) the one returned."""

@@ -103,10 +103,7 @@ class AttentionLayers:
         return {key: tuple(i for i, each in enumerate(self._rope_keys) if each == key) for key in keys}
 
     def choose(self, served: _Served, asked: Layers | None = None) -> tuple[LayerType, ...]:
-        """The rotary embeddings, of those `served`, that a method is applied to.
-
-        `asked`: the layers that were asked for; None: those that attend to everything before them.
-        """
+        """The embeddings of those `served` that a method changes; `asked` None: of layers that attend to everything."""
         types = self.types
         if asked is None:
             if list(served) == [None]:

@@ -8,10 +8,9 @@ cache is kept).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -140,8 +139,13 @@ class LengthHooks(DecoderHooks):
         context.cache_state = state
         context.cache_rows = replace(stored, positions=every)
         if not state.follows:  # compiled code made this cache, and code between the two may have moved its rows
-            if not table.method.sticky_length:
-                _check_rows(stored.lengths + positions.shape[1] - cropped, lengths)
+            grown = stored.lengths + positions.shape[1] - cropped
+            if not table.method.sticky_length and not bool((grown == lengths).all()):
+                raise LengthError(
+                    "the rows of this cache, which compiled code has made, are not as long as they were: its rows were "
+                    "moved, or tokens were padded in between. Pass a cache to the first forward: "
+                    "past_key_values=DynamicCache()"
+                )
             follow_rows(cache, state)
         if counted and not cropped and total <= stored.valid_up_to:
             return  # follows from the number of tokens, without waiting for the device
@@ -159,8 +163,11 @@ class LengthHooks(DecoderHooks):
             if in_steps:
                 ends = [table.method.constant_until(table.rotary, length) for length in now]
                 if ends != [table.method.constant_until(table.rotary, length) for length in before]:
-                    rotation = partial(KeyRotation.between_lengths, table, stored.lengths, lengths, past)
-                    _rotate_in_place(state, layers, rotation, replace(stored, lengths=lengths, positions=past))
+                    state.rows = None  # an error on the way leaves the cache without it, and so refused
+                    for scaled, some in _by_attention_factor(layers):
+                        rotation, _ = KeyRotation.read_and_store(table, stored.lengths, lengths, past, 0, scaled)
+                        rotate_cached_keys_(some, rotation)
+                    state.rows = replace(stored, lengths=lengths, positions=past)
                 slack = min(end - length for end, length in zip(ends, now, strict=True))
                 context.cache_rows = RowState(lengths, every, total + slack if counted else 0, True)
                 return
@@ -209,15 +216,6 @@ def checked_state(context: ForwardContext, origin: KeyOrigin) -> tuple[CacheStat
     return state, stored
 
 
-def _check_rows(expected: Tensor, lengths: Tensor) -> None:
-    """Refuse rows that have moved in a cache whose state could not follow them; lengths (rows or 1,)."""
-    if not bool((expected == lengths).all()):
-        raise LengthError(
-            "the rows of this cache, which compiled code has made, are not as long as they were: its rows were moved, "
-            "or tokens were padded in between. Pass a cache to the first forward: past_key_values=DynamicCache()"
-        )
-
-
 def read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int], bool]:
     """Lengths (rows,), stored lengths (rows,) and a flag, in one wait for the device."""
     flag = torch.zeros_like(lengths[:1]) if packed is None else packed.reshape(1).to(lengths.device)
@@ -237,19 +235,6 @@ def _by_attention_factor(layers: Layers) -> list[tuple[bool, Layers]]:
     """The layers whose keys carry the attention factor (True) and the others, where there are any."""
     groups = [(scaled, [pair for pair in layers if pair[1].scaled == scaled]) for scaled in (True, False)]
     return [(scaled, some) for scaled, some in groups if some]
-
-
-def _rotate_in_place(
-    state: CacheState, layers: Layers, rotation: Callable[[bool], KeyRotation], afterwards: RowState
-) -> None:
-    """Rotate all keys in a cache; an error on the way leaves it without a state of its rows, and so refused.
-
-    `rotation`: of keys that carry the attention factor (True), and of others.
-    """
-    state.rows = None
-    for scaled, some in _by_attention_factor(layers):
-        rotate_cached_keys_(some, rotation(scaled))
-    state.rows = afterwards
 
 
 def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:

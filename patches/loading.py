@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import torch
 from torch import nn
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.config_keys.keys import own_keys
 from rope_ext_hf.downloads import only_cached
-from rope_ext_hf.errors import CheckpointError, MethodError, one_line, short
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
@@ -131,28 +132,20 @@ def from_pretrained(
         changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
         if given := [*changed, *params]:
             raise MethodError(f"{', '.join(given)} given without a method; add method=...")
-    model = _load_found(path, config, record, adapter, auto_class, kwargs)
+    elif not (record or adapter or auto_class or kwargs.keys() - {*_HUB_ARGUMENTS, "dtype", "device_map"}):
+        empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
+        plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
+    if adapter is None:
+        model = _load_patched(path, config, record, auto_class, kwargs)
+    else:
+        own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
+        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs |= only_cached(adapter.base, kwargs)
+        base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
+        model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
         patch_as_planned(plan_patch(model, method, **of_patch, **params))
     return model
-
-
-def _load_found(
-    path: str | Path,
-    config: Any,
-    record: dict[str, Any] | None,
-    adapter: Adapter | None,
-    auto_class: str | None,
-    kwargs: dict[str, Any],
-) -> PreTrainedModel:
-    if adapter is None:
-        return _load_patched(path, config, record, auto_class, kwargs)
-    own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE}
-    chosen = auto_class or adapter.auto_class
-    kwargs |= adapter.base_revision
-    base = _load_patched(adapter.base, config, record, chosen, kwargs | only_cached(adapter.base, kwargs))
-    return cast("PreTrainedModel", adapter.load_onto(base, **own))
 
 
 def _load_patched(
@@ -200,6 +193,31 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
     remote = getattr(config, "auto_map", None) or {}  # code that comes with the folder: the Auto class that leads to it
     auto = next((key for key, value in remote.items() if str(value).endswith(f".{name}")), None)
     return getattr(transformers, auto or name, transformers.AutoModelForCausalLM)
+
+
+_WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weights"
+
+
+def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model of a config, of the class that `from_pretrained` would load, on the meta device, without weights."""
+    try:
+        loader = class_to_load(config)
+        check_sizes(config)
+        with torch.device("meta"):
+            if hasattr(loader, "_model_mapping"):
+                model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
+            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
+            elif getattr(loader, "config_class", None) is None:
+                raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
+            else:
+                model = loader._from_config(config)
+        if next(model.parameters(), None) is None:
+            raise CheckpointError(_WITHOUT_WEIGHTS.format(type(model).__name__))
+    except RopeExtError:
+        raise
+    except Exception as error:  # model classes raise anything on bad values
+        raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
+    return model
 
 
 def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: dict[str, Any]) -> PreTrainedModel:

@@ -57,10 +57,6 @@ def write_loading_code(folder: str | Path) -> None:
     """Add code to a patched folder, by which the Auto classes of transformers load it under `trust_remote_code=True`.
 
     One small Python file, which needs this package, and its name in config.json.
-
-    Raises:
-        CheckpointError: a folder without a patch, or one that plain transformers loads right as it is.
-        FileError: config.json is missing or damaged.
     """
     import transformers
 

@@ -123,16 +123,13 @@ def profiles(
 
     In `generate` a row is covered with all that may be generated after it; in other forwards up to the size of a static
     cache, else with the tokens that are there. A row keeps its factor as long as its cache lives. At factor 1 rows are
-    bit for bit those of the model as loaded, at another those of the static method.
+    bit for bit those of the model as loaded, at another those of the static method. The model is returned.
 
     Args:
         model, over, context_length, layers: as in `patch`.
         factors: each covers as many times the context length; the largest has every longer input, too.
         method: a static frequency method.
         **params: further parameters of the method.
-
-    Returns:
-        The model.
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` does; factors that are no numbers of at least 1.
@@ -203,12 +200,10 @@ def reset(model: M) -> M:
 
 
 def check_context_parallel(model: nn.Module) -> None:
-    """Check that a model rotates right where each process has a part of every row: context or sequence parallelism.
+    """Check that a model, patched or not, rotates right where each process has a part of every row.
 
-    Call it inside `fixed_length`, where that is used. `RopeCallback` calls it in a Trainer with such parallelism.
-
-    Args:
-        model: patched or not.
+    That is context or sequence parallelism. Call it inside `fixed_length`, where that is used. `RopeCallback` calls it
+    in a Trainer with such parallelism.
 
     Raises:
         MethodError: a method whose frequencies follow the length of the input, which each process would take from its

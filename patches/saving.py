@@ -73,7 +73,7 @@ class _RewritingSave:
                 "model.push_to_hub(repo_id), or save it to a folder and upload that"
             )
         _record_trained_values(self.model)
-        with left_out_of_log(*UNKNOWN_TYPE), _left_out_of_weights(self.model, _trained_keys(self.model)):
+        with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
             type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
         if is_main_process:
             _rewrite_config(Path(save_directory), self.model)
@@ -122,12 +122,6 @@ def _as_saved(config: dict[str, Any]) -> dict[str, Any]:
     return saved | spelled | {PATCH_KEY: record | {"former": sorted(spelled)}}
 
 
-def _trained_keys(model: nn.Module) -> list[str]:
-    """Keys in a model's state_dict of the parameters that its method trains."""
-    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in trained]
-
-
 def _record_trained_values(model: nn.Module) -> None:
     """Bring the record of the patch, and the rope settings beside it, up to date."""
     for slot in patched_slots(model):
@@ -149,10 +143,12 @@ def _record_trained_values(model: nn.Module) -> None:
 
 
 @contextmanager
-def _left_out_of_weights(model: PreTrainedModel, keys: list[str]) -> Iterator[None]:
-    """Inside, `save_pretrained` leaves these tensors out."""
+def _trained_left_out(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `save_pretrained` leaves the parameters out that the method of a model trains."""
+    trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
     before = model._keys_to_ignore_on_save
-    model._keys_to_ignore_on_save = {*(before or ()), *keys}
+    model._keys_to_ignore_on_save = {*(before or ()), *names}
     try:
         yield
     finally:

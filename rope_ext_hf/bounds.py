@@ -17,8 +17,7 @@ from typing import Any, overload
 
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
-Length = int | str
-"""A number of tokens, or its text: "4096", "4k", "1M"."""
+Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
 MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 digits out of every computation
 

@@ -1,8 +1,5 @@
 """Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
 
-    folder = download("Qwen/Qwen3-8B", patterns=("*.json",))
-    upload(Path("longer"), "me/longer")
-
 Every failure is a CheckpointError of one line.
 """
 
@@ -35,8 +32,7 @@ WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safe
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
 _SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
-_asked: dict[str, tuple[float, bool]] = {}
-"""When a Hub was asked last, and whether it answered."""
+_asked: dict[str, tuple[float, bool]] = {}  # when a Hub was asked last, and whether it answered
 
 
 def download(
@@ -95,11 +91,8 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
     arriving = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not arriving:
         return Path(cached[files[0]].removesuffix(files[0]))
-    folder = Path(
-        snapshot_download(
-            name, revision=revision, allow_patterns=list(map(escape, files)), etag_timeout=_SECONDS_TO_ANSWER
-        )
-    )
+    patterns = list(map(escape, files))
+    folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER))
     if missing := next((file for file in files if not (folder / file).is_file()), None):
         raise CheckpointError(f"{missing!r} of {name!r} could not be downloaded from the Hub. Try again")
     with TemporaryDirectory() as arrived:  # what was there before is neither read again nor held to be damaged

@@ -3,11 +3,6 @@
     with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
         part.write_text("{}")
 
-    source, out = Path("model"), Path("patched")
-    with atomic_folder(out, source=source, inputs=file_stamps([source / "config.json"])) as staging:
-        copy_files(source, list_files(source), staging)          # refuses links that lead out of the folder
-        write_json(staging / "config.json", config)
-
 Every failure is a FileError of one line. Nothing here depends on models.
 """
 
@@ -41,9 +36,6 @@ _FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 _RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
-
-
-# --- names ---------------------------------------------------------------------------------------------------------
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
@@ -113,9 +105,6 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
         )
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object without repeated keys from a regular file that is not too large."""
     try:
@@ -174,9 +163,6 @@ def json_text(value: Any) -> str:
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
 
-# --- bytes ---------------------------------------------------------------------------------------------------------
-
-
 def copy_files(source: Path, names: Iterable[str], target: Path) -> None:
     """Copy files of one folder, given by relative name, into another; links are followed, permissions kept."""
     for name in names:
@@ -208,9 +194,6 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance
             raise FileError(f"a file ended at byte {at} while it was being copied; it was expected to have {end}")
         at += copied
         advance(copied)
-
-
-# --- whole or not at all -------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,10 +1,6 @@
 """A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
 
-    folder = model_folder("reference")
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
-    model = load_model("reference", device="auto")
-    tokenizer = load_tokenizer("reference")
-    print(fingerprint("my-model/").digest)
 
 Every failure a user can cause is a CheckpointError of one line.
 """
@@ -27,17 +23,15 @@ from rope_ext_hf.files import check_full, disk_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
-from rope_ext_hf.patches.family_settings import check_sizes
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.loading import class_to_load, find_config, from_pretrained, restore_patch
+from rope_ext_hf.patches.loading import empty_model, find_config, from_pretrained, restore_patch
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SAMPLES, _SAMPLED_BYTES = 256, 4096
-"""Blocks of a file of weights that count for its digest, and the bytes of each."""
+_SAMPLES, _SAMPLED_BYTES = 256, 4096  # blocks of a file of weights that count for its digest, and the bytes of each
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
@@ -143,31 +137,6 @@ def _is_folder(path: Path) -> bool:
 
 def _exists(path: Path) -> bool:
     return os.path.exists(path)  # noqa: PTH110 - as above
-
-
-_WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weights"
-
-
-def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config, of the class that `from_pretrained` would load, on the meta device, without weights."""
-    try:
-        loader = class_to_load(config)
-        check_sizes(config)
-        with torch.device("meta"):
-            if hasattr(loader, "_model_mapping"):
-                model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
-            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
-            elif getattr(loader, "config_class", None) is None:
-                raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
-            else:
-                model = loader._from_config(config)
-        if next(model.parameters(), None) is None:
-            raise CheckpointError(_WITHOUT_WEIGHTS.format(type(model).__name__))
-    except RopeExtError:
-        raise
-    except Exception as error:  # model classes raise anything on bad values
-        raise CheckpointError(f"no language model can be built from this config: {one_line(error)}") from error
-    return model
 
 
 def read_config(

@@ -1,8 +1,5 @@
 """The lock of a folder: held by one process, and released by the kernel however that process ends.
 
-    with locked(folder / "run.0.lock", folder):
-        ...
-
 A second process does not wait: it is told which process holds the lock.
 """
 

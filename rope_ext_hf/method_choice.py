@@ -1,7 +1,5 @@
 """Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
 
-    choice = MethodChoice(method=["yarn", "ntk"], factor="4,8")
-
 `rope_ext_hf.patches.choosing` makes methods of it. Nothing here imports torch, so that --help answers at once.
 """
 
@@ -23,13 +21,10 @@ def _parts(given: Any) -> list[Any]:
 
 
 def _methods(given: Any) -> tuple[Any, ...]:
-    if not (methods := [part for part in _parts(given) if part != ""]) and given not in (
-        None,
-        (),
-        [],
-    ):  # of a script whose variable is empty, say
+    methods = tuple(part for part in _parts(given) if part != "")
+    if not methods and given not in (None, (), []):  # of a script whose variable is empty, say
         raise MethodError("--method names no method; leave it out to have the model as loaded")
-    return tuple(methods)
+    return methods
 
 
 def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
@@ -44,10 +39,6 @@ def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
         if not abs(number) <= MOST_TOKENS:
             raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
     return numbers
-
-
-def _factors(given: Any) -> tuple[float, ...]:
-    return parse_numbers("--factor", given, "2,4,8")
 
 
 def _layers(given: Any) -> tuple[str | int, ...]:
@@ -75,7 +66,7 @@ class MethodChoice(Question):
     factor: tuple[float, ...] | Any = asked(
         (),
         "Extended length / context length, e.g. 8; 4,8 compares two.",
-        parse=_factors,
+        parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
         repeated=True,
         metavar="NUMBERS",
         instead_of=("target_length",),

@@ -71,14 +71,11 @@ def asked(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argpar
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a model, or done to it.
+    """What is asked of a model, or done to it; a MethodError names a field of another kind or outside its limits.
 
     Attributes:
         PANEL: the title under which the help of a command lists the fields; None: among the other options.
         command: the command of `rope-ext` that asks it; empty: it is a part of what a command asks.
-
-    Raises:
-        MethodError: a value of another kind or outside its limits; the message names the field.
     """
 
     PANEL: ClassVar[str | None] = None

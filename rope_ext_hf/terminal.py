@@ -16,8 +16,7 @@ from rope_ext_hf.errors import printable
 
 Rows = Sequence[Sequence[str]]
 """The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
-_fixed: list[int] = []
-"""Columns that count instead of the terminal's; the last ones do."""
+_fixed: list[int] = []  # columns that count instead of the terminal's; the last ones do
 
 
 @contextmanager

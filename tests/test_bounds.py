@@ -17,7 +17,8 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.bounds import LIMITS, limit, whole
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.hub import empty_model, load_model
+from rope_ext_hf.hub import load_model
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.reference import path
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import json
 import math
 import re
 import shlex
 from collections.abc import Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +335,20 @@ def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     page = section(line)
     assert all(f"{row['loss']:.3f} (" in page for row in line["rows"])
     assert page.count("| yarn |") == 3
+
+
+MODULES = [*ROOT.glob("rope_ext_hf/*/*.py"), *ROOT.glob("rope_ext_hf/*.py")]
+WITH_EXAMPLES = sorted(str(file.relative_to(ROOT)) for file in MODULES if ">>> " in file.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("file", WITH_EXAMPLES)
+def test_examples_in_docstrings_run(file: str) -> None:
+    module = import_module(file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+    result = doctest.testmod(
+        module, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    )
+    assert result.attempted
+    assert not result.failed
 
 
 # --- links ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["evidence"]
 
+
 def evidence(name: str) -> str:
     """What is known of a method, as a list that leads to the tables."""
     from rope_ext_hf import list_methods

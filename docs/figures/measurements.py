@@ -104,8 +104,8 @@ def _note() -> str:
         by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
     stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
     further = [
-        f"beyond that, on other text and by the same command with `--longest {_longest(other)}`, "
-        f"{other['scored_bytes']:,} bytes of the {NAMES[model]}"
+        f"beyond that, on other text and by the same command with `--longest {_longest(other)} --spans "
+        f"{other['spans']}`, {other['scored_bytes']:,} bytes of the {NAMES[model]}"
         for model, line in lines.items()
         for other in line["longer"]
     ]
@@ -167,7 +167,11 @@ def bands() -> str:
         cells: dict[str, dict[int, list[str]]] = {}
         for row in line["rows"]:
             label = " ".join(word for word in row["method"].split() if word != f"x{row['factor']}")
-            if label != "yarn" and "beta_slow" not in label and not {"uniform", "beta_fast"} <= set(re.split("[ =]", label)):
+            if (
+                label != "yarn"
+                and "beta_slow" not in label
+                and not {"uniform", "beta_fast"} <= set(re.split("[ =]", label))
+            ):
                 text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
                 cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
         factors = sorted({row["factor"] for row in line["rows"]})

@@ -28,12 +28,11 @@ def _named(row: Row) -> str:
 
 @figure
 def reference() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    """Bits per byte by length, with one factor for all lengths."""
     result = last_line("reference")
     rows = [row | {"method": _named(row)} for row in result["rows"]]
     note = _other_windows() + stamp(result, f"benchmarks/reference.py --spans {result['spans']}")
-    cell = "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})"
-    return length_table("bits per byte at", result | {"rows": rows}, cell, after=note)
+    return length_table("bits per byte at", result | {"rows": rows}, "{bits_per_byte:.2f}", after=note)
 
 
 def _other_windows() -> str:
@@ -107,15 +106,9 @@ def novels() -> str:
 
 
 def retrieval_cells(model: str = "reference") -> tuple[dict[tuple[str, int, int], Row], list[int], Row]:
-    """The cells of a model by method, keys and length, each method as it was measured last; all lengths; a line."""
+    """The cells of a model by method, keys and length, each as it was measured last; all lengths; a line."""
     lines = [line for line in lines_of("retrieval") if line.get("model", "reference") == model]
-    by_method = {row["name"]: line["rows"] for line in lines for row in line["rows"]}
-    cells = {
-        (name, row["keys"], row["length"]): row
-        for name, rows in by_method.items()
-        for row in rows
-        if row["name"] == name
-    }
+    cells = {(row["name"], row["keys"], row["length"]): row for line in lines for row in line["rows"]}
     return cells, sorted({length for _, _, length in cells}), lines[-1]
 
 
@@ -147,21 +140,21 @@ def _retrieval(model: str) -> str:
 
 @figure
 def retrieval_tasks() -> str:
-    """By task, of one key."""
-    line = last_line("retrieval by task", "retrieval by form")
-    cells = {(row["name"], row["keys"], row["length"]): row for row in line["rows"]}
-    lengths = sorted({length for _, _, length in cells})
-    tasks = line.get("tasks") or line["forms"]  # the key of lines before 0.1.0
+    """By task, of one key, each cell as it was measured last."""
+    lines = lines_of("retrieval by task", "retrieval by form")
+    cells = {(row["name"], row["length"]): row for line in lines for row in line["rows"] if row["keys"] == 1}
+    lengths = sorted({length for _, length in cells})
+    tasks = list(next(iter(cells.values()))["exact_by"]["task"])
     rows = (
         [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]
-        for name in dict.fromkeys(name for name, _, _ in cells)
+        for name in dict.fromkeys(name for name, _ in cells)
         for task in tasks
-        for of_length in [[cells.get((name, 1, length)) for length in lengths]]
+        for of_length in [[cells.get((name, length)) for length in lengths]]
     )
-    head = ["one key, by task", "", *length_heads(lengths, line["context_length"])]
-    questions = line["rows"][0]["trials"] // len(tasks)
+    head = ["one key, by task", "", *length_heads(lengths, lines[-1]["context_length"])]
+    questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
-    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(line, command)}")
+    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
 
 
 @figure

@@ -18,7 +18,7 @@ from rope_ext_hf.advice.reported import Reported, reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
-from rope_ext_hf.hub import empty_model, foreign_errors
+from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
@@ -28,6 +28,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
@@ -36,12 +37,10 @@ from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_target, open_model
 
-_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}
-"""Bytes of a number by dtype; float16 has those of bfloat16."""
+_WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
 """The engine that is this package's own process: it is no evidence about a server."""
-_MEASURED_SPANS = 8
-"""Of every length, in the commands that measure: enough to compare methods, and no whole corpus."""
+_MEASURED_SPANS = 8  # of every length, in the commands that measure: enough to compare methods, and no whole corpus
 _SUSTAINED = 1e14
 """Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
@@ -184,10 +183,9 @@ class _Planner:
     def __init__(
         self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
     ) -> None:
-        self.name = name
-        self.opened, self.rotary, self.target_length, self.underneath = opened, rotary, target_length, underneath
-        given = {key: value for key, value in underneath.items() if value not in (None, "own")}
-        self.options = given
+        self.opened, self.name, self.rotary, self.target_length = opened, name, rotary, target_length
+        self.underneath = underneath
+        self.options = {key: value for key, value in underneath.items() if value not in (None, "own")}
         self.configs: dict[tuple[str, str], ServingConfig] = {}
         self.refusal = ""
 
@@ -274,11 +272,8 @@ class _Planner:
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
         """A method that helped, by the engine that serves it; a candidate for serving where there is one."""
         ordered = sorted([each for each in methods if each.fits], key=lambda each: SERVING not in each.purposes)
-        served: dict[str, str] = {}
-        for engine in list_engines():
-            names = [each.method for each in ordered if each.engines.get(engine)]
-            if names:
-                served[engine] = names[0]
+        names = {each: [one.method for one in ordered if one.engines.get(each)] for each in list_engines()}
+        served = {engine: own[0] for engine, own in names.items() if own}
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
     def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:

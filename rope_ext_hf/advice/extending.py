@@ -1,8 +1,4 @@
-"""From a model and a length to a folder that an engine serves: which steps, and what the measurement among them says.
-
-plan = plan_extension("Qwen/Qwen3-8B", Extending(target_length="128k", engine="vllm"))
-print(plan.method, plan.reason, *plan.steps, sep="\n")
-"""
+"""From a model and a length to a folder that an engine serves: which steps, and what the measurement between says."""
 
 from __future__ import annotations
 
@@ -36,8 +32,7 @@ from rope_ext_hf.serving.target import needs_nothing, open_model
 
 _UNIT = "bits per byte"
 
-_SHORT_INPUTS = 4
-"""The shortest inputs that are measured have the context length over this."""
+_SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
 _CHARACTERS = 6
 """Characters of a document of the default text, for each token of the target length: more than tokens have."""
 
@@ -53,12 +48,12 @@ class Extension:
     context_length: int  # in tokens as well; the factor is one over the other
     reason: str  # why this method, in words
     expected: str  # what it costs inputs within the context length by our measurements, in words
-    expectations: dict[int, tuple[float, ...]]
+    expectations: dict[int, tuple[float, ...]]  # by length, rises on the small models, bits per byte
     lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
     out: str  # the folder that is written
     patch: LayerChoice  # the method, as it is patched in
     perplexity: Perplexity | None  # what is measured before; None: nothing
-    steps: dict[str, list[str]]
+    steps: dict[str, list[str]]  # words of commands: ppl where it is measured, patch, serve-config
 
     @property
     def commands(self) -> dict[str, str]:
@@ -155,22 +150,16 @@ def plan_extension(
     """
     target_length, over, context_length = asked.target_length, asked.over, asked.context_length
     engine = find_engine(asked.engine).name
-    opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
+    loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    opened = open_model(model, **loading)
     if opened.specs:
         raise MethodError(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
             f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    advice = advise(
-        model,
-        target_length,
-        over=over,
-        context_length=context_length,
-        server=asked,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
+    advice = advise(model, target_length, over=over, context_length=context_length, server=server, **loading)
     chosen = _choose(advice, engine)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
@@ -181,9 +170,7 @@ def plan_extension(
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
-    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
-    loading = {"revision": revision, "trust_remote_code": trust_remote_code}
     choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
     question = Perplexity(

@@ -14,7 +14,7 @@ from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
-from rope_ext_hf.rotary.phase import fixed_point_number
+from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class RotationTable:
                 phases.append(self.phase_of_distance(one.offset - before.offset, device)[None, None])
             else:
                 phases.append(self.phase_at(one, device) - self.phase_at(before, device))
-        return KeyRotation.from_phase(torch.cat(phases) if phases[1:] else phases[0])
+        angle = phase_to_radians(torch.cat(phases) if phases[1:] else phases[0])[:, None]
+        return KeyRotation(angle.cos(), angle.sin())
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
         if tokens not in self._phases:

@@ -44,12 +44,11 @@ class KernelCall(NamedTuple):
 
 
 def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
-    """Cover tiles: rectangles of one size and mask share a call where they are evenly spaced.
+    """Cover the tiles of a zone, in the order of their queries: evenly spaced ones of one size and mask share a call.
 
     Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
 
     Args:
-        tiles: those of a zone in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
         max_joined: the most queries, those of all rows, of a call over rows of the same queries.
@@ -149,10 +148,7 @@ class MergedSoftmax:
         return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention to further keys of the queries `spans`, as a kernel returns it.
-
-        `part` and `part_lse` have the spans folded into the batch.
-        """
+        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys."""
         if self._lse is None:
             if spans.size == self.query.shape[-2]:
                 self.out = part if self.out is None else self.out.copy_(part)

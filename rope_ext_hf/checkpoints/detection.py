@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_path
+from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
@@ -171,24 +172,17 @@ def detect_pairing(
     if isinstance(path_or_model, nn.Module):
         weights = weights_from_model(path_or_model)
     else:
-        weights = weights_from_path(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
+        weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
     report = replace(_from_weights(weights), consumers=consumers(weights))
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 
 
-# --- the weights ----------------------------------------------------------------------------------------------------
-
-
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
-    """Correlate each head's energies with the likenesses of its dims under either pairing, off the diagonal.
+    """How each head's energies correlate with the likenesses of its dims under half and interleaved: (heads, 2).
 
-    Args:
-        query: (heads, dims, width), the rows that rotate.
-        key: (key heads, dims, width); each serves heads / key heads query heads, in order.
-        inv_freq: (dims / 2,), radians per token.
-
-    Returns:
-        (heads, 2): for half and interleaved.
+    query: (heads, dims, width), the rows that rotate; key: (key heads, dims, width), each for heads / key heads query
+    heads, in order; inv_freq: (dims / 2,), radians per token.
     """
     shared = len(query) // len(key)
     grouped = query.reshape(len(key), shared * query.shape[1], -1)
@@ -294,9 +288,6 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     return replace(
         report, pairing=None, confidence=0.0, reason=f"the weights show {report.pairing}, the text {text.pairing}"
     )
-
-
-# --- the loss on a text ---------------------------------------------------------------------------------------------
 
 
 def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:

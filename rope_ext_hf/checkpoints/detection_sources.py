@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.hub import empty_model, loading
+from rope_ext_hf.hub import loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
-from rope_ext_hf.patches.loading import class_to_load
+from rope_ext_hf.patches.loading import class_to_load, empty_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -194,11 +193,6 @@ def weights_from_model(model: Any) -> AttentionWeights:
         stated=getattr(model.config, PAIRING_KEY, None) or class_pairing(model.config),
         load=lambda: model,
     )
-
-
-def weights_from_path(path: str | Path, *, revision: str | None, trust_remote_code: bool) -> AttentionWeights:
-    source = open_checkpoint(path, revision=revision, trust_remote_code=trust_remote_code)
-    return weights_from_source(source, str(path), trust_remote_code=trust_remote_code)
 
 
 def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> AttentionWeights:

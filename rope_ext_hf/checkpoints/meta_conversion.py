@@ -1,8 +1,5 @@
 """A Llama between Meta's own format (params.json, consolidated.NN.pth) and a Hugging Face folder, streamed and atomic.
 
-    MetaImport(read_meta(Path("Llama-2-13b")), Path("Llama-2-13b-hf"), "half").run()   # merges the model-parallel parts
-    MetaExport(read_source(Path("Llama-2-13b-hf")), Path("Llama-2-13b"), model_parallel=2).run()
-
 `meta_params` describes which models these are, and how what params.json lacks is derived.
 """
 
@@ -121,7 +118,10 @@ class MetaExport(Conversion):
         self.source, self.llama, self.count = source, _representable(source), model_parallel
         self.weights = {weight.meta: weight for weight in self.llama.weights(self.llama.generation.split)}
         _check_tensors(source, self.llama, self.weights.values())
-        _check_count(self.count, self.llama)
+        whole("model_parallel", model_parallel, error=CheckpointError)
+        for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
+            if (number := getattr(self.llama, size)) % model_parallel:
+                raise CheckpointError(f"{size} {number} cannot be divided among {model_parallel} parts")
         self.now = source_pairing or source.pairing or "half"
         self.infos = {
             name: TensorInfo.from_shape(source.view.tensors[weight.hf].dtype, weight.part_shape(self.count))
@@ -209,13 +209,6 @@ def _check_tensors(source: Source, llama: Llama, weights: Iterable[Weight]) -> N
                 )
         elif name not in needed and not name.endswith(".rotary_emb.inv_freq"):  # old checkpoints hold frequencies
             raise CheckpointError(f"{name!r} in {str(folder)!r} has no place in Meta's format")
-
-
-def _check_count(parts: int, llama: Llama) -> None:
-    whole("model_parallel", parts, error=CheckpointError)
-    for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
-        if getattr(llama, size) % parts:
-            raise CheckpointError(f"{size} {getattr(llama, size)} cannot be divided among {parts} parts")
 
 
 def _losses(source: Source, llama: Llama) -> tuple[str, ...]:

@@ -224,14 +224,10 @@ class Llama:
         """Return every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
         yield Weight(EMBEDDING, HF_EMBEDDING, (self.vocab, self.dim), split, None)
         for layer in range(self.layers):
-            for meta, hf, shape, dim, heads in _LAYER:
-                yield Weight(
-                    f"layers.{layer}.{meta}.weight",
-                    f"model.layers.{layer}.{hf}.weight",
-                    tuple(getattr(self, size) for size in shape),
-                    dim,
-                    getattr(self, heads) if heads else None,
-                )
+            for meta, hf, sizes, dim, heads in _LAYER:
+                names = (f"layers.{layer}.{meta}.weight", f"model.layers.{layer}.{hf}.weight")
+                shape = tuple(getattr(self, size) for size in sizes)
+                yield Weight(*names, shape, dim, getattr(self, heads) if heads else None)
         yield Weight("norm.weight", "model.norm.weight", (self.dim,), None, None)
         yield Weight(OUTPUT, HF_EMBEDDING if self.tied else HF_OUTPUT, (self.vocab, self.dim), 0, None)
 

@@ -1,9 +1,4 @@
-"""A folder in Meta's own Llama format (params.json, consolidated.NN.pth), checked once.
-
-source = read_meta(Path("Llama-2-13b"))
-source.llama                                # the model, by params.json and the shapes of the tensors
-source.view().read("model.norm.weight")     # a whole tensor, by its Hugging Face name
-"""
+"""A folder in Meta's own Llama format (params.json, consolidated.NN.pth), checked once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
 """Which rows of a checkpoint's tensors rotate, by the family table.
 
-    >>> tensors = rotary_tensors(config, rotary_dim=64)      # of a Hugging Face config
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)
+    >>> tensors = rotary_tensors(config, rotary_dim=64)
     >>> tensors.find("model.layers.0.self_attn.k_proj.weight", (256, 1024))
-    RowLayout(repeat=1, blocks=(HeadBlock(count=4, size=64, rotary=64, start=0),))
+    RowLayout(repeat=1, blocks=(HeadBlock(count=4, size=64, rotary=64, start=0, ...),), ...)
     >>> tensors.find("model.layers.0.mlp.up_proj.weight", (4096, 1024)) is None
     True
 
@@ -347,11 +349,6 @@ def _row_layout(rows: ModuleRows, blocks: dict[str, HeadBlock], keys: int, modul
     norm_side = module.rpartition(".")[2][0]  # a norm that all heads share is named q_norm, key_layernorm, ...
     if "index_norm" in rows.blocks:
         norm_side = f"index_{norm_side}"
-    return RowLayout(
-        repeat,
-        tuple(
-            replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else ""))
-            for b in (blocks[name] for name in rows.blocks)
-        ),
-        rows.pairing,
-    )
+    own = (blocks[name] for name in rows.blocks)
+    sided = tuple(replace(b, count=b.count // repeat, side=b.side or (norm_side if b.rotary else "")) for b in own)
+    return RowLayout(repeat, sided, rows.pairing)

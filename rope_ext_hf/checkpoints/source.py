@@ -14,14 +14,14 @@ from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorVi
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
-from rope_ext_hf.hub import empty_model, loading, model_folder
+from rope_ext_hf.hub import loading, model_folder
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, Adapter, find_adapter
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated, config_pairing, stated_rotary
 from rope_ext_hf.patches.geometry import checkpoint_geometry
-from rope_ext_hf.patches.loading import load_config
+from rope_ext_hf.patches.loading import empty_model, load_config
 from rope_ext_hf.rotary.pairing import PAIRINGS
 
 if TYPE_CHECKING:
@@ -131,9 +131,6 @@ def _names_adapter(file: str) -> bool:
     return file.startswith("adapter_model")
 
 
-# --- config and model ----------------------------------------------------------------------------------------------
-
-
 def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
     """The config of the model, or of the model that an adapter was trained on."""
     where = folder
@@ -178,9 +175,6 @@ def _rotated_modules(model: PreTrainedModel | None, tensors: RotaryTensors) -> f
     assert pattern is not None  # other families have a class
     layers = range(len(tensors.layers))
     return frozenset(f"{pattern.format(layer)}.{module}" for layer in layers for module in tensors.modules)
-
-
-# --- weight files --------------------------------------------------------------------------------------------------
 
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:

@@ -1,9 +1,5 @@
 """Files of torch.save, read and written one tensor at a time, without unpickling any object.
 
-    locate_tensors(path)["lm_head.weight"]                 # where its numbers are stored; none of them is read
-    with open_writer(path, {"a": (torch.float32, (2, 3))}, {}) as write:
-        write("a", data)
-
 Such a file is a zip archive of data.pkl, in which every tensor names a storage, and of the storages. Before torch 1.6
 it was a sequence of pickles (a magic number, a version, the machine, the object, the names of the storages), followed
 by the length and the numbers of each storage (torch/serialization.py, _legacy_save). Globals and calls in a pickle are

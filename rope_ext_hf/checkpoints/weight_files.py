@@ -1,8 +1,5 @@
 """Weight files, read one tensor at a time: safetensors, and the files of torch.save.
 
-    file = SafetensorsFile(path)              # reads and checks the header, no weights
-    file.read("lm_head.weight")               # reads this one tensor
-
 A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`; the names of its files
 stand in `downloads.WEIGHT_FILES`. The header of safetensors (https://huggingface.co/docs/safetensors: its length in 8
 bytes, JSON, then the tensors without gaps) is parsed here because the safetensors library gives neither the offsets, by

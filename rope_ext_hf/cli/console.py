@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from rope_ext_hf.errors import CheckpointError, FileError, bounded, duration, printable
-from rope_ext_hf.terminal import terminal_width
+from rope_ext_hf.terminal import terminal_width, wrapped
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-_results: list[TextIO] = []
-"""Where results are printed; the last one counts."""
+_results: list[TextIO] = []  # where results are printed; the last one counts
 
 
 @contextmanager
@@ -87,10 +86,11 @@ def print_error(text: str) -> None:
 
 
 def _print_aside(line: str) -> None:
-    """Print a line on standard error, where that takes any."""
+    """Print a line on standard error, where that takes any; on a terminal lines end between words."""
     try:
         if sys.stderr is not None:
-            print(printable(line), file=sys.stderr, flush=True)
+            text = wrapped(line, then=" " * 9) if sys.stderr.isatty() else line
+            print(printable(text), file=sys.stderr, flush=True)
     except OSError:
         _give_up(sys.stderr)
 
@@ -164,8 +164,7 @@ class _ProgressBar:
             self.left.passed(done - self.left.done)
 
 
-_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}
-"""What is timed, by what is counted."""
+_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}  # what is timed, by what is counted
 
 
 @contextmanager

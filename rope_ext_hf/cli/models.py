@@ -152,11 +152,8 @@ def explain(
     if as_json:
         pictures = {name: str(path) for name, path in made.pictures.items()}
         heads = None if trained is None else len(trained)
-        print_text(
-            json_text(
-                {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
-            )
-        )
+        told = {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
+        print_text(json_text(told))
     else:
         print_text(str(made.page))
 

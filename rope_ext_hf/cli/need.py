@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,12 +14,12 @@ from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.questions import Need
 from rope_ext_hf.files import json_text, read_json, write_json
+from rope_ext_hf.questions import command_line
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport
 
-_NEED_FILE = "need.json"
-"""The name of the file that a run leaves in its folder."""
+_NEED_FILE = "need.json"  # the name of the file that a run leaves in its folder
 
 
 def need(
@@ -74,21 +73,21 @@ def _next_command(found: NeedReport, model: str, out: Path) -> str:
     """The command that follows from what was found; none where every layer's window is too narrow."""
     from rope_ext_hf.runs.verdicts import Outcome
 
-    short, goal, quoted, text = found.context_length, found.goal, shlex.quote(model), "--data 'texts/*.txt'"
-    lengths = ",".join(str(length) for length in sorted({short, goal}))
+    short, goal, text = found.context_length, found.goal, "texts/*.txt"
+    lengths = sorted({short, goal})
     match found.outcome:
         case _ if found.too_narrow:
             return ""
         case Outcome.WORSE:
-            reach = f" --need {shlex.quote(str(out))}" if (found.reads_to or 0) > short else ""
-            return f"rope-ext advise {quoted} --target-length {goal}{reach}"
+            need = out if (found.reads_to or 0) > short else None
+            return command_line("advise", model, target_length=goal, need=need)
         case Outcome.NO_MEASURE:
-            return f"rope-ext ppl {quoted} --lengths {lengths} --keys-by {quoted} {text}"
+            return command_line("ppl", model, lengths=lengths, keys_by=model, data=text)
         case Outcome.BETTER if found.target_length:
-            return f"rope-ext ppl {quoted} --lengths {lengths} {text}"
+            return command_line("ppl", model, lengths=lengths, data=text)
         case outcome:
             longer = 2 * goal if outcome is Outcome.BETTER else goal
-            return f"rope-ext need {quoted} --target-length {longer} {text}"
+            return command_line("need", model, target_length=longer, data=text)
 
 
 def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | None:
@@ -97,8 +96,8 @@ def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | 
 
     found, file = read_json(folder / _NEED_FILE), repr(str(folder / _NEED_FILE))
     if found.get("digest") != source_digest(model, revision=revision):
-        raise FileError(f"{file} was not measured of {model!r} as it is now; run rope-ext need {shlex.quote(model)}")
+        raise FileError(f"{file} was not measured of {model!r} as it is now; run {command_line('need', model)}")
     reach, lengths = found.get("reads_to"), found.get("lengths")
     if reach is not None and not (type(reach) is int and 1 <= reach <= MOST_TOKENS and reach in (lengths or ())):
-        raise FileError(f"{file} states no length that a model reads to; run rope-ext need {shlex.quote(model)} again")
+        raise FileError(f"{file} states no length that a model reads to; run {command_line('need', model)} again")
     return reach

@@ -42,8 +42,7 @@ DryRun = Annotated[
 ]
 Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kept, each run in a folder of its own.")]
 
-FROM_FILE = "rope_ext_hf.from_file"
-"""Where a context's `meta` has the options of a run file, by name."""
+FROM_FILE = "rope_ext_hf.from_file"  # where a context's `meta` has the options of a run file, by name
 _MOST_NESTING = 100  # of brackets in a value
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.advice.questions import Extending
-from rope_ext_hf.bounds import parse_length, parse_lengths
+from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
 from rope_ext_hf.cli.models import write_patched
@@ -148,17 +148,15 @@ def advise(
     """
     from rope_ext_hf.advice.advising import advise as advise_on
 
-    wanted = parse_length(target_length)
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    stated = parse_length(context_length)
     quiet_transformers()
     advice = advise_on(
         model,
-        wanted,
+        target_length,
         over=over,
-        context_length=stated,
+        context_length=context_length,
         batches=[int(number) for number in batches],
         reads_to=None if need is None else reach_in(need, model, revision=source.revision),
         server=server,

@@ -15,25 +15,15 @@ _EXACT = 1e-6  # the largest relative difference of frequencies and magnitudes t
 
 @dataclass(frozen=True)
 class Computed:
-    """The numbers that an engine computes from a config.
+    """The numbers that an engine computes from a config."""
 
-    Attributes:
-        inv_freq: radians per position of every rotated pair of a full-attention layer.
-        attention_factor: the number that cos and sin are multiplied by.
-        length: tokens that the engine serves by default; None: it leaves that to the user.
-        table: positions that the engine has angles for; None: as many as asked for.
-        softmax_scale: the number that the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim).
-        notes: the settings that the engine passes over in this config, in sentences.
-        by_length: whether these are for inputs of this length alone, and shorter ones get others.
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float
-    length: int | None
-    table: int | None = None
-    softmax_scale: float = 1.0
-    notes: tuple[str, ...] = ()
-    by_length: bool = False
+    inv_freq: tuple[float, ...]  # radians per position of every rotated pair of a full-attention layer
+    attention_factor: float  # the number that cos and sin are multiplied by
+    length: int | None  # tokens that the engine serves by default; None: it leaves that to the user
+    table: int | None = None  # positions that the engine has angles for; None: as many as asked for
+    softmax_scale: float = 1.0  # what the attention multiplies its softmax scale by (DeepSeek's mscale_all_dim)
+    notes: tuple[str, ...] = ()  # the settings that the engine passes over in this config, in sentences
+    by_length: bool = False  # whether these are for inputs of this length alone, and shorter ones get others
 
     def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
         """The first difference from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
@@ -53,30 +43,20 @@ class Computed:
 
 @dataclass(frozen=True)
 class RopeKeys:
-    """The keys that an engine reads from a config, and the numbers that follow whatever the rope type is.
+    """The keys that an engine reads from a config, and the numbers that follow whatever the rope type is."""
 
-    Attributes:
-        text: the text config.
-        settings: its rope settings, with the base as `rope_theta`.
-        kind: the rope type.
-        dim: rotated dims per head.
-        most: max_position_embeddings, in tokens.
-        asked: tokens that the engine is started for; None: its default.
-        length, table, softmax_scale, notes: as in `Computed`.
-        usual: the numbers that the engine takes for missing keys; a missing key without one is an error.
-    """
-
-    text: Config
-    settings: Config
-    kind: str
-    dim: int
-    most: int
-    asked: int | None
-    length: int | None
+    text: Config  # the text config
+    settings: Config  # its rope settings, with the base as `rope_theta`
+    kind: str  # the rope type
+    dim: int  # rotated dims per head
+    most: int  # max_position_embeddings, in tokens
+    asked: int | None  # tokens that the engine is started for; None: its default
+    length: int | None  # this and the next three as in `Computed`
     table: int | None = None
     softmax_scale: float = 1.0
     notes: tuple[str, ...] = ()
     usual: Mapping[str, float] = field(default_factory=dict)
+    """The numbers that the engine takes for missing keys; a missing key without one is an error."""
 
     @cached_property
     def model_type(self) -> str:

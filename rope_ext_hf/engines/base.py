@@ -46,36 +46,22 @@ def engine_table(file: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """A model with its method, as it was measured and as an engine is to compute it; two targets are never equal.
+    """A model with its method, as it was measured and as an engine is to compute it; two targets are never equal."""
 
-    Attributes:
-        model: the folder or Hub id, for the commands.
-        config: the text config before the method, in the spelling of transformers 5.
-        patched: the text config with the method in it.
-        composite: whether the text config lies under `text_config` of the model's config.
-        layer_type: the layers that the method applies to; None: all.
-        inv_freq, attention_factor, softmax_scale: the measured ones, as in `Computed`.
-        theta, original: the base, and the length in tokens without any scaling.
-        length: tokens to serve.
-        method: the method, for messages.
-        notes: the layers that the method does not reach, and all else that a user must hear, whatever the engine.
-        remapping: a remapping method and the model's pairing, as JSON text for the plug-in; None: there is none.
-    """
-
-    model: str
-    config: Config
-    patched: Config
-    composite: bool
-    layer_type: str | None
-    inv_freq: tuple[float, ...]
+    model: str  # the folder or Hub id, for the commands
+    config: Config  # the text config before the method, in the spelling of transformers 5
+    patched: Config  # the text config with the method in it
+    composite: bool  # whether the text config lies under `text_config` of the model's config
+    layer_type: str | None  # the layers that the method applies to; None: all
+    inv_freq: tuple[float, ...]  # measured, as the next two, see `Computed`
     attention_factor: float
     softmax_scale: float
-    theta: float
-    original: int
-    length: int
-    method: str
-    notes: tuple[str, ...] = ()
-    remapping: str | None = None
+    theta: float  # the base
+    original: int  # tokens, the length without any scaling
+    length: int  # tokens to serve
+    method: str  # for messages
+    notes: tuple[str, ...] = ()  # the layers that the method does not reach, and what else a user must hear
+    remapping: str | None = None  # a remapping method and the model's pairing, as JSON text for the plug-in
 
     @functools.cached_property
     def model_type(self) -> str:
@@ -113,8 +99,7 @@ class Encoding:
 
     name: str
     settings: dict[str, Any]
-    config: dict[str, Any] = field(default_factory=dict)
-    """Further keys of the text config."""
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of the text config
 
 
 _ROUTING = (
@@ -225,32 +210,24 @@ class Engine(ABC):
     """Base of all engines; `computes` holds the rules of one version of the engine."""
 
     name: ClassVar[str] = ""
-    version: ClassVar[str]
-    """The version whose source the rules were taken from."""
-    title: ClassVar[str] = ""
-    """The engine as its makers write it; empty: its name."""
+    version: ClassVar[str]  # the version whose source the rules were taken from
+    title: ClassVar[str] = ""  # the engine as its makers write it; empty: its name
     follows_input: ClassVar[bool] = False
     """Whether the engine chooses frequencies for every input, and not once when it starts."""
     oldest: ClassVar[tuple[str, str] | None] = None
     """The first version that takes such a configuration, and why an older one does not."""
-    newest: ClassVar[tuple[str, str] | None] = None
-    """The first version with other rules, in words that go on after it."""
-    reference: ClassVar[bool] = False
-    """Whether the others are compared with it."""
-    usual_server: ClassVar[bool] = False
-    """Whether commands are for it where no engine is named; one has it."""
+    newest: ClassVar[tuple[str, str] | None] = None  # the first version with other rules, in words that go on after it
+    reference: ClassVar[bool] = False  # whether the others are compared with it
+    usual_server: ClassVar[bool] = False  # whether commands are for it where no engine is named; one has it
     drafts: ClassVar[str] = ""
     """The parts of such a configuration that reach a draft of speculative decoding, in sentences; empty: not known."""
-    former: ClassVar[type[Engine] | None] = None
-    """A former major version that is still in use, with rules of its own."""
+    former: ClassVar[type[Engine] | None] = None  # a former major version that is still in use, with rules of its own
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
-    remaps: ClassVar[bool] = False
-    """Whether the engine runs remapping methods."""
+    remaps: ClassVar[bool] = False  # whether the engine runs remapping methods
     on_gpus: ClassVar[str] = ""
     """The options for the GPUs of a server, to be filled with those of `GPUMemory`; empty: not known."""
-    file_suffix: ClassVar[str] = ".json"
-    """Suffix of the file that the engine reads."""
+    file_suffix: ClassVar[str] = ".json"  # suffix of the file that the engine reads
     table: ClassVar[Mapping[str, Any]] = engine_table("")
     """What is known of families in it, see `engine_table`; by default nothing."""
 
@@ -280,11 +257,7 @@ class Engine(ABC):
         """
 
     def with_plugin(self) -> Engine:
-        """This engine with the plug-in of this package loaded.
-
-        Raises:
-            ServingError: there is none for it.
-        """
+        """This engine with the plug-in of this package loaded; ServingError where there is none for it."""
         having = ", ".join(name for name, engine in _ENGINES.items() if engine.with_plugin is not Engine.with_plugin)
         raise ServingError(f"there is no plug-in of this package for {self.name}; there is one for {having}")
 
@@ -294,14 +267,7 @@ class Engine(ABC):
         return ServingConfig(self.name, self.version, encoding, target.method, target.length, computed=computed, **how)
 
     def options_on(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """The options for the GPUs of a server.
-
-        Args:
-            given: as `GPUMemory.options` has them.
-
-        Raises:
-            ServingError: they are not known for this engine.
-        """
+        """The options for the GPUs of a server, from those of `GPUMemory`; ServingError: they are not known."""
         if not self.on_gpus:
             having = " and ".join(name for name, engine in _ENGINES.items() if engine.on_gpus)
             raise ServingError(f"options for GPUs are known for {having}, not for {self.name}; leave out --gpus")
@@ -324,11 +290,7 @@ class Engine(ABC):
         return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
 
     def check_family(self, target: Target) -> None:
-        """Refuse a family that the engine does not run as transformers does.
-
-        Raises:
-            ServingError: it does not; the message gives the reason.
-        """
+        """Refuse, by a ServingError, a family that the engine does not run as transformers does."""
         for reason, model_types in self.table["refused"].items():
             if target.model_type in model_types:
                 raise ServingError(
@@ -379,23 +341,12 @@ class ConfigEngine(Engine):
         return self.by_type(self.read(config, length))
 
     def by_type(self, rope: RopeKeys) -> Computed:
-        """Compute frequencies and magnitude for the rope type.
-
-        Raises:
-            ServingError: it has no such rope type, or refuses the settings.
-        """
-        match self.aliases.get(str(rope.kind), rope.kind):
-            case "default":
-                return rope.computed(formulas.plain(rope.theta, rope.dim))
-            case "linear":
-                return self.linear(rope)
-            case "llama3":
-                return self.llama3(rope)
-            case "yarn":
-                return self.yarn(rope)
-            case "longrope":
-                return self.longrope(rope)
-        return self.other(rope)
+        """Frequencies and magnitude for the rope type; ServingError: there is none such, or wrong settings."""
+        kind = self.aliases.get(str(rope.kind), str(rope.kind))
+        if kind == "default":
+            return rope.computed(formulas.plain(rope.theta, rope.dim))
+        rules = {"linear": self.linear, "llama3": self.llama3, "yarn": self.yarn, "longrope": self.longrope}
+        return rules.get(kind, self.other)(rope)
 
     def linear(self, rope: RopeKeys) -> Computed:
         """Position interpolation."""

@@ -69,11 +69,7 @@ class FormerSpellingEngine(ConfigEngine):
         )
 
     def known_text(self, config: Config) -> tuple[dict[str, Any], str, int]:
-        """The text config, the model type and max_position_embeddings.
-
-        Raises:
-            NotCheckedError: a family whose file was not read.
-        """
+        """The text config, model type and max_position_embeddings; NotCheckedError for an unknown family."""
         text = text_settings(config)
         model_type, most = str(text.get("model_type")), length_setting(text)
         if model_type not in self.table["families"]:

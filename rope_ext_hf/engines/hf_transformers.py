@@ -17,14 +17,6 @@ MLA_FAMILIES = frozenset(
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 
 
-def _mla_softmax_scale(rope: RopeKeys) -> float:
-    """The number by which the attention of DeepSeek and its kin multiplies its softmax scale."""
-    settings = rope.settings
-    if rope.model_type not in MLA_FAMILIES or rope.kind == "default" or not settings.get("mscale_all_dim"):
-        return 1.0
-    return yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
-
-
 def yarn_magnitude_by_config(settings: Config, factor: float) -> float:
     """The magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1."""
     if settings.get("attention_factor") is not None:
@@ -65,7 +57,11 @@ class _Rules(ConfigEngine):
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
-        return replace(self.by_type(rope), softmax_scale=_mla_softmax_scale(rope))
+        computed, settings = self.by_type(rope), rope.settings
+        if rope.model_type not in MLA_FAMILIES or rope.kind == "default" or not settings.get("mscale_all_dim"):
+            return computed
+        scale = yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
+        return replace(computed, softmax_scale=scale)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         settings, original = rope.settings, rope.number("original_max_position_embeddings")

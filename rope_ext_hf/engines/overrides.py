@@ -22,12 +22,9 @@ class OverridingEngine(ConfigEngine):
     """Base of these engines."""
 
     unknown_type = "freezes or refuses the rope type"
-    option: ClassVar[str]
-    """The option that takes the overrides, as JSON."""
-    theta_alone: ClassVar[frozenset[str]]
-    """Families whose model file hands on nothing of the rope settings but theta."""
-    whole_theta: ClassVar[frozenset[str]]
-    """Those whose model file cuts theta to a whole number."""
+    option: ClassVar[str]  # the option that takes the overrides, as JSON
+    theta_alone: ClassVar[frozenset[str]]  # families whose model file hands on nothing of the rope settings but theta
+    whole_theta: ClassVar[frozenset[str]]  # those whose model file cuts theta to a whole number
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:

@@ -22,12 +22,7 @@ from rope_ext_hf.errors import ServingError
 _FUSED = frozenset({"qwen3", "qwen3_moe"})
 """Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
 
-_USUAL = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-    "factor": 1.0,
-}
+_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024, "factor": 1.0}
 """The numbers that it takes for missing keys."""
 
 

@@ -1,8 +1,7 @@
 """Which angles: every RoPE method, as pure formulas, independent of any model.
 
-    >>> from rope_ext_hf.methods import Rotary, frequencies
     >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
-    tensor(1.4434e-05, dtype=torch.float64)
+    tensor(1.4435e-05, dtype=torch.float64)
 
 Every file of this folder is imported, so that a class decorated with `register_method` is known wherever methods are.
 """

@@ -1,11 +1,5 @@
 """The ground that every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
 
-    >>> from rope_ext_hf.methods import Rotary, Yarn, frequencies
-    >>> plain = Rotary(dim=128, theta=500000.0, trained_length=8192)
-    >>> llama = plain.scaled(Llama3(factor=8.0), context_length=131072)    # Llama 3.1, as its config describes it
-    >>> frequencies("yarn", llama, factor=2).inv_freq.shape                # for 262,144 tokens
-    torch.Size([64])
-
 Symbols as in the papers: d = `Rotary.dim`, b = `Rotary.theta`, L0 = `Rotary.trained_length`, L = length, s = factor,
 theta_i = b^(-2i/d), wavelength_i = 2 pi / theta_i. A model that was trained under a scaling has frequencies w_i and an
 attention factor a of its own, and is for C = `Rotary.context_length` tokens: every method extends from there. For a
@@ -195,17 +189,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _are_numbers(value: object) -> bool:
-    return isinstance(value, tuple) and all(map(is_number, value))
-
-
 # Annotation of a parameter -> what its value must be, for the error message, and the test for it.
 _PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "float": ("a number", is_number),
     "float | None": ("a number", is_number),
     "int | None": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
     "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "tuple[float, ...]": ("a list of numbers", _are_numbers),
+    "tuple[float, ...]": ("a list of numbers", lambda value: isinstance(value, tuple) and all(map(is_number, value))),
 }
 
 
@@ -272,11 +262,7 @@ class RopeMethod(ABC):
         return self.length_dependent or rotary.length_dependent
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
-        """The frequencies for one input.
-
-        Args:
-            rotary: the rotary embedding that they are computed from.
-            length: tokens in the input; None: the context length.
+        """The frequencies for one input of `length` tokens; None: the context length.
 
         Raises:
             MethodError: parameters that do not fit `rotary`, or a length below 1.
@@ -289,11 +275,7 @@ class RopeMethod(ABC):
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The frequencies of each row, on the device of `lengths`; no value is read on the host.
-
-        Args:
-            rotary: the rotary embedding that they are computed from.
-            lengths: tokens of each row, (...) float64.
+        """The frequencies of each row, on the device of `lengths`, (...) float64; no value is read on the host.
 
         Returns:
             inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64.
@@ -328,15 +310,7 @@ class RopeMethod(ABC):
         """
 
     def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
-        """`compute` with other values of `trainable`, through which gradients flow.
-
-        Args:
-            rotary: the rotary embedding that the method is applied to.
-            values: (dim // 2,) floating point.
-
-        Returns:
-            inv_freq, (dim // 2,) in the dtype of `values`.
-        """
+        """`compute` with other `values` of `trainable`, (dim // 2,), through which gradients flow, in their dtype."""
         raise TypeError(f"{self.name} has no parameter that is trained")
 
     @property

@@ -14,12 +14,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant, divisor_lists
 from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
-from rope_ext_hf.methods.static import (
-    RampedMethod,
-    check_at_least_four_dims,
-    check_divisors,
-    ntk_inv_freq,
-)
+from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, check_divisors, ntk_inv_freq
 
 _Growth = Literal["paper", "hf", "even", "pow2"]
 

@@ -1,6 +1,5 @@
 """Remapping methods that see far keys in groups: several neighbouring keys at one relative position.
 
-    >>> from rope_ext_hf.methods.grouped import JetLong
     >>> method = JetLong(window=2, max_distance=8)
     >>> method.distance(torch.tensor(15), torch.arange(16)).int().tolist()    # 16 tokens: groups of 2
     [7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 2, 1, 0]
@@ -116,10 +115,7 @@ class SelfExtend(_Grouped):
     floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
     """
 
-    guidance = Guidance(
-        when="the extended length is known; positions stay whole numbers, as in training",
-        decode=ZONES,
-    )
+    guidance = Guidance(when="the extended length is known; positions stay whole numbers, as in training", decode=ZONES)
     window_share = 4
     left_out: ClassVar = {**RemappingMethod.left_out, "floor_window": True}
 

@@ -22,16 +22,9 @@ TURNED_WHEN_READ = "attention in several zones; beyond the context length keys a
 
 @dataclass(frozen=True)
 class Guidance:
-    """When to use a method.
+    """When to use a method."""
 
-    Attributes:
-        purposes: the goals that it is a candidate for, of `PURPOSES`.
-        when: when to take it and not its neighbours; empty: nothing sets it apart.
-        decode: the reason why a generated token takes more time; `NOTHING`: it takes none.
-        unmeasured: why no measurement shows how a model reads with it; empty: one does, or none was made.
-    """
-
-    purposes: tuple[str, ...] = ()
-    when: str = ""
-    decode: str = NOTHING
-    unmeasured: str = ""
+    purposes: tuple[str, ...] = ()  # the goals that it is a candidate for, of `PURPOSES`
+    when: str = ""  # when to take it and not its neighbours; empty: nothing sets it apart
+    decode: str = NOTHING  # the reason why a generated token takes more time; `NOTHING`: it takes none
+    unmeasured: str = ""  # why no measurement shows how a model reads with it; empty: one does, or none was made

@@ -1,6 +1,5 @@
 """Dual Chunk Attention, a remapping method whose zones are chunks of the input.
 
->>> from rope_ext_hf.methods.input_chunks import DualChunk
 >>> method = DualChunk(chunk=4, window=2, max_distance=6)
 >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
 [5, 4, 3, 2, 5, 4, 3, 2, 1, 0]

@@ -89,7 +89,7 @@ def measured_models() -> tuple[_MeasuredModel, ...]:
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every measured model of the method fitted to a length in context lengths; empty: none."""
+    """The rise on every measured model of the method fitted to so many context lengths; empty: none there."""
     return _smallest(_measurements()[1], method, scale)
 
 

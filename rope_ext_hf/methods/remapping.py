@@ -1,13 +1,9 @@
-"""Remapping methods: they change the relative position at which a query sees a key.
+"""Remapping methods: no key is seen at a relative position beyond those of training; far keys are seen at trained ones.
 
-    >>> from rope_ext_hf.methods.remapping import LeakyReRoPE
-    >>> LeakyReRoPE(k=8, window=1024).k
-    8
-
-No key is seen at a relative position that the model was not trained at: far keys are seen at trained ones. A method
-divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position and the
-keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`; that is
-their position in every zone, except the nearest one of methods whose local zone is exact: there keys keep their own.
+A method divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position
+and the keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`;
+that is their position in every zone, except the nearest of methods whose local zone is exact, where keys keep their
+own.
 
 Some rules depend on the length of a row (`beyond_only`, and a group "length"): short rows are read by the model as
 loaded. Their keys are cached at their own positions, whatever the length is, and turned to `key_position` when read.

@@ -1,8 +1,7 @@
 """Score biases beside RoPE: a number for each distance and head, added to the score of a query and a key.
 
-    >>> from rope_ext_hf.methods.score_biases import ALiBi
     >>> ALiBi(start=4096).bias(torch.tensor([0.0, 2.0]), heads=8)[0]
-    tensor([ 0., -1.])
+    tensor([[-0., -1.]])
 
 Rotations stay as they are, also those of far keys; the bias takes weight from them. A model that was trained without
 the bias keeps what it can do up to `start`, where the bias begins. Biases whose numbers are learned are modules (see

@@ -1,6 +1,5 @@
 """Remapping methods whose far keys stay as they are cached, and are seen by queries that are turned back.
 
-    >>> from rope_ext_hf.methods.stairs import Stairs
     >>> method = Stairs(window=4, start=2, chunk=3, max_distance=8)
     >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
     [4, 3, 2, 4, 3, 2, 3, 2, 1, 0]

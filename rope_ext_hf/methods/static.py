@@ -169,6 +169,14 @@ def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq
     return ((beta_fast - cycles) / (beta_fast - beta_slow)).clamp(0, 1)
 
 
+def _check_descending(method: RopeMethod, high: str, low: str) -> None:
+    a, b = getattr(method, high), getattr(method, low)
+    if not a >= b > 0:
+        raise MethodError(
+            f"{method.name}: {high} must be at least {low} and both above 0, got {high}={a:g}, {low}={b:g}"
+        )
+
+
 def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tensor:
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
@@ -190,11 +198,7 @@ class BandedMethod(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.beta_fast >= self.beta_slow > 0:
-            raise MethodError(
-                f"{self.name}: beta_fast must be at least beta_slow and both above 0, "
-                f"got beta_fast={self.beta_fast:g}, beta_slow={self.beta_slow:g}"
-            )
+        _check_descending(self, "beta_fast", "beta_slow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,11 +327,7 @@ class Llama3(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.high_freq_factor >= self.low_freq_factor > 0:  # Llama 4 Scout has 1 and 1: a step
-            raise MethodError(
-                "llama3: high_freq_factor must be at least low_freq_factor and both above 0, "
-                f"got high_freq_factor={self.high_freq_factor:g}, low_freq_factor={self.low_freq_factor:g}"
-            )
+        _check_descending(self, "high_freq_factor", "low_freq_factor")  # Llama 4 Scout has 1 and 1: a step
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         inv_freq = rotary.inv_freq(length.device)

@@ -1,8 +1,5 @@
 """Queries and keys of a trained model as RoPE meets them, and the mean score of two of them at a distance.
 
-    vectors = spectra(model, ids)                        # (heads of all layers, pairs) complex128
-    mean_scores(vectors, rotary.inv_freq(), distances)   # (heads, distances) float64
-
 A query at m and a key at n score Re sum_i q_i conj(k_i) exp(1j (m - n) theta_i), with pairs of dims as complex numbers.
 The mean of that over many queries and keys, at one distance, follows from the mean of q_i conj(k_i) alone, its
 spectrum, whatever the frequencies: one forward pass serves all methods and all distances.

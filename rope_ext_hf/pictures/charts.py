@@ -1,8 +1,5 @@
 """Charts of results, each described once: drawn as SVG in a page, without a library, and by matplotlib as a PNG.
 
-    chart = LineChart({"as loaded": [(256, 1.7), (512, 4.7)]}, 256, "Bits per byte; lower is better")
-    chart.svg(), chart.draw("chart.png", "the model")
-
 The SVG is as wide as a phone, in the colours of its page. Names may hold anything: they are made safe where drawn.
 """
 
@@ -31,10 +28,8 @@ from rope_ext_hf.pictures.drawing import (
     write_note,
 )
 
-WIDTH = 360.0
-"""Units across of an SVG, about the pixels that a phone gives a page: text keeps its size there."""
-LINE = 12.0
-"""Units from one line of its text to the next."""
+WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
+LINE = 12.0  # units from one line of its text to the next
 _LEFT, _RIGHT, _TOP, _BELOW = 38.0, 104.0, 8.0, 32.0
 _LOADED = "as loaded"
 _MARKERS = "osD^vP*Xhd"
@@ -273,9 +268,6 @@ Chart = LineChart | HeatMaps
 
 def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:
     return [f"{length:,}\n{multiple_text(length, context_length)}" for length in lengths]
-
-
-# --- SVG --------------------------------------------------------------------------------------------------------------
 
 
 def _round_values(low: float, high: float) -> list[float]:

@@ -18,8 +18,7 @@ from rope_ext_hf.installing import install_command
 
 COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
-PLAIN = "#222222"
-"""The colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text."""
+PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
 _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
@@ -97,12 +96,6 @@ def distance_axis(axes: Any, length: int) -> None:
     axes.set_xlim(1, max(length, 2))
     axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
     axes.minorticks_off()
-
-
-def mark_distance(axes: Any, tokens: int, text: str) -> None:
-    """A dotted line at a distance, the text beside its upper end."""
-    axes.axvline(tokens, **RULE)
-    write_note(axes, text, (tokens, 1), ("data", "axes fraction"), (-3, -4), ha="right", va="top", rotation=90)
 
 
 def write_note(

@@ -1,7 +1,4 @@
-"""RoPE in pictures, of a geometry or of a model: one page, and each picture as a PNG beside it.
-
-page = explain("rope-explained", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, length=32768)
-"""
+"""RoPE in pictures, of a geometry or of a model: one page, and each picture as a PNG beside it."""
 
 from __future__ import annotations
 
@@ -53,8 +50,8 @@ def explain(
     Args:
         folder: exists; files in it of the same names are replaced, each whole or not at all.
         length: how far the pictures reach, in tokens; at least the trained length.
-        trained: mean products of a model's queries and keys, as `attention_vectors.spectra` gives them; None: mean
-            scores are drawn of random vectors only. `note` is a sentence about them.
+        trained: as `attention_vectors.spectra` gives it; None: mean scores are drawn of random vectors only. `note` is
+            a sentence about it.
         progress: called before each picture with how many are drawn, of how many.
     """
     check_size(rotary, length)
@@ -76,13 +73,8 @@ def explain(
         "length": length,
         "methods": {name: method.to_dict() for name, method in methods.items()},
     }
-    page = html_page(
-        printable(title),
-        summary,
-        *parts,
-        html_table(_table(rotary, methods, length)),
-        provenance_section("What the pictures are of", settings),
-    )
+    parts += [html_table(_table(rotary, methods, length)), provenance_section("What the pictures are of", settings)]
+    page = html_page(printable(title), summary, *parts)
     return Explanation(write_text(Path(folder) / "explanation.html", page), pictures)
 
 

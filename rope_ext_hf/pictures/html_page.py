@@ -34,7 +34,8 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
-@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
+@media (prefers-color-scheme: dark) {{
+:root {{ --green: #5cc25c; --red: #f2857c; }} img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
@@ -65,10 +66,8 @@ def html_table(table: Table) -> str:
     Further lines of a head or a cell stand small below the first one; a style becomes classes.
     """
     head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
-    rows = "".join(
-        f"<tr>{''.join(map(_cell, row))}</tr>\n"
-        for row in zip(*(column.cells for column in table.columns), strict=True)
-    )
+    cells = zip(*(column.cells for column in table.columns), strict=True)
+    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)
     title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'

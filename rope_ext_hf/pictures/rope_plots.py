@@ -31,7 +31,6 @@ from rope_ext_hf.pictures.drawing import (
     distance_axis,
     draw_lines,
     finish_axes,
-    mark_distance,
     name_ends,
     picture,
     plot_text,
@@ -174,12 +173,8 @@ def draw(
         decay_axes = lower_right.subplots()
         top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
         draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
-        finish_axes(
-            decay_axes,
-            "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave",
-            DISTANCE,
-            "mean |S_j| (relative upper bound)",
-        )
+        subject = "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave"
+        finish_axes(decay_axes, subject, DISTANCE, "mean |S_j| (relative upper bound)")
         _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
 
 
@@ -368,7 +363,9 @@ def draw_by_distance(
     distance_axis(axes, length)
     draw_lines(axes, lines, limits, last=8)
     for tokens, name in _lengths(rotary, length):
-        mark_distance(axes, tokens, f"{name} length")
+        at, of = (tokens, 1), ("data", "axes fraction")
+        axes.axvline(tokens, **RULE)
+        write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
 
 
 def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:

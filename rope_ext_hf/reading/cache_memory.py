@@ -1,6 +1,8 @@
 """The memory of a cache, from a config alone: what a measurement needs, and what an engine needs.
 
->>> cached_bytes(config, tokens=131072, width=2) / 1e9    # Llama 3.1 8B in bfloat16
+>>> from transformers import LlamaConfig
+>>> config = LlamaConfig(num_hidden_layers=32, num_key_value_heads=8, head_dim=128)  # Llama 3.1 8B
+>>> cached_bytes(config, tokens=131072, width=2) / 1e9  # in bfloat16
 17.179869184
 """
 
@@ -25,26 +27,18 @@ _STATES = (
 
 _MORE_KEY_HEADS = {"mimo_v2_flash": 2}
 """By model type: so many times the key heads that the config states in layers with a window, which no config says."""
-
 _STATE_WIDTH = 4  # bytes of a number of a recurrent state, which sums over all tokens
 
 
 class _LayerMemory(NamedTuple):
-    """The memory of one layer, in numbers.
-
-    Attributes:
-        window: tokens that are kept at most; None: all.
-        state: numbers whatever the tokens.
-        heads: query heads, and head_dim that of queries.
-        shards: GPUs that can have a part of the keys and values each; on more of them, parts are kept twice.
-    """
+    """The memory of one layer, in numbers."""
 
     per_token: int
-    window: int | None
-    state: int
-    heads: int
-    head_dim: int
-    shards: int
+    window: int | None  # tokens that are kept at most; None: all
+    state: int  # numbers whatever the tokens
+    heads: int  # of queries
+    head_dim: int  # of queries
+    shards: int  # GPUs that can have a part of the keys and values each; on more of them, parts are kept twice
 
 
 def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0) -> int:

@@ -27,12 +27,9 @@ from rope_ext_hf.patches.attention_interface import (
 )
 
 T = TypeVar("T")
-
 _ATTENTION = "rope_ext_hf.chunks"
-
 _UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
 """Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
-
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
 """While a model is checked: called at every attention with the keys that a query may see, None for all."""
 
@@ -47,19 +44,13 @@ class _MaskReadError(NotReadInChunksError, AttributeError):
 
 @dataclass(frozen=True)
 class MaskRule:
-    """The rule that a mask follows, in place of the mask.
+    """The rule that a mask follows, in place of the mask."""
 
-    Attributes:
-        window: keys a query sees, itself included; None: no window.
-        chunk: queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all.
-        past: tokens before the queries.
-        keys: keys that the layer's cache hands out, those of the queries included.
-    """
-
-    window: int | None
+    window: int | None  # keys a query sees, itself included; None: no window
+    # queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all
     chunk: int | None
-    past: int
-    keys: int
+    past: int  # tokens before the queries
+    keys: int  # keys that the layer's cache hands out, those of the queries included
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")
@@ -146,10 +137,7 @@ def _attend(
 def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Every attention module of this model uses `chunked_attention`, until the end of the block.
-
-    `reach_seen` is called at every attention with how many keys a query may see, itself included; None: all.
-    """
+    """Have a model use `chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
     return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
 
 
@@ -159,10 +147,8 @@ def attending(
 ) -> Iterator[None]:
     """Every attention module of this model uses a function, until the end of the block.
 
-    Args:
-        name: the name that transformers knows the function by.
-        attention: as `chunked_attention`, with masks as `_mask_rule` describes them.
-        variable, value: the variable that the function reads, and its value inside.
+    It is known to transformers by `name`, takes what `chunked_attention` does, with masks as `_mask_rule` has them, and
+    reads the variable, which has this value inside.
     """
     register_attention(name, attention, _mask_rule)
     token = variable.set(value)

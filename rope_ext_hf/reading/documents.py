@@ -34,15 +34,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised document: ids (tokens,) int64 and, per token, where it ends in the text, in UTF-8 bytes.
-
-    `text` is empty where the document came as token ids.
-    """
+    """A tokenised document."""
 
     name: str
-    ids: Tensor
-    ends: tuple[int, ...]
-    text: str = field(default="", repr=False)
+    ids: Tensor  # (tokens,) int64
+    ends: tuple[int, ...]  # where each token ends in the text, in UTF-8 bytes
+    text: str = field(default="", repr=False)  # empty where the document came as token ids
 
     def bytes_between(self, start: int, stop: int) -> int:
         """UTF-8 bytes of tokens start..stop."""
@@ -58,15 +55,10 @@ def utf8_bytes(name: str, text: str) -> int:
 
 
 class Documents(list[Document | Tokens]):
-    """A list of documents.
+    """A list of documents."""
 
-    Attributes:
-        source: the name of the text, in results.
-        left_out: how many were shorter than `min_bytes`.
-    """
-
-    source = "documents"
-    left_out = 0
+    source = "documents"  # the name of the text, in results
+    left_out = 0  # how many were shorter than `min_bytes`
 
 
 def corpus_name(corpus: Corpus | None) -> str | None:

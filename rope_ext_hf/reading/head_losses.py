@@ -12,16 +12,13 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder, with `room` bytes for logits at a time.
-
-    Under `finish` logits are scaled or capped after it as the text config says.
-    """
+    """The head of a language model, run apart from its decoder."""
 
     head: Any
-    config: Any
-    dtype: torch.dtype
-    room: int
-    finish: bool = True
+    config: Any  # of the text
+    dtype: torch.dtype  # of the model
+    room: int  # bytes for logits at a time
+    finish: bool = True  # logits are scaled or capped as the config says
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Negative log-likelihoods, (tokens,) float32, of what follows each hidden state; (tokens, hidden).
@@ -77,13 +74,10 @@ def _bytes_of_a_logit(dtype: torch.dtype) -> int:
 
 
 def negative_log_likelihoods_(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
-    """Negative log-likelihoods, (tokens,) float32, from logits (tokens, part of the vocabulary), part after part.
-
-    The parts are float32, in the order of the vocabulary. They are modified in place.
-    """
+    """Negative log-likelihoods, (tokens,) float32, from logits (tokens, part of the vocabulary), part after part."""
     top = total = chosen = torch.empty(0)
     at = 0
-    for logits in parts:
+    for logits in parts:  # float32, in the order of the vocabulary; modified in place
         targets = targets.to(logits.device)
         inside = (targets - at).clamp(0, logits.shape[-1] - 1)[:, None]
         here = logits.gather(-1, inside)

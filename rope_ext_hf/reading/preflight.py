@@ -1,7 +1,7 @@
 """Estimates of the memory and time of a measurement, made from the config before any weights are read.
 
->>> estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
->>> estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, torch.bfloat16)
+needed = estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
+seconds = estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, dtype)
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _WORKING_BYTES = {"cpu": 300 * 2**20}  # activations and logits; larger chunks were no faster on a CPU
 GPU_WORKING_BYTES = 2 * 2**30
 _WORKING_SHARE = 16  # activations get 1/16 of the free memory: the cache and other processes need room too
@@ -33,21 +32,14 @@ EFFICIENCY = 0.5  # of the speed of a large matrix product, as measured when rea
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of a measurement, in bytes.
-
-    Attributes:
-        cache: keys and values on the device, of one span.
-        working: activations.
-        offloaded: keys and values in main memory, where they are offloaded.
-        training: gradients, and what the optimizer keeps.
-    """
+    """Memory of a measurement, in bytes."""
 
     weights: int
-    cache: int
-    working: int
-    offloaded: int = 0
+    cache: int  # keys and values on the device, of one span
+    working: int  # activations
+    offloaded: int = 0  # keys and values in main memory
     logits: int = 0
-    training: int = 0
+    training: int = 0  # gradients, and what the optimizer keeps
 
     @property
     def total(self) -> int:
@@ -64,23 +56,15 @@ class MemoryEstimate:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do and take, by its config and its text alone.
+    """What a run would do and take, by its config and its text alone."""
 
-    Attributes:
-        does: what would be done, line by line.
-        tokens: that would be read, of all methods; 0: the time decides.
-        seconds: at least, by the floating-point operations on the device, or as was asked for.
-        memory, gpu: what the device must hold at most, and a GPU, whose spans are read in larger parts.
-        disk: bytes that would be written into `folder`, results aside.
-    """
-
-    does: tuple[str, ...]
-    tokens: int
-    seconds: float
+    does: tuple[str, ...]  # what would be done, line by line
+    tokens: int  # that would be read, of all methods; 0: the time decides
+    seconds: float  # at least, by the floating-point operations on the device, or as was asked for
     device: torch.device
-    memory: MemoryEstimate
-    gpu: MemoryEstimate
-    disk: int
+    memory: MemoryEstimate  # that the device must hold at most
+    gpu: MemoryEstimate  # the same on a GPU, whose spans are read in larger parts
+    disk: int  # bytes that would be written into `folder`, results aside
     folder: str
 
     @property
@@ -136,14 +120,10 @@ def estimate_memory(
     offload_cache: bool = False,
     together: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of reading spans of up to `longest` tokens.
+    """Estimate the memory of reading spans of up to `longest` tokens, by default on the CPU and in the model's dtype.
 
-    Args:
-        model: on any device, the meta device included.
-        dtype: the dtype that the weights will be loaded in; default: the model's.
-        device: the device it will run on; default: the CPU.
-        offload_cache: keys and values wait in main memory, those of one layer at a time on the device.
-        together: processes that read a span together; the estimate is for one of them.
+    Under `offload_cache` keys and values wait in main memory, those of one layer at a time on the device. Where
+    processes read a span `together`, the estimate is for one of them.
     """
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
@@ -173,13 +153,9 @@ def check_memory(
     offload_cache: bool = False,
     together: int = 1,
 ) -> MemoryEstimate:
-    """Return the estimated memory if the devices have that much free.
+    """Return the estimated memory if the devices have that much free, under `spread` all of them together.
 
-    `spread` counts the memory of all devices, as a device map uses it; others are as `estimate_memory` takes them.
-
-    Raises:
-        CheckpointError: too little memory; the message has the figures and what would fit.
-        MethodError: keys and values can only be offloaded from a GPU.
+    CheckpointError: too little; the message has the figures and what would fit. Others are as of `estimate_memory`.
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")

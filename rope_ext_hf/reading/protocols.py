@@ -21,21 +21,16 @@ from rope_ext_hf.errors import MethodError, did_you_mean
 
 
 class Span(NamedTuple):
-    """Tokens read in one pass, and the part of them that is scored.
+    """Tokens read in one pass, and the part of them that is scored."""
 
-    Attributes:
-        length: the context length that the score counts for.
-        start, stop: the tokens of the document that are read in one pass.
-        score_from, score_to: the tokens of the document that are scored.
-        context: the length at which length-dependent methods are held.
-    """
-
-    length: int
+    length: int  # the context length that the score counts for
+    # start, stop: the tokens of the document that are read in one pass
     start: int
     stop: int
+    # score_from, score_to: the tokens of the document that are scored
     score_from: int
     score_to: int
-    context: int
+    context: int  # the length at which length-dependent methods are held
 
 
 @dataclass(frozen=True)

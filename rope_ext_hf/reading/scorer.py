@@ -63,17 +63,13 @@ class Cost(NamedTuple):
 
 
 T = TypeVar("T")
-
 _LEAST_CHUNK = 16  # tokens per pass below which less memory is of no use
-
 CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
 
 
 def rounding_tolerance(dtype: torch.dtype) -> float:
-    """The root mean square difference of logits that counts as equal, in standard deviations of the logits.
-
-    Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
-    """
+    """The root mean square difference of logits that counts as equal, in standard deviations of the logits."""
+    # Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
     return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
@@ -307,10 +303,7 @@ class TokenScorer:
                 yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
 
     def _read_prompt(self, ids: Tensor, count: int, shared: int, again: bool) -> int:
-        """Read a prompt but its last token into the cache, with room for `count` more; return the tokens read.
-
-        The beginning that is there already is left out, and so is the last token, whose output each answer needs.
-        """
+        """Read a prompt but its last token, which answers begin with, and return the tokens that were read."""
         cache, known = self._empty_cache(len(ids) + count), 0
         if again and self.prefix is not None and self.prefix[0] == shared:
             cache.restore(self.prefix[1])
@@ -440,11 +433,9 @@ def _scores(of_answers: Iterable[Tensor], answers: Tensor) -> tuple[Tensor, Tens
 
 
 def _difference(some: Tensor, others: Tensor) -> float:
-    """The root mean square difference of logits, in standard deviations of the second ones.
-
-    NaN in both at the same place is agreement: it is the model's, and shows in its losses. In one alone it is not.
-    """
+    """The root mean square difference of logits, in standard deviations of the second ones."""
     some = some.to(others.device)  # a device map runs the head elsewhere, and brings an ordinary forward's logits back
+    # NaN in both at the same place is agreement: it is the model's, and shows in its losses.
     if some.shape != others.shape or not torch.equal(some.isfinite(), others.isfinite()):
         return float("inf")
     some, others = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (some, others))

@@ -34,17 +34,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.reading.protocols`; `left_out` documents were too short.
-
-    `keys` says which model found the key tokens, and how; empty: there are none.
-    """
+    """How the text of a result was read, see `rope_ext_hf.reading.protocols`."""
 
     protocol: str
     targets: int
     stride: int
     bos: bool
-    left_out: int
-    keys: str = ""
+    left_out: int  # documents that were too short
+    keys: str = ""  # which model found the key tokens, and how; empty: there are none
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
@@ -103,21 +100,15 @@ def _shares(total: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The spans that a perplexity evaluation reads, the same for every method; pure data.
-
-    Attributes:
-        lengths: ascending context lengths.
-        prefix: the token id that stands first in each span, or before each document, see `Protocol`; or None.
-        documents: every document with anything to read, and its spans in reading order.
-        left_out: documents too short for the lengths.
-    """
+    """The spans that a perplexity evaluation reads, the same for every method; pure data."""
 
     protocol: Protocol
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # ascending context lengths
     options: ProtocolOptions
-    prefix: int | None
+    prefix: int | None  # the token id that stands first in each span, or before each document, see `Protocol`; or None
+    # every document with anything to read, and its spans in reading order
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
-    left_out: int
+    left_out: int  # documents too short for the lengths
 
     @property
     def setting(self) -> Setting:
@@ -156,10 +147,7 @@ def make_plan(
     max_spans: int | None = None,
     left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans; arguments and errors are those of `perplexity`.
-
-    `left_out` counts documents that were too short before.
-    """
+    """Cut tokenised documents into spans, as `perplexity` does; `left_out` documents were too short before."""
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
@@ -217,9 +205,7 @@ def prefix_token(
 ) -> int | None:
     """The token id that an input begins with, or None.
 
-    Args:
-        tokenizer: None: no prefix.
-        bos: True: the BOS token, False: none, None: by `default`, see `Protocol.default_prefix`.
+    With `bos` it is the BOS token, with False none, with None the one of `default`, see `Protocol.default_prefix`.
     """
     if bos is False or (bos is None and tokenizer is None):
         return None
@@ -247,10 +233,7 @@ def prepare(
     bos: bool | None = None,
     **options: Any,
 ) -> EvalPlan:
-    """Load, tokenise, check and plan: everything `perplexity` does before the model reads.
-
-    The model may be on the meta device; other arguments and errors are those of `perplexity`.
-    """
+    """Load, tokenise, check and plan, as `perplexity` does before the model reads; it may be on the meta device."""
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):

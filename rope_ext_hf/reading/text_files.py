@@ -70,12 +70,9 @@ def file_kind(file: Path) -> str:
 
 
 def read_file(file: Path, name: str, column: str | None, expansion: int) -> Iterator[Document]:
-    """The documents in one file; CorpusError where it is damaged, or another than its name says.
+    """The documents in one file, called `name`, with the line or row where there are several.
 
-    Args:
-        name: the name of its documents, with the line or row where there are several.
-        column: where the text of a row is; None: see `read_rows`.
-        expansion: how many times its size a compressed file may expand to.
+    A compressed file may expand to so many times its size. Without a column, see `read_rows`.
     """
     reader = TABLES.get(file_kind(file), _prose)
     last = ""

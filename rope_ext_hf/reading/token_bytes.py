@@ -19,10 +19,7 @@ from itertools import accumulate
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return where each token ends in the text, in UTF-8 bytes; a token begins where the one before it ends.
 
-    Args:
-        text: what was tokenised.
-        tokens: (T,) as the vocabulary writes them.
-        offsets: (T,) the first character of each token and the one after its last.
+    Tokens, (T,), are as the vocabulary writes them; offsets, (T,), have the first character and the one after the last.
     """
     data = text.encode("utf-8")
     if (spelled := _spelled(data, tokens)) is not None:
@@ -53,13 +50,10 @@ def _overlapping(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]
 
 
 def _spelled(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
-    """Where each token ends in a piece of text, by the tokens' own bytes; None where those do not spell it.
-
-    The tokenizer may have added a space before the piece, or left out spaces there.
-    """
+    """Where each token ends in a piece of text, by the tokens' own bytes; None where those do not spell it."""
     for parts in (_byte_level(tokens), _byte_fallback(tokens)):
         if parts is not None:
-            whole = b"".join(parts)
+            whole = b"".join(parts)  # the tokenizer may add a space before the piece, or leave out spaces there
             if whole in (piece, b" " + piece) or (piece.endswith(whole) and piece[: len(piece) - len(whole)].isspace()):
                 surplus = len(whole) - len(piece)
                 return [max(0, place - surplus) for place in accumulate(map(len, parts))]

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import LengthError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
 
 _CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cache that holds its `CacheState`
 
@@ -26,10 +25,6 @@ class KeyOrigin:
 
     tables: tuple[tuple[RopeMethod, Rotary, int | None], ...]
     """The method, the geometry and the fixed length in tokens of each rotary module of the decoder."""
-
-    @classmethod
-    def from_tables(cls, tables: Iterable[RotaryEmbedding]) -> KeyOrigin:
-        return cls(tuple((table.method, table.rotary, table.fixed_length) for table in tables))
 
     def differences(self, other: KeyOrigin) -> tuple[str, str]:
         """Both origins as text, each with the parameters in which it differs from the other."""

@@ -52,10 +52,7 @@ def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None)
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
-    """Tokens of the input that each token belongs to, (rows, tokens).
-
-    A row may hold several inputs one after the other; positions that do not ascend begin the next one.
-    """
+    """Tokens of the input of each token, (rows, tokens); positions that do not ascend begin another one in a row."""
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
     segment = begins.cumsum(-1) - 1
     longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")

@@ -1,16 +1,9 @@
-"""Re-rotate cached keys when a length-dependent method changes its frequencies.
+"""Re-rotate cached keys when a length-dependent method changes its frequencies, by the `CacheState` of the cache.
 
-Such a method has new frequencies when a row grows, and all keys that a query meets must share them. Every cache that
-was filled under such a method carries a `CacheState` (cache_state.py): the position of each key, and the length whose
-frequencies the keys have. A forward onto the cache then goes one of two ways:
-
-- Frequencies that change in steps: when a row passes a step, its keys are rotated in place, once. Nothing happens
-  between steps.
-- Frequencies that change with every token: the keys stay as they were stored, and the layer returns a rotated copy; new
-  keys are rotated back before they are stored. So rounding never accumulates, however long the decoding goes on.
-
-A key at position p is rotated from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the
-ratio of the attention factors.
+Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once. Where they change
+with every token, the keys stay as they were stored, and the layer returns a rotated copy; new keys are rotated back
+before they are stored. So rounding never accumulates, however long the decoding goes on. A key at position p is rotated
+from frequencies f to g by the angle p (g - f), in fixed point, and multiplied by the ratio of the attention factors.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from torch import Tensor
 
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.rotary.graphs import graph_break
-from rope_ext_hf.rotary.phase import angles, phase_to_radians
+from rope_ext_hf.rotary.phase import angles
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 _ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
@@ -61,13 +54,6 @@ class KeyRotation:
     """By pairing and sign, what both members of each pair are multiplied by to give both; made when first needed."""
 
     @classmethod
-    def between_lengths(
-        cls, table: RotaryEmbedding, before: Tensor, after: Tensor, positions: Tensor, scaled: bool = True
-    ) -> KeyRotation:
-        """The rotation from the frequencies at lengths `before` (rows,) to `after` (rows,), see `read_and_store`."""
-        return cls.read_and_store(table, before, after, positions, 0, scaled)[0]
-
-    @classmethod
     def read_and_store(
         cls, table: RotaryEmbedding, stored: Tensor, present: Tensor, positions: Tensor, new: int, scaled: bool = True
     ) -> tuple[KeyRotation, KeyRotation]:
@@ -92,12 +78,6 @@ class KeyRotation:
             return cls(cos, sin), cls(back.cos, -back.sin)
         ratio = (factor[:, 1:] / factor[:, :1])[:, None]
         return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
-
-    @classmethod
-    def from_phase(cls, phase: Tensor) -> KeyRotation:
-        """The rotation by fixed-point angles, int64 (rows or 1, tokens, dim // 2)."""
-        angle = phase_to_radians(phase)
-        return cls(angle.cos()[:, None], angle.sin()[:, None])
 
     def last(self, count: int) -> KeyRotation:
         """The rotation of the last `count` tokens; a static cache has empty places behind, which no query sees."""
@@ -192,10 +172,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
     Args:
         unrotated, rotated, rotated_scaled: the layer after one token that was not rotated, after the same token
             rotated by `radians`, and the latter with an attention factor of 1.25 as well.
-        radians: (dim // 2,), none near a whole cycle.
-
-    Raises:
-        ValueError: naming the attributes that change with the rotation in another way.
+        radians: (dim // 2,), none near a whole cycle. ValueError names attributes that change in another way.
     """
     before, after = vars(unrotated), vars(rotated)
     changed = [name for name in before if not nearly_equal(before[name], after[name])]

@@ -61,11 +61,7 @@ class _Agreement(NamedTuple):
 
 
 def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Read runs of one model, of any kinds, finished or not; their order does not matter.
-
-    Raises:
-        FileError: not the folder of a run, a damaged one, a run without results, or one of another model.
-    """
+    """Read runs of one model, finished or not, in any order; FileError: no run, none of its results, another model."""
     runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
     for run in runs:
         if not run.results:
@@ -212,11 +208,7 @@ class Comparison:
         return about | {"flaw": measure.flaw, "values": values, "effective_lengths": reaches}
 
     def write_page(self, path: str | Path) -> Path:
-        """Write one self-contained HTML page; it fetches nothing.
-
-        Raises:
-            FileError: anything the disk refuses.
-        """
+        """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
         agreement = self.agreement_table()
         page = html_page(
             self._title,

@@ -31,9 +31,7 @@ from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _ATTENTION = "rope_ext_hf.context_parallel"
-
 _SHARE: ContextVar[Share | None] = ContextVar("rope_ext_hf_share", default=None)
 
 
@@ -181,9 +179,6 @@ def spread_over(
 
     Returns:
         The plan, its processes, and why it is without the model as loaded where that takes the length from each part.
-
-    Raises:
-        MethodError: one process, a cache in main memory, or a method that needs whole spans.
     """
     if workers.count == 1:
         raise MethodError(

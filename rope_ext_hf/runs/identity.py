@@ -69,12 +69,7 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 
 @dataclass(frozen=True)
 class Basis:
-    """What the methods of a run are applied to.
-
-    Attributes:
-        rotary: the rotary embedding, scalings included.
-        below: the live patches that stay underneath, bottom first.
-    """
+    """What the methods of a run are applied to; `below` are the live patches that stay underneath, bottom first."""
 
     rotary: Rotary
     layers: tuple[str | int, ...] | None = None
@@ -94,10 +89,7 @@ class Basis:
 
 
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
-    """What these methods are applied to: of a method that the model has already, alone, what it is applied to there.
-
-    Arguments and errors are those of `patch`.
-    """
+    """What methods are applied to, as `patch` takes it; of one that the model has, what it is applied to there."""
     specs = present_specs(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
         return Basis.from_specs(specs)
@@ -127,11 +119,8 @@ def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
 
 
 def code_digest(model: nn.Module) -> str:
-    """A digest of the source that computes the numbers: of this package, its plug-ins, and code that came with a model.
-
-    The version alone would not do: a copy from git has the same one for months.
-    """
-    digest = _own_source().copy()
+    """A digest of the source that computes the numbers: this package's, of plug-ins, and what came with a model."""
+    digest = _own_source().copy()  # a copy from git has the same version for months
     kinds = {*map(type, model.modules()), *list_methods().values()}
     for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None

@@ -27,7 +27,6 @@ from rope_ext_hf.runs.labels import method_key
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
 Cell = tuple[float, ...]
 """What a value counts for: (context length,), with a depth from 0 to 1, a distance or the index of a task."""
 
@@ -104,10 +103,7 @@ def plain_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def read_plain(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a regular file, at most `most` of them; default: the limit `json_bytes`.
-
-    Raises FileError for a link, a FIFO, a device, more than `most` bytes, or anything the disk refuses.
-    """
+    """The bytes of a regular file, at most `most`, by default the limit `json_bytes`; FileError for anything else."""
     most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
         if os.fstat(file.fileno()).st_size > most:
@@ -175,10 +171,7 @@ def _checksum(line: Mapping[str, Any]) -> int:
 
 @contextmanager
 def exclusive(folder: Path, rank: int) -> Iterator[None]:
-    """Lock a run's folder for one process of this rank; the lock ends with the process, however it ends.
-
-    Raises FileError where another process holds it.
-    """
+    """Lock a run's folder for one process of this rank until the process ends; FileError: another one holds it."""
     path = folder / f"run.{rank}.lock"
     if path.is_symlink() or (path.exists() and not path.is_file()):
         raise FileError(f"{str(path)!r} is not a plain file")
@@ -189,10 +182,7 @@ def exclusive(folder: Path, rank: int) -> Iterator[None]:
 
 
 def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end.
-
-    The call raises FileError where another process holds the lock or the folder cannot be made.
-    """
+    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end."""
     arguments = signature(function)
 
     @wraps(function)
@@ -234,10 +224,8 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
-    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first.
-
-    Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
-    """
+    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first."""
+    # Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
     path = folder / _CHUNKS
     if not os.path.lexists(path):
         _write_chunks(folder, chunk, head_bytes, _link)

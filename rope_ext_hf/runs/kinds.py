@@ -38,12 +38,10 @@ if TYPE_CHECKING:
     from rope_ext_hf.reading.scorer import TokenScorer
     from rope_ext_hf.runs.measures import Measure
 
-
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
-
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
 """What methods extend, in words, by `over`."""
 
@@ -64,11 +62,7 @@ class Run(Generic[R_co]):
 
     @property
     def folder(self) -> Path:
-        """Where its files are.
-
-        Raises:
-            ValueError: it was measured without files.
-        """
+        """Where its files are; ValueError: it was measured without files."""
         if self.path is None:
             raise ValueError("this run was measured without files; give out=... to keep it in a folder")
         return self.path
@@ -90,12 +84,11 @@ class Run(Generic[R_co]):
         return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
 
     def extended_length(self, method: Mapping[str, Any] | None) -> int | None:
-        """The length in tokens that the model is for under one of the methods; None: it has no end, or is not known.
+        """The length in tokens that the model is for under a method; None: it has no end, or is not known.
 
-        Args:
-            method: `RopeMethod.to_dict`, or None for the model as loaded.
+        `method` is `RopeMethod.to_dict`, or None for the model as loaded.
         """
-        if method_key(method) == method_key(self.settings["loaded"]):
+        if method_key(method) == method_key(self.settings["loaded"]) and not self.settings.get("patches"):
             return self.context_length
         try:
             rotary = rotary_from_dict(self.settings["basis"]["rotary"])
@@ -179,11 +172,7 @@ class Run(Generic[R_co]):
         return ["method", *self.kind.columns, "extended_length", "beyond_extended_length", "parameters"]
 
     def to_dataframe(self) -> Any:
-        """The results as a pandas DataFrame, a row per result, with the columns of results.csv.
-
-        Raises:
-            ImportError: pandas is not installed.
-        """
+        """The results as a pandas DataFrame, a row per result, with the columns of results.csv; pandas is needed."""
         try:
             from pandas import DataFrame
         except ImportError as error:
@@ -236,11 +225,7 @@ class Run(Generic[R_co]):
 
 
 class Results(list[R]):
-    """The results of one call, a list; a notebook shows them as their run.
-
-    Attributes:
-        run: the run that they are of.
-    """
+    """The results of one call, a list; a notebook shows them as the `run` that they are of."""
 
     def __init__(self, run: Run[R]) -> None:
         super().__init__(run.results)
@@ -333,6 +318,7 @@ class Measurement(ABC):
         passes: tokens of each pass through the model, with one method.
         scored: tokens that go through the model's head, with one method.
         after_each_pass: tokens that are read from the cache of each pass, which estimates of time count in.
+        all_cells: the cells of every item, where all have the same.
     """
 
     kind: ClassVar[str]
@@ -341,10 +327,11 @@ class Measurement(ABC):
     passes: Sequence[int]
     scored: int
     after_each_pass: int = 0
+    all_cells: Sequence[Cell]
 
-    @abstractmethod
     def cells(self, item: int) -> Sequence[Cell]:
-        """The cells that one item has values for."""
+        """The cells that one item has values for; by default `all_cells`."""
+        return self.all_cells
 
     @abstractmethod
     def cell_fingerprints(self) -> Mapping[Cell, str]:
@@ -385,34 +372,26 @@ class Measurement(ABC):
 
 @dataclass(frozen=True)
 class RunPlan(Generic[M_co]):
-    """What a run measures, made and checked before any weights are read.
-
-    Attributes:
-        data: what the text is called.
-        methods: in the order in which they are measured and shown, None for the model as it is; of none, the model is
-            measured with the method that it has.
-        over, context_length: what the methods extend, as `patch` takes them.
-        chunk, offload_cache: as `TokenScorer` takes them.
-        scorer: makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class.
-        reader: what the run's settings say of it, where it is another one.
-    """
+    """What a run measures, made and checked before any weights are read."""
 
     measurement: M_co
-    data: str
+    data: str  # what the text is called
+    # in the order in which they are measured and shown, None for the model as it is; of none, the model is measured
+    # with the method that it has
     methods: tuple[RopeMethod | None, ...] = ()
+    # over, context_length: what the methods extend, as `patch` takes them
     over: str = "own"
     context_length: int | None = None
+    # chunk, offload_cache: as `TokenScorer` takes them
     chunk: int | None = None
     offload_cache: bool = False
+    # makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class
     scorer: Callable[..., Any] | None = None
-    reader: dict[str, str] = field(default_factory=dict)
+    reader: dict[str, str] = field(default_factory=dict)  # what the run's settings say of it, where it is another one
 
 
 def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
-    """What runs of one model found; the same whatever order they come in.
-
-    Runs of one kind that read the same items alike, by the digests of their cells, count as one.
-    """
+    """What runs of one model found, in any order; those of one kind that read the same items alike count as one."""
     first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
     loaded = first.settings["loaded"]
     names = labels([loaded, *(result.method for run in runs for result in run.results)])
@@ -488,10 +467,7 @@ def register_run_kind(kind: K) -> K:
 
 
 def run_kind(name: str) -> RunKind:
-    """The kind of run of this name; files of kinds are read where it is not known yet.
-
-    Raises ValueError where there is none; the message has the nearest name.
-    """
+    """The kind of run of this name; files of kinds are read where it is not known yet. ValueError: there is none."""
     if name not in _KINDS:
         for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):
             if file.name.endswith("_runs"):

@@ -29,15 +29,12 @@ def method_key(method: Mapping[str, Any] | None) -> str:
 
 
 def label(method: dict[str, Any] | None) -> str:
-    """The method in tables and plots: "yarn x8", "dynamic-ntk paper", "as loaded".
-
-    A method that this installation does not have, such as a plug-in of the run's author, is shown by its name.
-    """
+    """The method in tables and plots: "yarn x8", "dynamic-ntk paper", "as loaded"."""
     if method is None:
         return "as loaded"
     try:
         return printable(method_from_dict(method).label())
-    except (MethodError, TypeError, ValueError):
+    except (MethodError, TypeError, ValueError):  # not in this installation, such as a plug-in of the run's author
         return short(printable(str(method["method"])))
 
 

@@ -41,35 +41,23 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True)
 class Measure:
-    """One number per method and context length.
+    """One number per method and context length."""
 
-    Attributes:
-        name: in words, such as "loss".
-        unit: of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1.
-        evidence: how close it is to use.
-        higher_is_better: false for losses.
-        items: a sum and its divisor per document or prompt, by method key and length.
-        kind_of_item: in words, in the singular.
-        reaches: effective lengths by method key, where the kind of run has them.
-        threshold: the value that they are measured by.
-        chance: the value by luck, of shares and gains.
-        least: documents or prompts that it takes to decide anything.
-        rise: the share by which a loss may be higher than as loaded at the context length and still be near it.
-        exponential: what the exponential of a loss is called, such as perplexity; empty: it has no name.
-    """
-
-    name: str
-    unit: str
-    evidence: Evidence
-    higher_is_better: bool
+    name: str  # in words, such as "loss"
+    unit: str  # of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1
+    evidence: Evidence  # how close it is to use
+    higher_is_better: bool  # false for losses
+    # a sum and its divisor per document or prompt, by method key and length
     items: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
-    kind_of_item: str = "document"
+    kind_of_item: str = "document"  # in words, in the singular
+    # effective lengths by method key, where the kind of run has them
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
-    threshold: float | None = None
-    chance: float = 0.0
-    least: int = FEWEST
+    threshold: float | None = None  # the value that they are measured by
+    chance: float = 0.0  # the value by luck, of shares and gains
+    least: int = FEWEST  # documents or prompts that it takes to decide anything
+    # the share by which a loss may be higher than as loaded at the context length and still be near it
     rise: float | None = None
-    exponential: str = ""
+    exponential: str = ""  # what the exponential of a loss is called, such as perplexity; empty: it has no name
 
     @property
     def shares(self) -> bool:

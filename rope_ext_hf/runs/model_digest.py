@@ -45,10 +45,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, 
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest, 64 hexadecimal digits, of a model's configs, and of its modules with settings, parameters and buffers.
-
-    The model may be in any dtype, quantised or not, on any devices or offloaded. Live patches do not count.
-    """
+    """A digest, 64 hexadecimal digits, of a model with its weights on any devices; live patches do not count."""
     digest = _Digest()
     with torch.no_grad():
         _add_configs(digest, model)
@@ -72,10 +69,8 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
-    """Add a module's class, settings, parameters and buffers, those that are not saved included.
-
-    Not what the last input left behind in a rotary module of transformers whose frequencies follow the input.
-    """
+    """Add a module's class, settings, parameters and buffers, those that are not saved included."""
+    # then the last input left something behind in it, which does not count
     follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
     kind = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
     offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))

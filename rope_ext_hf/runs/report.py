@@ -41,10 +41,7 @@ class _Files:
 
 
 def write_files(run: Run[Any]) -> _Files:
-    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all.
-
-    A picture that cannot be drawn costs the picture only: a warning says why.
-    """
+    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
     results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     table = write_text(run.folder / "results.csv", _csv(run))
     picture = _draw(run, run.folder / f"{run.kind.name}.png")

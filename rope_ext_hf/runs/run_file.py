@@ -38,7 +38,6 @@ from rope_ext_hf.runs.journal import read_plain
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"  # the only key of a value that no file can hold, such as a list of texts; it says what that was
 _FORMAT = 1  # what is written; a file of an earlier format is read by its renamed keys
@@ -49,19 +48,13 @@ _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --o
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it is asked for.
-
-    Attributes:
-        options: everything else that was asked, by the names of the fields.
-        versions: of the packages that answered, by their names.
-        lines: where each key stands in the file `source`, where it was read from one.
-    """
+    """One run, as it is asked for."""
 
     command: str
-    model: Any
-    options: dict[str, Any]
-    versions: dict[str, str] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict, compare=False)
+    model: Any  # a folder, a Hub id or "reference"
+    options: dict[str, Any]  # everything else that was asked, by the names of the fields
+    versions: dict[str, str] = field(default_factory=dict)  # of the packages that answered
+    lines: dict[str, int] = field(default_factory=dict, compare=False)  # where each key stands in the file `source`
     source: Path | None = field(default=None, compare=False)
 
     def text(self) -> str:
@@ -172,10 +165,7 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """The runs of a file, or of the run.yaml in a folder; what the keys hold is checked by the command that asks it.
-
-    Raises FileError: no such file, one of a later format, or one that holds something else; the message has the line.
-    """
+    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command."""
     path = Path(path)
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)

@@ -104,17 +104,13 @@ class _TqdmProgress(Progress):
 
 @dataclass(frozen=True)
 class _Job:
-    """A plan on a model.
-
-    Attributes:
-        loaded: the method of the model as it is, where that is measured, as `RopeMethod.to_dict` has it.
-        methods: each with its `to_dict`, by its key, in the order in which they are measured.
-    """
+    """A plan on a model."""
 
     model: PreTrainedModel
     plan: RunPlan[Any]
-    basis: Basis
-    loaded: dict[str, Any] | None
+    basis: Basis  # what the methods are applied to
+    loaded: dict[str, Any] | None  # the method of the model as it is, where that is measured; as its `to_dict` has it
+    # each with its `to_dict`, by its key, in the order in which they are measured
     methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
 
     @classmethod
@@ -177,6 +173,7 @@ class _Job:
             with self._applied(method):
                 for item in items:
                     if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
+                        scorer.take_cost()  # of whatever went before
                         for cell, value, cost in measurement.measure(scorer, item, left, report):
                             write(Record(saved, item, cell, value, cost))
 

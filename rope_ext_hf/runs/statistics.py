@@ -1,7 +1,7 @@
 """Numbers with their 95% intervals: every interval of a result, a comparison or a verdict is computed here.
 
     >>> estimate([1.0, 1.2, 0.9, 1.1, 1.4])
-    Estimate(value=1.12, low=0.91..., high=1.43..., items=5)
+    Estimate(value=1.1..., low=0.9..., high=1.4..., items=5)
 
 Items are documents, prompts or passages, drawn from more of their kind; the tokens of one item are not independent. A
 percentile bootstrap over few items is too narrow: of intervals that should hold 95% it holds 84% at five normal losses.
@@ -25,18 +25,13 @@ _DRAWN_AT_ONCE = 2**20  # indices that `resample` holds in memory at a time
 
 
 class Estimate(NamedTuple):
-    """A mean over items with its 95% interval.
+    """A mean over items with its 95% interval."""
 
-    Attributes:
-        value: the mean; not finite where an item's value is not.
-        low, high: the ends of the interval; None with fewer than `FEWEST` items, or where the value is not finite.
-        items: how many there are.
-    """
-
-    value: float
+    value: float  # the mean; not finite where an item's value is not
+    # low, high: the ends of the interval; None with fewer than `FEWEST` items, or where the value is not finite
     low: float | None
     high: float | None
-    items: int
+    items: int  # how many there are
 
     def text(self, number: Callable[[float], str]) -> str:
         """The value with its interval in brackets, as `number` writes them; without brackets where there is none."""
@@ -126,11 +121,9 @@ def _widened(
 
 @cache
 def t_quantile(level: float, freedom: float) -> float:
-    """The quantile of Student's distribution, for a level above 1/2; to 1e-5.
-
-    With x = sqrt(freedom) tan(angle), its density is proportional to cos(angle)^(freedom - 1).
-    """
+    """The quantile of Student's distribution, for a level above 1/2; to 1e-5."""
     freedom = min(freedom, 1e4)  # from there on it is the normal one to 1e-4
+    # With x = sqrt(freedom) tan(angle), its density is proportional to cos(angle)^(freedom - 1).
     angles = torch.linspace(0, math.pi / 2, 16385, dtype=torch.float64)
     area = torch.cumulative_trapezoid(angles.cos().clamp(min=0) ** (freedom - 1), angles)
     wanted = (2 * level - 1) * float(area[-1])

@@ -35,12 +35,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """A change, and what follows from it.
-
-    Attributes:
-        change: the first value less the second; None: no measure has both.
-        text: the change as it stands behind "the loss is".
-    """
+    """A change (None: no measure has both), what follows from it, and the text that stands behind "the loss is"."""
 
     outcome: Outcome
     change: Estimate | None
@@ -105,21 +100,15 @@ def _length_text(length: int, context_length: int) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """The measures of one model with several methods, which conclusions follow from; methods go by their keys.
+    """The measures of one model with several methods, which conclusions follow from; methods go by their keys."""
 
-    Attributes:
-        names: the labels.
-        context_length: tokens that the model as loaded is for.
-        measures: each with the methods that it was measured of; two of one name are over different text.
-        times: seconds per token, higher is worse; one for each run that was timed.
-        extended: tokens that each method is for; a method without an end is left out.
-    """
-
-    names: Mapping[str, str]
+    names: Mapping[str, str]  # the labels
     loaded: str
-    context_length: int
+    context_length: int  # tokens that the model as loaded is for
+    # each with the methods that it was measured of; two of one name are over different text
     measures: Sequence[Measure]
-    times: Sequence[Measure] = ()
+    times: Sequence[Measure] = ()  # seconds per token, higher is worse; one for each run that was timed
+    # tokens that each method is for; a method without an end is left out
     extended: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -138,13 +127,10 @@ class Findings:
         return length > self.extended.get(key, length)
 
     def compare(self, one: str, other: str) -> Outcome:
-        """Whether a method reads better than another, by the first measure that tells them apart.
-
-        A measure compares at the longest length at which it has both.
-        """
+        """Whether a method reads better than another, by the first measure that tells them apart."""
         outcome = Outcome.NO_MEASURE
         for measure in self.informative:
-            if lengths := set(measure.lengths(one)) & set(measure.lengths(other)):
+            if lengths := set(measure.lengths(one)) & set(measure.lengths(other)):  # the longest of them counts
                 found = self.change(measure, (one, max(lengths)), (other, max(lengths))).outcome
                 if found in (Outcome.BETTER, Outcome.WORSE):
                     return found
@@ -202,15 +188,13 @@ class Findings:
 
     @cached_property
     def unbeaten(self) -> list[str]:
-        """The methods that no other one is better than; the one with the best value first, where a measure has all.
-
-        The model as loaded comes before a method that is not told from it: it is there without one.
-        """
+        """The methods that no other one is better than; the one with the best value first, where a measure has all."""
         worse = {one for (one, _), outcome in self.outcomes.items() if outcome is Outcome.WORSE}
         left = sorted(set(self.candidates) - worse, key=lambda key: (self.names[key], key))
         for measure in self.informative:
             lengths = [n for n in measure.lengths(left[0]) if {*left} <= {*measure.measured(n)}] if left else []
             if lengths:
+                # As loaded comes before a method that is not told from it: it is there without one.
                 return sorted(left, key=lambda key: (key != self.loaded, self._place(measure, key, lengths[-1])))
         return left
 
@@ -358,16 +342,14 @@ def _time(known: Findings, lead: str) -> list[str]:
 
 
 def time_ratio(times: Measure, key: str, loaded: str) -> Estimate | None:
-    """A method's time as a multiple of that of the model as loaded, at the longest length at which one run has both.
-
-    The geometric mean over documents: a first pass may take ten times as long as the next.
-    """
+    """A method's time as a multiple of that as loaded, at the longest length at which one run has both."""
     lengths = set(times.lengths(key)) & set(times.lengths(loaded))
     if not lengths or key == loaded:
         return None
     rows = [[seconds for seconds, _ in times.items[each][max(lengths)]] for each in (key, loaded)]
     if len(rows[0]) != len(rows[1]) or not all(map(all, rows)):
         return None
+    # A geometric mean over documents: a first pass may take ten times as long as the next.
     found = estimate([math.log(ours / plain) for ours, plain in zip(*rows, strict=True)])
     low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
     return Estimate(math.exp(found.value), low, high, found.items)

@@ -1,7 +1,5 @@
 """The processes that share a run: they agree on what is measured, wait for each other, and end where one of them fails.
 
-    with Workers.from_launcher().in_step() as workers: ...
-
 They reach each other through the store of torch.distributed, which process 0 or the launcher keeps. In each a thread
 posts that its process is alive and looks at what the others posted: a wait has no limit of time, but no process waits
 for one that has ended.
@@ -31,7 +29,6 @@ BEAT = 2.0  # seconds between two signs of life
 SILENCE = 40.0  # seconds without a sign of life after which a process counts as ended
 GRACE = 10.0
 """Seconds in which a process ends by itself, once another one has failed; a collective may hold it for ever."""
-
 _LEFT = b"left"
 _CONTINUE = "the same command continues where it stopped"
 
@@ -39,8 +36,7 @@ _CONTINUE = "the same command continues where it stopped"
 class _Meeting:
     """The meeting of several processes, where they tell each other how they are; MethodError: not all of them came."""
 
-    met = False
-    """Whether this process has tried to meet the others."""
+    met = False  # whether this process has tried to meet the others
 
     def __init__(self, rank: int, count: int) -> None:
         _Meeting.met = True
@@ -62,10 +58,7 @@ class _Meeting:
         self._thread.start()
 
     def exchange(self, basis: Mapping[str, str]) -> None:
-        """Wait for all processes, and compare what each has under each name.
-
-        Raises MethodError where one has something else, and RopeExtError where one has ended.
-        """
+        """Wait for all, and compare what each has by name; MethodError: they differ, RopeExtError: one has ended."""
         self._rounds += 1
         try:
             self._store.set(f"basis/{self._rounds}/{self.rank}", json.dumps(dict(basis)))
@@ -147,11 +140,7 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """The process that has ended, and why, in words; None: none has.
-
-        Args:
-            seen: by process, its last sign of life and when that was new; brought up to date.
-        """
+        """The process that has ended, and why; None: none has. `seen`: the last sign of life of each, and its time."""
         if self._watched.check(["failed"]):
             return bytes(self._watched.get("failed")).decode()
         now = time.monotonic()
@@ -190,26 +179,16 @@ def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> st
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share a run; items are dealt out among them.
-
-    Attributes:
-        meeting: how they reach each other; None: they do not.
-        together: all of them measure every item, each reading a part of it, and the first one writes.
-    """
+    """The processes that share a run; items are dealt out among them."""
 
     rank: int = 0
     count: int = 1
-    meeting: _Meeting | None = None
-    together: bool = False
+    meeting: _Meeting | None = None  # how they reach each other; None: they do not
+    together: bool = False  # all of them measure every item, each reading a part of it, and the first one writes
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
-        """The processes that torchrun or accelerate launched; one where there was no launcher.
-
-        Raises:
-            MethodError: another number of processes is running than `expected`, not all of them came, or the launcher
-                does not say where they meet.
-        """
+        """The processes that torchrun or accelerate launched, as many as `expected`; one without a launcher."""
         workers = cls()
         if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
             if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -229,10 +208,7 @@ class Workers:
 
     @contextmanager
     def in_step(self, *, leave: bool = True) -> Iterator[None]:
-        """Inside, an error in one process ends all of them, with a RopeExtError in the others.
-
-        With `leave`, this process needs the others no more at the end.
-        """
+        """Inside, an error in one process ends all of them; `leave`: at the end this one needs the others no more."""
         if self.meeting is None:
             yield
             return

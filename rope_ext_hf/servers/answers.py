@@ -35,27 +35,20 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Collected:
-    """The answers of a server, and what a record of them keeps beside.
-
-    Attributes:
-        prompts: the shortest first.
-        refused: the server's words on the first prompt that it did not answer; None: it answered all.
-        text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none.
-        noise: in nats, how much answers differ when each prompt is asked about again.
-        fingerprint: of the model that is to be served; None: not known.
-        left_out: the longest length that was left out as too costly to compute here; None: none was.
-        more: asks about so many further prompts as short as the shortest.
-    """
+    """The answers of a server, and what a record of them keeps beside."""
 
     server: str
-    prompts: list[Prompt]
-    refused: str | None = None
+    prompts: list[Prompt]  # the shortest first
+    refused: str | None = None  # the server's words on the first prompt that it did not answer; None: it answered all
     stated: dict[str, Any] = field(default_factory=dict)
+    # text, tokens: a text, and the server's tokens of it without special ones and with them; None: it gives none
     text: str = ""
     tokens: list[list[int]] | None = None
+    # in nats, how much answers differ when each prompt is asked about again
     noise: list[float] = field(default_factory=list)
-    fingerprint: dict[str, Any] | None = None
-    left_out: int | None = None
+    fingerprint: dict[str, Any] | None = None  # of the model that is to be served; None: not known
+    left_out: int | None = None  # the longest length that was left out as too costly to compute here; None: none was
+    # asks about so many further prompts as short as the shortest
     more: Callable[[int], list[Prompt]] = field(default=lambda count: [], repr=False)
 
     def write(self, path: Path) -> None:
@@ -75,9 +68,6 @@ def collect(
     """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
 
     Where no lengths are given, those are left out that are not `affordable`, but the shortest.
-
-    Raises:
-        ServingError: nothing there, no log-probabilities, or no tokens; the message has the server's words.
     """
     lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]

@@ -106,7 +106,6 @@ def record_server(
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
         FileError: the file exists, or the disk refuses it.
-        CheckpointError, CorpusError: as other functions raise them.
     """
     check_destination(Path(path))
     client = connect(url, served_name, seconds, anew=True)
@@ -177,10 +176,7 @@ def compare_server(
 
 
 def _difference(then: Sequence[Answer], now: Sequence[Answer]) -> float:
-    """The root mean square difference of log-probabilities in nats.
-
-    Of a server that gives the likely tokens alone, what it left out is at most as likely as the last that it gives.
-    """
+    """The root mean square difference of log-probabilities in nats."""
     given = {(each.position, each.token): each.logprob for each in now}
     least: dict[int, float] = {}
     for each in now:
@@ -189,7 +185,7 @@ def _difference(then: Sequence[Answer], now: Sequence[Answer]) -> float:
     for position, token, logprob in then:
         other = given.get((position, token))
         if other is None and position in least:
-            other = min(logprob, least[position])
+            other = min(logprob, least[position])  # what it left out is at most as likely as the last that it gives
         if other is None:
             raise ServingError(f"the server no longer gives log-probabilities at position {position:,} of a prompt")
         squares.append((logprob - other) ** 2)

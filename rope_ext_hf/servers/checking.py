@@ -51,7 +51,6 @@ _READINGS, _COMPARED = 8, 128
 """Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
 reads: about."""
 _KEYS = "{}-bit keys and values"
-
 _Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -212,7 +211,6 @@ def check_server(
 
     Raises:
         ServingError: nothing there, or no log-probabilities; the message has the server's words.
-        CheckpointError, CorpusError, MethodError: as other functions raise them.
     """
     if not 2 <= weight_bits <= 32:
         raise MethodError(f"weight_bits must be from 2 to 32, got {weight_bits}")
@@ -362,11 +360,8 @@ def _explained(
 
 
 def _logprobs(scorer: TokenScorer, before: Any, group: Sequence[Prompt]) -> Tensor:
-    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64.
-
-    `before` may be a list of tokens that are read before each prompt; anything else stands for none.
-    """
-    parts, begun = [], before if isinstance(before, list) else []
+    """Log-probabilities by the model here of the tokens that a server answered about, (answers,) float64."""
+    parts, begun = [], before if isinstance(before, list) else []  # tokens that are read before each prompt
     for ids, answers in group:
         first = min(answer.position for answer in answers)
         scores = scorer.last_logits(torch.tensor([*begun, *ids]), len(ids) - first + 1).log_softmax(-1)

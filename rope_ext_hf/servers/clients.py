@@ -52,24 +52,19 @@ class Answer(NamedTuple):
 
 @dataclass
 class Client(ABC):
-    """A server of one kind; its `served_name` is None until it is asked for.
+    """A server of one kind."""
 
-    Attributes:
-        anew: whether each prompt is computed anew: from what is cached of another one, sums run in another order.
-    """
-
-    program: ClassVar[str]
+    program: ClassVar[str]  # its name
     probes: ClassVar[tuple[str, ...]]
     """Paths of which one answers with a JSON object on a server of this kind, and on no kind after it."""
     path: ClassVar[str] = "/v1/completions"
     facts: ClassVar[dict[str, dict[str, str]]] = {"/v1/models": {"length": "data.0.max_model_len"}}
     """What a server states of itself: by path, where in the JSON each name stands."""
-
     url: str
-    served_name: str | None
-    seconds: float
-    version: str
-    anew: bool = False
+    served_name: str | None  # of the model there; None: not asked yet
+    seconds: float  # that an answer may take
+    version: str  # as the server states it; empty: it does not
+    anew: bool = False  # compute each prompt anew: from what is cached of another one, sums run in another order
 
     @property
     def title(self) -> str:
@@ -88,10 +83,7 @@ class Client(ABC):
         """The log-probabilities in an answer; an error of `_UNREADABLE` where it has none."""
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
-        """Log-probabilities of a prompt's last tokens, or of those that may follow it; each is a finite number.
-
-        Raises ServingError where there are none; the message has the server's words.
-        """
+        """Finite log-probabilities of a prompt's last tokens, or of those that may follow it; ServingError: none."""
         given: list[Answer] = []
         for prompt in self.prompts(ids):
             answer = _ask(self.url, self.path, self.question(prompt), self.seconds)
@@ -234,10 +226,7 @@ _KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
 
 
 def connect(url: str, served_name: str | None, seconds: float, *, anew: bool = False) -> Client:
-    """A client of the server at an address, of the kind that it is.
-
-    Raises ServingError: no address of a server, or nothing there that answers.
-    """
+    """A client of the server at an address, of the kind that it is; ServingError: nothing there that answers."""
     url = url.rstrip("/").removesuffix("/v1")
     if not re.match("https?://[^/]", url):
         raise ServingError(f"the address of a server begins with http:// or https://; got {short(url)!r}")

@@ -38,8 +38,7 @@ _CONTENT = "content"
 def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Contexts by name in which a loaded model is as measured, and in which it has one mistake that changes something.
 
-    Args:
-        as_loaded: the model's rotary embedding without a patch.
+    `as_loaded` is the model's rotary embedding without a patch.
     """
     made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
     specs = present_specs(model)

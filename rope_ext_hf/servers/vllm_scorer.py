@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
 
-
 _EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """The root mean square difference of losses in nats per token that counts as the same model.
 
@@ -47,7 +46,6 @@ On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of 
 0.27 at 1,024.
 """
 _STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step at once, in float32
-
 _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 
@@ -61,19 +59,12 @@ def scored_by_engine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan of perplexity whose text is read by an engine; no weights are read.
+    """A plan of perplexity whose text is read by an engine, on so many GPUs; no weights are read.
 
-    Args:
-        empty: the model on the meta device, as its folder describes it.
-        alone: whether one process measures, on one device.
-        gpus: that share the model in the engine.
+    `empty` is the model on the meta device, as its folder describes it; `alone`: one process measures, on one device.
 
     Returns:
         The plan, and why it is without the model as loaded where vLLM cannot run that at all lengths.
-
-    Raises:
-        MethodError: another engine, or several processes.
-        ServingError: vLLM is not installed, or cannot run one of the methods at all lengths.
     """
     if engine != VLLM.name:
         raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")

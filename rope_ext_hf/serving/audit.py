@@ -40,24 +40,16 @@ from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
 @dataclass(frozen=True)
 class _EngineReport:
-    """The verdict on one engine and a file.
-
-    Attributes:
-        version: the version whose source the engine's rules were taken from.
-        computed: None where the engine refuses the file, or its rules for this family are unknown.
-        differs: how it differs from transformers, or why it does not run; None: it computes the same, or is unknown.
-        unknown: why nothing can be stated; None: something can.
-        caveat: that the rules were read in the engine's source, and not run.
-        tried: whether anything was run in the engine; what its source alone says does not count for `agrees`.
-    """
+    """The verdict on one engine and a file."""
 
     engine: str
-    version: str
-    computed: Computed | None
+    version: str  # the version whose source the engine's rules were taken from
+    computed: Computed | None  # None where the engine refuses the file, or its rules for this family are unknown
+    # how it differs from transformers, or why it does not run; None: it computes the same, or is unknown
     differs: str | None = None
-    unknown: str | None = None
-    caveat: tuple[str, ...] = ()
-    tried: bool = True
+    unknown: str | None = None  # why nothing can be stated; None: something can
+    caveat: tuple[str, ...] = ()  # that the rules were read in the engine's source, and not run
+    tried: bool = True  # whether anything was run in the engine; what its source alone says does not count for `agrees`
 
     @property
     def verdict(self) -> str:

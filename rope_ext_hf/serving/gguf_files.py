@@ -102,12 +102,7 @@ def read_file_rope(path: Path) -> FileRope:
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
-    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all.
-
-    Raises:
-        CheckpointError: a damaged source, or one of another architecture or size.
-        FileError: the destination exists, or the disk refuses it.
-    """
+    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all."""
     check_destination(destination, source)
     with _opened(source) as reader:
         architecture = _architecture(reader, source)

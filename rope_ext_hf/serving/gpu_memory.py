@@ -1,7 +1,4 @@
-"""What fits on the GPUs of a server: weights, keys and values of each dtype, inputs at a time and the longest length.
-
-print(gpu_memory(load_empty("meta-llama/Llama-3.1-8B"), 524288, GPUServer(gpus=1)))
-"""
+"""What fits on the GPUs of a server: weights, keys and values of each dtype, inputs at a time, the longest length."""
 
 from __future__ import annotations
 
@@ -33,26 +30,18 @@ _WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router"})
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """What one server has room for.
-
-    Attributes:
-        bytes: the memory of each GPU.
-        shared_by: the GPUs that the model can be dealt out to (tensor parallelism), at most all of them.
-        weights: bytes on each GPU.
-        room: bytes on each for keys and values: 90%, without weights and 2 GiB for activations.
-        sizes: bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can.
-        longest: tokens of one input that fits alone, likewise.
-        fewest: GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either.
-    """
+    """What one server has room for."""
 
     gpus: int
-    bytes: int
-    shared_by: int
-    weights: int
-    room: int
+    bytes: int  # the memory of each GPU
+    shared_by: int  # the GPUs that the model can be dealt out to (tensor parallelism), at most all of them
+    weights: int  # bytes on each GPU
+    room: int  # bytes on each for keys and values: 90%, without weights and 2 GiB for activations
     tokens: int
+    # bytes on each GPU of keys and values of an input of `tokens`, by their bits: 16, and 8 where they can
     sizes: dict[int, int]
-    longest: dict[int, int]
+    longest: dict[int, int]  # tokens of one input that fits alone, likewise
+    # GPUs on which this length fits, where it does not on these; None: it does, or not on 64 either
     fewest: int | None = None
 
     @property
@@ -134,15 +123,13 @@ def gpu_memory(
 
 
 def weight_bytes(model: PreTrainedModel, *, bits: int = 16, gpus: int = 1) -> int:
-    """Bytes of the weights on one of several GPUs.
-
-    Vectors, embeddings and the head have at least 16 bits; weights in fewer than 8 have scales of half a bit each.
-    """
+    """Bytes of the weights on one of several GPUs."""
     shards = min(_shards(model.config.get_text_config()) or {gpus})
     tables = {id(part.weight) for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part}
     total = 0.0
     for name, parameter in model.named_parameters():
         layer, vector = name.split(".")[-2:][0], parameter.ndim < 2
+        # vectors and tables have at least 16 bits; weights in fewer than 8 have scales of half a bit each
         width = max(16.0, bits) if vector or id(parameter) in tables else bits + 0.5 * (bits < 8)
         keys = layer in ("k_proj", "v_proj")  # on more GPUs than key heads several have the same ones
         parts = 1 if vector or layer in _WHOLE else min(gpus, shards) if keys else gpus

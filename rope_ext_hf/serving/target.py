@@ -16,7 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
-from rope_ext_hf.hub import empty_model, foreign_errors, load_empty, model_folder, model_source, read_config
+from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -34,6 +34,7 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
+from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -60,13 +61,7 @@ class Model:
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
-    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read.
-
-    Raises:
-        CheckpointError: no such model.
-        UnsupportedModelError: a model without rotary embeddings, or with several.
-        ServingError: a config without the sizes of its heads.
-    """
+    """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read."""
     if isinstance(model, nn.Module):
         config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
@@ -103,8 +98,7 @@ def refuse_adapter(name: str | Path, folder: Path) -> None:
 def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
     """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
 
-    Without a method it is the patch that the model carries, else the model as published. Raises MethodError as `patch`
-    does, and ServingError for a method that changes with every input, or that remaps positions.
+    Without a method it is the patch that the model carries, else the model as published.
     """
     target, *longer = make_targets(model, method, **params)
     if longer:
@@ -126,10 +120,7 @@ def make_targets(
     remaps: bool = False,
     **params: Any,
 ) -> list[Target]:
-    """`make_target`, once for each length profile, shortest first; for another method one target.
-
-    `remaps`: whether the engine runs remapping methods.
-    """
+    """`make_target` for each length profile, shortest first, else once; `remaps`: the engine runs remapping methods."""
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")

@@ -20,12 +20,10 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
 _WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
-
 _PEOPLE = ("Daniel", "John", "Mary", "Sandra")
 _GIVERS = ("Bill", "Fred", "Jeff", "Mary")
 _ROOMS = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")

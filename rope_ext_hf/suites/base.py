@@ -23,55 +23,34 @@ from rope_ext_hf.errors import MethodError, did_you_mean, short
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 S = TypeVar("S", bound="type[Suite]")
-
-
 _TRIED = 32  # times a length that is too short, where a longer one is looked for
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt and its right answers.
+    """One prompt and its right answers."""
 
-    Attributes:
-        prompt: the text that the model reads; with a chat template, the user's message.
-        prefix: how the answer begins, given to the model after the prompt.
-        references: strings that a right answer holds.
-        budget: tokens to generate at most.
-        length: tokens of prompt, prefix and budget together.
-        others: wrong answers, such as those that stand in the prompt, against which the first reference is ranked.
-        closed: whether it is ranked against no other answers.
-    """
-
-    prompt: str
-    prefix: str
-    references: tuple[str, ...]
-    budget: int
-    length: int
+    prompt: str  # the text that the model reads; with a chat template, the user's message
+    prefix: str  # how the answer begins, given to the model after the prompt
+    references: tuple[str, ...]  # strings that a right answer holds
+    budget: int  # tokens to generate at most
+    length: int  # tokens of prompt, prefix and budget together
+    # wrong answers, such as those that stand in the prompt, against which the first reference is ranked
     others: tuple[str, ...] = ()
-    closed: bool = False
+    closed: bool = False  # whether it is ranked against no other answers
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """The settings that the prompts of a task are made with.
+    """The settings that the prompts of a task are made with."""
 
-    Attributes:
-        tokenizer: counts the tokens of prompts, without special tokens.
-        length: tokens of prompt and generation together, at most.
-        count: how many prompts.
-        seed: of names, values and places.
-        haystack: the text that facts are hidden in, of tasks that use one.
-        reserved: so many tokens of `length` are a chat template's.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    length: int
-    count: int
-    seed: int
-    haystack: str
-    reserved: int = 0
+    tokenizer: PreTrainedTokenizerBase  # counts the tokens of prompts, without special tokens
+    length: int  # tokens of prompt and generation together, at most
+    count: int  # how many prompts
+    seed: int  # of names, values and places
+    haystack: str  # the text that facts are hidden in, of tasks that use one
+    reserved: int = 0  # so many tokens of `length` are a chat template's
 
     @property
     def room(self) -> int:
@@ -138,10 +117,7 @@ class Suite(ABC):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`.
-
-        `references` and `others` are those of the sample.
-        """
+        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 

@@ -17,7 +17,6 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
 _SMALLEST = 8  # nodes

@@ -17,7 +17,6 @@ from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _EXAMPLES = 2
 _BUDGET = 100
 

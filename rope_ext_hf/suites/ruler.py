@@ -51,7 +51,6 @@ from rope_ext_hf.suites.base import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TRIES = 100
@@ -103,23 +102,17 @@ _FWE = _Template(
 
 @dataclass
 class _Generator:
-    """The generator of the prompts of one task, at one length.
-
-    Attributes:
-        length: tokens of prompt and generation together.
-        room: `length` less a chat template's tokens.
-        numbers: the stream of `numpy.random`, which upstream seeds beside that of `random`.
-    """
+    """The generator of the prompts of one task, at one length."""
 
     task: str
     template: _Template
     tokenizer: PreTrainedTokenizerBase
-    length: int
-    room: int
+    length: int  # tokens of prompt and generation together
+    room: int  # of these, beside a chat template's
     seed: int
     haystack: str
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # upstream seeds both streams
         self.random, self.numbers = random.Random(self.seed), numpy.random.RandomState(self.seed)
 
     def tokens(self, text: str) -> int:

@@ -62,10 +62,7 @@ class Short(Suite):
 
 
 def _questions(task: str) -> Any:
-    """The task of lm-eval, with its data from the cache.
-
-    Raises CorpusError where the data are not there, with the command that fetches them.
-    """
+    """The task of lm-eval, with its data from the cache; CorpusError: they are not there."""
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager

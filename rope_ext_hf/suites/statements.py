@@ -26,10 +26,8 @@ TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training
 HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
-_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)
-"""The parts of made-up words."""
+_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
 _LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
-
 _Draw = Callable[[random.Random, bool], str]
 """A random name or value, from what is held out if the second argument is true, else from what is trained on."""
 
@@ -94,9 +92,9 @@ def _code_prefix(rng: random.Random, held_out: bool) -> str:
 
 @dataclass(frozen=True)
 class Wording:
-    """How a name and its value are stated, how they are asked for, and the answer.
+    """How a name and its value are stated, how they are asked for, and the answer: each a format string.
 
-    Each is a format string with {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    It has {name}, {NAME} in capitals, and {value}; the question has no {value}.
     """
 
     statement: str
@@ -106,20 +104,14 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of retrieval.
+    """One kind of retrieval."""
 
-    Attributes:
-        name, value: how they are drawn.
-        held_out: wordings for measurements, used in turn; the bundled model is not trained on them.
-        head: instructions before the filler.
-        filler: text that is repeated around the statements where none is given; None: the held-out modules of Python's
-            library.
-    """
-
+    # name, value: how they are drawn
     name: _Draw
     value: _Draw
-    held_out: tuple[Wording, ...]
-    head: str = ""
+    held_out: tuple[Wording, ...]  # wordings for measurements, used in turn; the bundled model is not trained on them
+    head: str = ""  # instructions before the filler
+    # text that is repeated around the statements where none is given; None: the held-out modules of Python's library
     filler: str | None = None
 
 
@@ -223,7 +215,7 @@ class RetrievalQuestion:
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw `keys` names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
+    """Draw names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
 
     `wording` is its number, counted on from 0 after the last; default: a random one.
     """
@@ -245,13 +237,11 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same task.
-
-    After many of these, values that training draws: of long held-out ones there are few of one length.
-    """
+    """Wrong answers without end: first those to the question's other statements, then random ones of the same task."""
     yield from question.answers[1:]
     answer = task.held_out[wording % len(task.held_out)].answer
     for drawn in itertools.count():
+        # at last values that training draws: of long held-out ones there are few of one length
         yield answer.format(value=task.value(rng, drawn < 1000))
 
 

@@ -66,12 +66,10 @@ def best_candidate(candidates: Sequence[Candidate], bound: float) -> Candidate |
 
 
 class Reader:
-    """Reads candidates on one model, all in the same order of passages.
+    """Reads candidates on one model, all in the same order of passages, which have the target length.
 
-    Args:
-        passages: at the target length.
-        short: at the context length, where at most `bound` nats per token may be lost to the model as loaded.
-        underneath: `over` and `context_length`, as `rope_ext_hf.patch` takes them.
+    On the `short` ones, of the context length, at most `bound` nats per token may be lost to the model as loaded.
+    `underneath` has `over` and `context_length`, as `rope_ext_hf.patch` takes them.
     """
 
     def __init__(

@@ -22,23 +22,12 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 
-_IGNORED = -100
-"""The label of a token that is not predicted, in transformers."""
+_IGNORED = -100  # the label of a token that is not predicted, in transformers
 
 
 @dataclass(frozen=True)
 class _PositionCollator:
-    """A collator that cuts rows, pads them on the right, and draws by example.
-
-    Args:
-        length: tokens of a row at most; longer documents are cut.
-        target_length: the extended length in tokens: every position is below it.
-        seed: of all draws.
-        pad_token_id: the token that shorter rows of a batch are padded with.
-
-    Raises:
-        MethodError: a length below 2, or above the target length.
-    """
+    """A collator that cuts rows, pads them on the right, and draws by example; `PoSECollator` tells its arguments."""
 
     length: int
     target_length: int
@@ -52,15 +41,10 @@ class _PositionCollator:
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """A batch of examples.
+        """A batch of examples: input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64.
 
-        Returns:
-            input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64. The mask is there also
-            without padding: transformers takes a jump of positions in a batch without a mask for the beginning of
-            another document, and keeps the tokens behind it from attending to those before.
-
-        Raises:
-            MethodError: an example without tokens, with position_ids of its own, or whose labels are not one a token.
+        The mask is there also without padding: transformers takes a jump of positions in a batch without a mask for the
+        beginning of another document, and keeps the tokens behind it from attending to those before.
         """
         rows = []
         for example in examples:
@@ -91,7 +75,14 @@ class PoSECollator(_PositionCollator):
     - 1 occur, at the cost of rows of L tokens. The first token of the second chunk is predicted, as there.
 
     Args:
-        length, target_length, seed, pad_token_id: as `_PositionCollator` has them; length is commonly the trained one.
+        length: tokens of a row at most, commonly the trained length; longer documents are cut.
+        target_length: the extended length in tokens: every position is below it.
+        seed: of all draws.
+        pad_token_id: the token that shorter rows of a batch are padded with.
+
+    Raises:
+        MethodError: a length below 2, or above the target length; an example without tokens, with position_ids of its
+            own, or whose labels are not one a token.
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -111,10 +102,7 @@ class RandomPositionsCollator(_PositionCollator):
 
     Ruoss et al. 2023, arXiv 2305.16843, sec. 3.1: the positions of a row are drawn without replacement from 0 to
     target_length - 1 and sorted, so that their order alone is left to the model. The row is the beginning of the
-    document.
-
-    Args:
-        length, target_length, seed, pad_token_id: as `_PositionCollator` takes them.
+    document. For the arguments see `PoSECollator`.
     """
 
     def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -134,7 +122,7 @@ class MixedWindowsCollator(_PositionCollator):
     Args:
         length: tokens of a row, and of a long window.
         target_length: the extended length.
-        seed, pad_token_id: as `_PositionCollator` takes them.
+        seed, pad_token_id: as `PoSECollator` takes them.
         short_length: tokens of a short window; commonly the trained length.
         short_share: of the documents, those read in short windows.
 

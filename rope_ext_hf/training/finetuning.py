@@ -47,10 +47,8 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_HELD_OUT = 10
-"""One document of so many is measured on instead of trained on."""
-_LOGGED_EVERY, _LOGGED_SPANS = 20, 8
-"""Steps between measurements for a logger, and spans of each."""
+_HELD_OUT = 10  # one document of so many is measured on instead of trained on
+_LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
@@ -177,15 +175,19 @@ def finetune(
 def _answer(
     asked: Finetuning, out: Path, say: Callable[[str], None], progress: Progress | bool | None
 ) -> FinetuneReport:
-    run = _prepare(asked, out, say)
-    run.progress = progress
+    short, long, tokenizer, texts = lengths_and_texts(asked)
+    base = _load(asked)
+    open_run(out, _settings(asked), digest_inputs(base, tokenizer, *texts))
+    origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=out)
+    file.write(out)
+    run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, base, file)
     run.measure_untrained()
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
     with as_wide_as(CARD_COLUMNS):
         about = made.findings
-    write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=about, **run.origin)
+    write_card(out / "model", run.runs["trained"], name=out.resolve().name, about=about, **origin)
     write_text(out / "report.json", json_text(made.to_dict()) + "\n")
     return made
 
@@ -205,16 +207,6 @@ def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerB
     return short, long, tokenizer, (training, held_out)
 
 
-def _prepare(asked: Finetuning, folder: Path, say: Callable[[str], None]) -> _FinetuningRun:
-    """Find the lengths, cut the text and open the folder, before anything is measured."""
-    short, long, tokenizer, (training, held_out) = lengths_and_texts(asked)
-    base = _load(asked)
-    open_run(folder, _settings(asked), digest_inputs(base, tokenizer, training, held_out))
-    origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=folder)
-    file.write(folder)
-    return _FinetuningRun(asked, folder, say, tokenizer, training, held_out, short, long, base, file, origin)
-
-
 @dataclass
 class _FinetuningRun:
     """A fine-tuning in its folder."""
@@ -222,6 +214,7 @@ class _FinetuningRun:
     asked: Finetuning
     folder: Path
     say: Callable[[str], None]
+    progress: Progress | bool | None
     tokenizer: PreTrainedTokenizerBase
     training: list[Tokens]  # trained on
     held_out: list[Tokens]  # measured
@@ -229,13 +222,11 @@ class _FinetuningRun:
     long: int  # the extended one
     base: Any  # the model as loaded, until it is measured
     file: RunFile  # what was asked
-    origin: dict[str, Any] = field(default_factory=dict)  # what the card of the trained model is told of it
     runs: dict[str, list[Run[Any]]] = field(default_factory=dict)
     measured: dict[str, list[Result]] = field(default_factory=dict)  # of text, by model
     answered: dict[str, list[float]] = field(default_factory=dict)
     """By model, the share of each prompt answered exactly, over its depths."""
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # steps, seconds and losses, by model
-    progress: Progress | bool | None = None
 
     def measure_untrained(self) -> None:
         """Measure the model as loaded and with the patch; it is let go then."""

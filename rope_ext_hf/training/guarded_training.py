@@ -37,9 +37,8 @@ _ENDLESS = 10**9  # steps
 class Rows(Dataset[dict[str, Tensor]]):
     """Random windows of a text, those of a number the same in every run.
 
-    Args:
-        documents: token ids of each, (tokens,) int64; a window may go from one into the next, over the token `end`.
-        short_length: tokens of a short window; as many are drawn as a long one, of `length`, has tokens.
+    A window may go from one document, (tokens,) int64, into the next, over the token `end`. As many short windows, of
+    `short_length`, are drawn as a long one has tokens.
     """
 
     def __init__(
@@ -194,7 +193,7 @@ def train(
     report_to: str = "none",
     checks: RopeCallback | None = None,
 ) -> dict[str, Any]:
-    """Train a model, patched or not, in place; continue from the newest whole checkpoint of the folder.
+    """Train a model, patched or not, in place, from the newest whole checkpoint on: steps, seconds, loss by ten steps.
 
     Args:
         teacher, guard, report: as `_GuardedTrainer` and `Clock` take them.
@@ -202,19 +201,12 @@ def train(
         save_every: steps between checkpoints.
         say: called with a sentence on each checkpoint that is left out.
         checks: checks the model, and may measure losses by length for the logger.
-
-    Returns:
-        The steps, the seconds, and the mean loss of every ten steps.
     """
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
-    optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=learning_rate,
-        betas=(0.9, 0.95),
-        weight_decay=0.0,
-    )
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),

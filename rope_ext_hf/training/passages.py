@@ -27,10 +27,8 @@ from rope_ext_hf.training.run_folder import cut
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-LARGEST_LOSS = 100.0
-"""Nats per token; what a loss that is not finite counts as."""
-LEAST_READ = 4
-"""Passages before the reading of a candidate may be stopped."""
+LARGEST_LOSS = 100.0  # nats per token; what a loss that is not finite counts as
+LEAST_READ = 4  # passages before the reading of a candidate may be stopped
 
 
 class Passage(NamedTuple):
@@ -136,11 +134,10 @@ def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
     first = length - scored_tokens(length)
     if len(passages[0].ids) < 2 * length:
         return [Passage(passage.ids[-length:], first) for passage in passages]
-    starts = [(len(passage.ids) // 2, len(passage.ids) - length) for passage in passages]
     return [
         Passage(passage.ids[start : start + length], first)
-        for passage, both in zip(passages, starts, strict=True)
-        for start in both
+        for passage in passages
+        for start in (len(passage.ids) // 2, len(passage.ids) - length)
     ]
 
 

@@ -51,11 +51,7 @@ class OfModel(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class Finetuning(OfModel, PatchChoice):
-    """What is asked of a fine-tuning.
-
-    Raises:
-        MethodError: not one of minutes and steps.
-    """
+    """What is asked of a fine-tuning."""
 
     PANEL = None
     command = "finetune"
@@ -110,11 +106,7 @@ class Finetuning(OfModel, PatchChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class Searching(OfModel):
-    """What is asked of a search.
-
-    Raises:
-        MethodError: not one of minutes and trials.
-    """
+    """What is asked of a search."""
 
     command = "search"
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SETTINGS = "settings.json"
-_OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")
-"""Files and folders that are there once a run has got on."""
+_OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")  # files and folders that are there once a run has got on
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
 from rope_ext_hf.terminal import text_table, wrapped
 
-_UNMEASURED = ("as loaded", "chosen", "found")
-"""The rows of a report that are no fixed method."""
+_UNMEASURED = ("as loaded", "chosen", "found")  # the rows of a report that are no fixed method
 _WITHIN = {
     Outcome.BETTER: "within the bound of {bound:g}",
     Outcome.WORSE: "above the bound of {bound:g}",
@@ -30,13 +29,10 @@ class _Decision(NamedTuple):
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
 ) -> _Decision:
-    """Decide whether the find of a search is written, or the best fixed method.
+    """Decide whether the find of a search is written, or the best other fixed method that holds the bound, if any.
 
     A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
-
-    Args:
-        best_fixed: the label of the best other fixed method that holds the bound; None: there is none.
-        change: the loss of the find less that of this method, on text that the search did not read, in `unit`.
+    `change` is the loss of the find less that of this method, on text that the search did not read, in `unit`.
     """
     if best_fixed is None:
         return _Decision(True, f"No other fixed method surely holds the bound: {found} is written.")

@@ -22,10 +22,8 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 
-_CHANGED = 0.3
-"""The probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)."""
-_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6
-"""Attention factors that are tried; published ones lie between 1 and 1.4."""
+_CHANGED = 0.3  # the probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6  # attention factors that are tried; published ones lie between 1 and 1.4
 
 
 def fixed_methods(rotary: Rotary | None = None) -> list[str]:

@@ -16,7 +16,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, duration, one_line
 from rope_ext_hf.eval.perplexity_results import Result, difference
@@ -56,19 +56,12 @@ from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settin
 from rope_ext_hf.training.search_report import SearchReport, decide
 from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _STAGES = {"methods": math.inf, "bands": 0.6, "pairs": 1.0}
 """Each stage, and the share of the budget at which it ends at the latest: every fixed method is read."""
-_PATIENCE = 40
-"""A stage ends after so many candidates in a row without a better one."""
-_BANDS = 9
-"""Points of the curve of divisors in the second stage."""
-_FEW_DOCUMENTS = 8
-"""Fewer held-out documents than these are cut into passages, which the intervals then resample."""
-_WIDEST = 4.0
-"""The largest divisor that is tried, in multiples of the factor that the target length needs."""
+_PATIENCE = 40  # a stage ends after so many candidates in a row without a better one
+_BANDS = 9  # points of the curve of divisors in the second stage
+_FEW_DOCUMENTS = 8  # fewer held-out documents than these are cut into passages, which the intervals then resample
+_WIDEST = 4.0  # the largest divisor that is tried, in multiples of the factor that the target length needs
 _KEYS_UNDER = ("yarn", "llama3", "rerope")
 """The methods that key tokens may be found under: the one that reads best at the target length."""
 _CANDIDATES = "trials.json"
@@ -161,7 +154,9 @@ def _answer(
     best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
     best, made, folder = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
-    _patch(model, method_from_dict(best.method), target, underneath)
+    values = method_from_dict(best.method).to_dict()
+    stated: dict[str, Any] = {} if "factor" in values else {"target_length": target}
+    patch(model, values.pop("method"), **values, **stated, **underneath)
     made = replace(made, save_route=describe(model).save_route)
     save_model(model, tokenizer, out / "model")
     with as_wide_as(CARD_COLUMNS):
@@ -417,10 +412,3 @@ def _read_candidates(file: Path) -> list[Candidate]:
         return [Candidate.from_dict(each) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error
-
-
-def _patch(model: PreTrainedModel, method: RopeMethod, target_length: int, underneath: dict[str, Any]) -> None:
-    values = method.to_dict()
-    name = values.pop("method")
-    stated: dict[str, Any] = {} if "factor" in values else {"target_length": target_length}
-    patch(model, name, **values, **stated, **underneath)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,15 @@ import rope_ext_hf as rope
 from docs.figures.recipes import published_config
 from rope_ext_hf.advice.extending import plan_extension
 from rope_ext_hf.advice.questions import Extending
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError
-from rope_ext_hf.hub import load_empty
+from rope_ext_hf.engines.base import find_engine, list_engines
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, size_text
+from rope_ext_hf.eval.needs import lengths_to_read
+from rope_ext_hf.hub import fingerprint, load_empty
 from rope_ext_hf.patches.recipes import Recipe, recipes
+from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.serving.audit import audit
+from rope_ext_hf.serving.questions import GPUServer
+from tests.support.commands import run, run_json
 from tests.support.models import build
 from tests.support.serving_models import PUBLISHED
 
@@ -54,6 +61,77 @@ def serve(folder: Path, length: int) -> tuple[str, float]:
     config = rope.serving_config(folder, "vllm", "yarn", target_length=length)
     name, _, factor = config.method.partition(" x")
     return name, float(factor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_methods_lengths_memory_and_commands_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For every engine, at the length of the model's page, on a node with GPUs that hold it."""
+    monkeypatch.chdir(tmp_path)
+    model, server = PUBLISHED[name], GPUServer(gpus=8, gpu_memory=10**12)
+    model.write(Path())
+    context, target = model.context_length, model.target_length
+    advice = rope.advise(model.name, target, server=server)
+    assert (advice.context_length, advice.factor, advice.model) == (context, target / context, model.name)
+    read, _ = lengths_to_read(context, target, [2 * target] * 3)  # by `need`
+    assert (read[0], read[-1]) == (context, target)
+    (of_cache,) = (m.bytes for m in advice.memory if (m.dtype, m.batch, m.tokens) == ("bfloat16", 1, target))
+    assert advice.on_gpus is not None
+    for engine in list_engines():
+        method, gpus = advice.served.get(engine), server if find_engine(engine).on_gpus else GPUServer()
+        asked = Extending(target_length=target, engine=engine, **gpus.options)
+        if method is None:
+            with pytest.raises(ServingError):
+                plan_extension(model.name, asked)
+            continue
+        plan = plan_extension(model.name, asked)
+        assert (plan.method, plan.target_length, plan.context_length) == (method, target, context)
+        assert plan.lengths[-2:] == (context, target)
+        config = rope.serving_config(model.name, engine, method, target_length=target, server=gpus)
+        assert (config.method, config.length) == (f"{method} x{target / context:g}", target)
+        if gpus.gpus:
+            assert set(advice.on_gpus.sentences) <= set(config.notes)
+            alone = " ".join(rope.serving_config(model.name, engine, method, target_length=target).notes)
+            said = f"{target:,} tokens takes {size_text(of_cache)} of keys and values"
+            assert (said in alone) == ("of keys and values" in alone) == (of_cache > 16e9)
+        first, *commands = advice.commands.get(f"serve with {engine}", [""])
+        if first:  # not the second way to run the same program
+            code, out, err = run(*shlex.split(first)[1:])
+            assert code == 0, err
+            printed = out.replace(" \\\n", "").splitlines()
+            for words in map(shlex.split, commands):
+                told = [shlex.split(line) for line in printed if line.startswith(words[0])]
+                assert words in told or words[:2] == ["rope-ext", "gguf"], words
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_need_extend_and_serve_config_to_their_end_on_tiny_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model of the shape of each, all its lengths divided so that it is for 256 tokens or a little more."""
+    monkeypatch.chdir(tmp_path)
+    model, divisor = PUBLISHED[name], 1 << (PUBLISHED[name].context_length // 256).bit_length() - 1
+    target, folder = model.target_length // divisor, model.write_weights(Path(), divisor)
+    code, _, err = run("need", folder, "--target-length", target, "--out", "needed", "--device", "cpu")
+    assert code == 0, err
+    found = json.loads(Path("needed/need.json").read_text())
+    assert found["outcome"] in [each.value for each in Outcome]
+    assert f"rope-ext ppl {folder} --lengths {found['context_length']},{target} " in found["command"]
+    advice = run_json("advise", folder, "--target-length", target, "--need", "needed")
+    assert advice["context_length"] == found["context_length"] == min(map(int, found["lengths"]))
+    engine = next((each for each in advice["served"] if each != "transformers"), "vllm")
+    options = ("--engine", engine, "--max-spans", 3, "--device", "cpu", "--out", "longer", "--anyway", "--yes")
+    code, _, err = run("extend", folder, "--target-length", target, *options)
+    assert code == (0 if engine in advice["served"] else 2), err
+    if code == 0:
+        method, served = advice["served"][engine], rope.serving_config("longer", engine)
+        direct = rope.serving_config(folder, engine, method, target_length=target)
+        assert (served.method, served.length) == (direct.method, direct.length)
+        assert rope.describe(load_empty("longer")).context_length == found["context_length"]
+        patched = rope.patch(load_empty(folder), method, target_length=target)
+        assert not fingerprint(load_empty("longer")).differences(fingerprint(patched))
 
 
 @pytest.mark.parametrize(("length", "factor"), [(128 * K, 4.0), (256 * K, 8.0)])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from rope_ext_hf.cli.console import print_table, print_text, results_to
+from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, results_to
 from rope_ext_hf.errors import FileError
 
 
@@ -54,3 +54,23 @@ def test_results_may_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
     print_text("a result")
     print_table(Table("method"))
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_asides_end_between_words_on_a_terminal_alone(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    print_note("run", "rope-ext-results/a-folder-with-a-name-of-its-own is where")
+    print_error("no such file: " + "words " * 9)
+    lines = capsys.readouterr().err.splitlines()
+    if terminal:
+        path = "         rope-ext-results/a-folder-with-a-name-of-its-own"  # whole, so that it can be copied
+        assert lines[:4] == ["run", path, "         is where", "rope-ext: no such file: words words"]
+        assert lines[4:] == ["         words words words words words", "         words words"]
+    else:
+        assert lines == [
+            "run      rope-ext-results/a-folder-with-a-name-of-its-own is where",
+            "rope-ext: no such file: words words words words words words words words words",
+        ]

@@ -14,6 +14,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.guidance import NOTHING, ROTATED_AGAIN, TURNED_WHEN_READ, ZONES
+from rope_ext_hf.methods.measurements import measured_models, rises_at
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.recipes import recipes
@@ -216,3 +217,13 @@ def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
         else:
             expected = ZONES if bound(name).moves_keys else "slower scores beyond the context length"
         assert cls.guidance.decode == expected, name
+
+
+def test_the_page_says_where_jet_long_reads_less_far() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert "`dynamic-self-extend`, which has the shift, reads further on every model measured here" in page
+    for scale in (4, 8, 16, 32):
+        shifted = {rise.model: rise.increase for rise in rises_at("dynamic-self-extend", scale)}
+        plain = {rise.model: rise.increase for rise in rises_at("jet-long", scale)}
+        assert len(plain) == len(measured_models())
+        assert all(shifted[model] < increase for model, increase in plain.items())

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError
+from rope_ext_hf.errors import CheckpointError, FileError, FingerprintError, MethodError
 from rope_ext_hf.runs.model_digest import model_digest
 from tests.support.every_model import tiny
 from tests.support.model_checks import LONG, TOLERANCE, difference
@@ -421,3 +421,22 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").symlink_to("/dev/zero")
     with pytest.raises(FileError, match=r"pytorch_model\.bin' is no regular file"):
         rope.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"method": "yarn"}, "yarn needs factor"),
+        ({"method": "yarn", "factor": 0.5}, "factor must be at least 1"),
+        ({"method": "yarn", "target_length": "2q", "dtype": "bfloat16"}, "not a length in tokens: '2q'"),
+        ({"method": "yarn", "factor": 2, "target_length": 128}, "give one"),
+    ],
+)
+def test_a_mistake_in_a_method_is_told_before_weights_are_read(
+    asked: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    build("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(MethodError, match=said):
+        rope.from_pretrained(tmp_path, **asked)
+    with pytest.raises(OSError, match="no file named"):
+        rope.from_pretrained(tmp_path, method="yarn", factor=2)

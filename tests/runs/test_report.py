@@ -257,6 +257,14 @@ def test_results_beyond_the_extended_length_are_marked_everywhere(tmp_path: Path
     assert "Measured beyond the length that it is for: yarn x4 (256 tokens)." in page
 
 
+def test_a_folder_that_carries_a_patch_is_for_the_length_of_the_patch(tmp_path: Path) -> None:
+    basis: dict[str, Any] = {"rotary": Rotary(16, 10000.0, 64).to_dict(), "layers": None, "below": []}
+    results = [result(n, 2.0, YARN) for n in (64, 256, 512)]
+    run = a_run(tmp_path, results, basis=basis, loaded=YARN, patches=[{"method": YARN}])
+    assert run.extended_length(YARN) == 256
+    assert [run.beyond(each) for each in run.results] == [False, False, True]
+
+
 def test_the_page_has_the_methods_and_how_to_repeat_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
     assert "To repeat" not in Page(write_files(run).page).text

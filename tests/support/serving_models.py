@@ -11,12 +11,18 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import AutoConfig
+import tokenizers
+import torch
+from tokenizers import decoders
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
+from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.serving.target import Model, make_target
 from tests.support.method_examples import example_method
 
@@ -68,6 +74,37 @@ class Published(NamedTuple):
         out.mkdir(parents=True, exist_ok=True)
         (out / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return out
+
+    def write_weights(self, folder: Path, divisor: int) -> Path:
+        """Write a small random model of its class below a folder, for its lengths over `divisor`, that reads bytes."""
+        config = json.loads((FOLDER / f"{self.file}.json").read_text(encoding="utf-8"))["config"]
+        letters = {letter: number for number, letter in enumerate(["<pad>", "</s>", *ByteLevel.alphabet()])}
+        of_bytes = tokenizers.Tokenizer(BPE(letters, []))
+        of_bytes.pre_tokenizer, of_bytes.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=of_bytes, pad_token="<pad>", eos_token="</s>")
+        text = config.get("text_config", config)
+        text.update({name: value for name, value in self.sizes.items() if name == "rope_scaling"})
+        text.update(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=1, pad_token_id=0)
+        for values in (text, text.get("rope_scaling") or {}):
+            for key in _LENGTHS & values.keys():
+                values[key] = values[key] and max(8, values[key] // divisor)
+        small = {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 1,
+            "intermediate_size": 16,
+            "deepstack_visual_indexes": [0],
+        }
+        vision = {"vision_config": small | {"out_hidden_size": text["hidden_size"]}} if text is not config else {}
+        shape = AutoConfig.for_model(config.pop("model_type"), **config, **vision)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            class_to_load(shape).from_config(shape).save_pretrained(out := folder / self.name)
+        tokenizer.save_pretrained(out)
+        return out
+
+
+_LENGTHS = {"max_position_embeddings", "original_max_position_embeddings", "initial_context_length", "sliding_window"}
 
 
 def _shape(layers: int, hidden: int, heads: int, key_heads: int, **others: Any) -> dict[str, Any]:
