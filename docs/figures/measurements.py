@@ -167,11 +167,8 @@ def bands() -> str:
         cells: dict[str, dict[int, list[str]]] = {}
         for row in line["rows"]:
             label = " ".join(word for word in row["method"].split() if word != f"x{row['factor']}")
-            if (
-                label != "yarn"
-                and "beta_slow" not in label
-                and not {"uniform", "beta_fast"} <= set(re.split("[ =]", label))
-            ):
+            words = set(re.split("[ =]", label))
+            if label != "yarn" and "beta_slow" not in words and not {"uniform", "beta_fast"} <= words:
                 text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
                 cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
         factors = sorted({row["factor"] for row in line["rows"]})
@@ -179,7 +176,7 @@ def bands() -> str:
         rows = ([f"`{label}`", *(" / ".join(of[each]) for each in factors)] for label, of in cells.items())
         options = f"--model {line['model']} --factors {','.join(map(str, factors))} --spans {line['spans']}"
         command = f"benchmarks/bands.py {options}"
-        note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents; results.jsonl has further bands. {stamp(line, command)}"
+        note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"
         tables.append(markdown_table([name, *(f"x{factor}" for factor in factors)], rows, note))
     return "\n".join(tables) or "\n\nNot measured yet.\n\n"
 

@@ -492,7 +492,8 @@ def vllm_memory() -> str:
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
-        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest difference in nats of 899 log-probabilities (float32) of "
+        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest "
+        "difference in nats of 899 log-probabilities (float32) of "
         f"two processes and one. Measured by `{result['command']}` with {versions}.*"
     )
     head = ["model", "processes", "float32", "float8", "two processes against one"]
