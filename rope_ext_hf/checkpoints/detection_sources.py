@@ -45,10 +45,7 @@ class AttentionWeights:
     load: Callable[[], PreTrainedModel]  # returns the model itself
 
     def attentions(self, *, further: bool = False) -> list[str]:
-        """The attention modules that rotate as many dims as `rotary`, in the order of layers.
-
-        `further`: those of layers that predict further tokens, which the config does not count.
-        """
+        """Attention modules that rotate as many dims as `rotary`, by layer; `further`: of layers no config counts."""
         parts = filter(None, (self.tensors.split_name(name, further=further) for name in self.shapes))
         names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
         alike = []

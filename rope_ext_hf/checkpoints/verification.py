@@ -47,10 +47,7 @@ def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorVie
 
 
 def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorView, to: str) -> str:
-    """Compare the attention scores of a few modules; return what was compared, in words.
-
-    The source's weights are in the other pairing, those written in the pairing `to`.
-    """
+    """Compare the attention scores of a few modules, written in the pairing `to`, with the source's; say which."""
     attentions: dict[str, dict[str, list[str]]] = {}  # names of tensors by attention and module
     for name, info in source.tensors.items():
         parts = tensors.split_name(name)

@@ -64,10 +64,7 @@ _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
 
 
 class _Command(TyperCommand):
-    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters.
-
-    Options may have underscores in place of dashes.
-    """
+    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the methods' parameters out of the arguments, into `ctx.args`, and parse the others."""

@@ -27,10 +27,7 @@ Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 
 @contextmanager
 def picture(path: str | Path | None, width: float, height: float) -> Iterator[Any]:
-    """An empty matplotlib figure, in inches, that becomes a PNG at `path` when the block ends; it needs no display.
-
-    Without a path no file is written: the figure is for a notebook, which shows it.
-    """
+    """A matplotlib figure, in inches, for a notebook, or a PNG at `path` when the block ends; it needs no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

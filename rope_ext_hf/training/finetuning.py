@@ -181,6 +181,7 @@ def _answer(
     origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=out)
     file.write(out)
     run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, base, file)
+    del base  # the run lets go of it once it is measured
     run.measure_untrained()
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)

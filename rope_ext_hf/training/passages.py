@@ -97,10 +97,7 @@ def key_passages(
     measurement: PerplexityMeasurement,
     **underneath: Any,
 ) -> tuple[list[Passage], PerplexityMeasurement]:
-    """The passages that have key tokens, which alone count in them, and the measurement with its key tokens marked.
-
-    The model finds them under the method `evaluator`; the measurement is of other text.
-    """
+    """Passages with key tokens under `evaluator`, which alone count, and the measurement of other text with its own."""
     with patched(model, evaluator, **underneath):
         scorer = TokenScorer(model)
         masks, setting = find_keys(scorer, measurement.plan)
