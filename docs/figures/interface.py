@@ -86,6 +86,9 @@ def _name(argument: Any) -> str:
     return name if argument.required else f"[{name}]"
 
 
+SECTIONS = {"--protocol": "evaluation.md#protocols", "--bos": "evaluation.md#protocols"}
+"""Where an option is explained, of those whose help says what a page says."""
+
 _Row = tuple[str, str, str]
 """Names, default and help of an argument or an option."""
 
@@ -103,7 +106,11 @@ def _rows(parameters: Any) -> Iterator[_Row]:
         empty = default in (None, False, "", [], ())
         default = parameter.opts[0] if default is True else default
         shown = "required" if parameter.required else "" if empty else f"`{default}`"
-        yield names, shown, (parameter.help or "").replace("\n", " ")
+        text = (parameter.help or "").replace("\n", " ")
+        sections = [section for option in parameter.opts if (section := SECTIONS.get(option))]
+        if sections:
+            text = f"{re.split(r'[.,:] ', text)[0]}: [more]({sections[0]})."
+        yield names, shown, text
 
 
 @figure

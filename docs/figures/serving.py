@@ -550,7 +550,7 @@ def server_baselines() -> str:
     rows = result.get("baselines", [])
     if not rows:
         return "\nNothing yet.\n"
-    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in rows))
+    columns = list({row["engine"]: (row["engine"], row["dtype"]) for row in rows}.values())  # the coarsest of each
 
     def cell(row: Row) -> str:
         said = "as recorded" if row["agrees"] else "; ".join(each.partition(":")[0] for each in row["changed"])
