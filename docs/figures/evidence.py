@@ -1,4 +1,4 @@
-"""What a method costs, what was measured of it here, what papers report of it: for its section of methods.md."""
+"""What a method costs, for its section of methods.md."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 from functools import partial
 from typing import TYPE_CHECKING
 
-from docs.figures.reference_model import retrieval_cells
 from docs.figures.registry import FIGURES, ROOT, rows_of
-from rope_ext_hf.advice.reported import reported
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.guidance import Guidance
@@ -17,20 +15,15 @@ __all__ = ["evidence"]
 
 
 def evidence(name: str) -> str:
-    """What is known of a method, as a list that leads to the tables."""
+    """What a method costs, and why it was not measured."""
     from rope_ext_hf import list_methods
 
     guidance = list_methods()[name].guidance
     assert guidance is not None
-    items = [f"**Cost:** {_cost(name, guidance)}."]
-    known = [] if guidance.unmeasured else ["[losses](choosing.md#without-training)"]
-    if any(key[0] == name for key in retrieval_cells()[0]):
-        known.append("[answers](retrieval.md)")
-    if any(name in table.values for table in reported()):
-        known.append("[what papers report](choosing.md#what-papers-report)")
-    if known:
-        items.append(f"**Known:** {', '.join(known)}.")
-    return "\n\n" + "\n".join(f"- {item}" for item in items) + "\n\n"
+    text = f"- **Cost:** {_cost(name, guidance)}."
+    if guidance.unmeasured:
+        text += f"\n- **Measured here:** not by itself; {guidance.unmeasured}."
+    return f"\n\n{text}\n\n"
 
 
 def _cost(name: str, guidance: Guidance) -> str:
