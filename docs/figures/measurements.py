@@ -182,26 +182,6 @@ def bands() -> str:
 
 
 @figure
-def beyond_short_inputs() -> str:
-    """The rise at 4 and 8 times of the methods that leave short inputs as they are, on every model."""
-    from rope_ext_hf import list_methods
-    from rope_ext_hf.methods.guidance import SHORT_INPUTS
-
-    parts = []
-    for name, cls in list_methods().items():
-        if cls.guidance is not None and SHORT_INPUTS in cls.guidance.purposes:
-            rows = [rows_by_setting(line) for line in factor_lines().values()]
-            at = [
-                " / ".join(
-                    f"{each[name, None, n]['increase']:+.2f}" if (name, None, n) in each else "–" for each in rows
-                )
-                for n in (4, 8)
-            ]
-            parts.append(f"{at[0]} at 4x and {at[1]} at 8x under `{name}`")
-    return "; ".join(parts)
-
-
-@figure
 def yarn_cost() -> str:
     """The rise at the context length with a factor of 4."""
     rises = [f"{rows_by_setting(line)['yarn', 4, 1]['increase']:+.2f}" for line in factor_lines().values()]

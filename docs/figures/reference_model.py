@@ -37,11 +37,11 @@ def reference() -> str:
 
 def _other_windows() -> str:
     """Why the bundled model as loaded has another loss in each table."""
-    tables = {"reference": "choosing a method", "remapping": "remapping methods", "hybrids": "score biases"}
+    tables = {"reference": "choosing a method", "hybrids": "score biases"}
     losses = [
         f"{row['bits_per_byte']:.2f} ({page}, {line['scored_tokens']:,} bytes)"
         for benchmark, page in tables.items()
-        for line in [line for line in lines_of(benchmark) if not line.get("temperatures")][-1:]
+        for line in lines_of(benchmark)[-1:]
         for row in line["rows"][:1]
     ]
     return (
@@ -57,21 +57,6 @@ def reference_setting() -> str:
         f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
         f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
     )
-
-
-@figure
-def remapping() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
-    line = [line for line in lines_of("remapping") if not line.get("temperatures")][-1]
-    loaded, *rows = line["rows"]
-    note = (
-        f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
-        f"the same bytes at every length; in brackets the difference to the model as loaded at "
-        f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
-    )
-    note += stamp(line, f"benchmarks/remapping.py --spans {line['spans']}")
-    cell = "{bits_per_byte:.3f} ({increase:+.3f} [{low:+.3f}, {high:+.3f}])"
-    return length_table("bits per byte at", line | {"rows": rows}, cell, name="`{method}`", after=note)
 
 
 @figure
