@@ -102,7 +102,8 @@ def reported_by_papers() -> str:
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
         by = f"[{table.source}]({table.url}), {table.place}"
-        rows.append([table.model, f"{table.benchmark} ({table.unit})", " / ".join(table.lengths), numbers, by])
+        numbers = numbers.replace(" / ", ", ")
+        rows.append([table.model, f"{table.benchmark} ({table.unit})", ", ".join(table.lengths), numbers, by])
     return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
 
 

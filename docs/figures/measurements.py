@@ -93,7 +93,7 @@ def _by_model(key: tuple[str, float | None, int]) -> str:
     texts = ["–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows]
     while texts[-1:] == ["–"]:
         texts.pop()
-    return " / ".join(texts) or "–"
+    return "<br>".join(texts) or "–"
 
 
 def _note() -> str:

@@ -210,15 +210,14 @@ def _extended(line: Row) -> str:
 
 @figure
 def hybrids() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    """Bits per byte by length."""
     line = last_line("hybrids")
     note = (
         f"The bundled model, {line['scored_tokens']:,} bytes in {line['documents']} documents, the same bytes at every "
-        "length; in brackets the 95% interval of the difference to the model as loaded at "
-        f"{line['context_length']}. "
+        "length. "
     )
     note += stamp(line, f"benchmarks/reference.py --biases --spans {line['spans']}")
-    return length_table("bits per byte at", line, "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})", after=note)
+    return length_table("bits per byte at", line, "{bits_per_byte:.2f}", after=note)
 
 
 @figure
