@@ -67,8 +67,11 @@ test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 
 # The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
-test-engines: .venv/ready build/engines/ready test-llama-cpp
+# Then the lists of models of all engines.
+test-engines: .venv/ready build/engines/ready test-llama-cpp build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+	$(RUN)/python -m tests.engine_models --engines build/engines --llama-cpp build/llama-cpp-source/llama.cpp \
+		--mlx-lm build/other-engines/mlx-lm/lib/python3*/site-packages/mlx_lm
 
 build/engines/ready: Makefile
 	$(RUN)/pip download -q --no-deps -d build/engines vllm==0.33.0 sglang==0.5.23 exllamav3==1.6.5

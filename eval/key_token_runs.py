@@ -147,18 +147,15 @@ class _KeyTokenMeasurement(Measurement):
 
 
 def plan_keys(
-    evaluator: PreTrainedModel,
+    evaluator: PreTrainedModel,  # may be on the meta device
     plan: EvalPlan,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,  # of the evaluator
     data: str,
-    window: int | None = None,
+    window: int | None = None,  # see `key_setting`
     **reading: Any,
 ) -> RunPlan[_KeyTokenMeasurement]:
-    """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read.
-
-    The evaluator may be on the meta device, with its own tokenizer; for `window` see `key_setting`.
-    """
+    """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read."""
     longest = plan.lengths[-1]
     setting = key_setting(longest, window)
     prefix = prefix_token(tokenizer, None)

@@ -1,8 +1,5 @@
 """Key tokens: those that a model predicts well with a long context and badly with a short one.
 
-    keys = read_keys("rope-ext-results/evaluator-keys-1a2b3c4d5e/keys.json")
-    keys.described                    # "Llama-3.1-8B: gain above 2, log-probability above -2, ..."
-
 LongPPL (Fang et al. 2024, arXiv 2410.23771, sec. 3) is the perplexity of key tokens alone. One evaluator model finds
 them for every model and method that is compared. They are kept as ranges of characters, which any tokenizer can use.
 """
@@ -26,11 +23,9 @@ from rope_ext_hf.files import atomic_file, read_json, write_json
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
 
-_WINDOW, _OF_LENGTH = 4096, 8
-"""Tokens of a short context in the paper, and which part that is of its texts of 32,768 tokens."""
+_WINDOW, _OF_LENGTH = 4096, 8  # tokens of a short context in the paper, and which part that is of its texts
 Range = tuple[int, int]  # the first character and the one after the last
-Pass = tuple[int, int, int]
-"""Tokens of a document: the first that is read, the one after the last, and the first that may be a key token."""
+Pass = tuple[int, int, int]  # tokens of a document: first, one after the last, first that may be a key token
 
 
 @dataclass(frozen=True)
@@ -66,13 +61,9 @@ def find_key_tokens(
 ) -> Tensor:
     """Find the key tokens from `first` on, (N - first,) bool; a token with no more than a window before it is none.
 
-    Windows begin every `stride` tokens from the first token on, as in the paper's code.
-
-    Args:
-        ids: (N,) int64, with the prefix token, if there is one.
-        first: at least 1.
-        prefix: the token that stands in place of the first one of a window.
-        length: of inputs, at which length-dependent methods are held for the long context; in a window at its own.
+    Windows begin every `stride` tokens from the first token on, as in the paper's code. `prefix` is the first of the
+    ids, (N,) int64, if there is one, and stands in place of the first one of a window. Length-dependent methods are
+    held at `length` for the long context, in a window at its own; `first` is at least 1.
     """
     found = torch.zeros(len(ids) - first, dtype=torch.bool)
     begin = max(first, setting.window)

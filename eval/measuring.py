@@ -1,9 +1,7 @@
 """Ask a model a question at several context lengths, as it is or with many methods.
 
-from rope_ext_hf.eval import Perplexity, measure, perplexity
+from rope_ext_hf.eval import Perplexity, measure
 run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], out="runs")
-for result in perplexity(model, "stdlib", lengths=[256, 1024]):
-    print(result.length, result.perplexity)
 """
 
 from __future__ import annotations

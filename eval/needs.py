@@ -41,8 +41,7 @@ _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _READ_TOKENS = 4_000_000
 """About how many tokens are read of text, and for each task: ten minutes for 7 billion weights at 10^14 operations per
 second."""
-_PROMPTS = (16, 64)
-"""Spans of text and prompts of a task, at least and at most: 29 right answers of 29 are surely 85%, 28 of 28 not."""
+_PROMPTS = (16, 64)  # spans, and prompts of a task: 29 right answers of 29 are surely 85%, 28 of 28 not
 
 
 @holds_folder

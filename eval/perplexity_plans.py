@@ -63,12 +63,11 @@ def with_keys(
     question: Perplexity,
     find: Callable[[str, _Planned], tuple[Run[Any], RunPlan[Any]]],
     *,
-    write: bool = True,
+    write: bool = True,  # keys.json into the folder of that run
 ) -> RunPlan[PerplexityMeasurement]:
     """The plan with the key tokens of the question, where it has some: of a file, or of a model.
 
-    `find` carries out a plan with the model of this name; the plan is made of that model, which may be on the meta
-    device, and its tokenizer. With `write` keys.json goes into the folder of that run.
+    `find` carries out a plan with the model of this name, which may be on the meta device when the plan is made.
     """
     source, window = question.keys_by, question.key_window
     if source is None:

@@ -213,7 +213,7 @@ def _items(
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
-    """The loss of a method less that as loaded, at its context length, by document; None: one was not measured."""
+    """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
     length = run.context_length
     at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))

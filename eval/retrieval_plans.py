@@ -33,20 +33,15 @@ def make_trials(
     trials: int,
     distractors: int,
     keys: int = 1,
-    asked: int = 0,
-    depths: Sequence[float] = (),
+    asked: int = 0,  # index of the statement that is asked for; statements and their places are the same for each
+    depths: Sequence[float] = (),  # of the first statements, shares of the haystack; others stand at random depths
     seed: int = 0,
-    repeated: bool = False,
+    repeated: bool = False,  # the haystack is a short text again and again; prompts then start at its beginning
 ) -> list[Trial]:
     """Draw names and values, those that training never uses, in the task's held-out wordings, which take turns.
 
     Distractors have as many tokens as the right answer, so that none is likelier for its length. The answers to the
     other keys are among them, where they have. MethodError: a tokenizer without enough answers of one length.
-
-    Args:
-        asked: index of the statement that is asked for; the statements and their places are the same for each.
-        depths: of the first statements, shares of the haystack; the others stand at random depths.
-        repeated: the haystack is one short text again and again; every prompt then starts at its beginning.
     """
     prefix = prefix_token(tokenizer, None)
     made = []

@@ -209,22 +209,18 @@ class Trial:
 
 
 class RetrievalMeasurement(Measurement):
-    """The ranks of right answers, at every depth of every context length; an item is one trial.
-
-    There is a list of trials per depth, ascending: the same one, or those of `shared_trials`, whose prompts of a length
-    differ in their question only: it alone is read after the first.
-    """
+    """The ranks of right answers, at every depth of every context length; an item is one trial."""
 
     kind = "passkey"
 
     def __init__(
         self,
         setting: RetrievalSetting,
-        trials: Sequence[Sequence[Trial]],
+        trials: Sequence[Sequence[Trial]],  # a list per depth: the same one, or those of `shared_trials`
         haystack: Tensor,
         lengths: Sequence[int],
-        depths: Sequence[float],
-        shared: bool,
+        depths: Sequence[float],  # ascending, all different
+        shared: bool,  # prompts of one trial and length differ in their question only, which alone is read again
     ) -> None:
         self.setting, self.haystack, self.shared = setting, haystack, shared
         self.trials = dict(zip(depths, trials, strict=True))

@@ -25,8 +25,7 @@ from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 
-_THRESHOLD = 0.85
-"""The share of the score at the shortest length that counts as reading well, as in NoLiMa (arXiv 2502.05167)."""
+_THRESHOLD = 0.85  # of the score at the shortest length, which counts as reading well, as in NoLiMa (arXiv 2502.05167)
 _ROUNDING = 1e-6  # below this, scores differ by rounding alone
 
 
@@ -175,20 +174,17 @@ class TaskPrompt:
 
 
 class TaskMeasurement(Measurement):
-    """The scores of a suite's tasks; an item is a prompt of every task and length, by (length, index of the task).
-
-    `score` takes an answer's text, the references and the wrong answers.
-    """
+    """The scores of a suite's tasks; an item is one prompt of every task and length."""
 
     kind = "tasks"
 
     def __init__(
         self,
         setting: TaskSetting,
-        prompts: Mapping[Cell, Sequence[TaskPrompt]],
-        score: Callable[[str, Sequence[str], Sequence[str]], float],
+        prompts: Mapping[Cell, Sequence[TaskPrompt]],  # by (context length, index of the task), as many of each
+        score: Callable[[str, Sequence[str], Sequence[str]], float],  # of an answer, the references and the others
         decode: Callable[[Tensor], str],
-        stop: Collection[int],
+        stop: Collection[int],  # token ids that end an answer
     ) -> None:
         self.setting, self.prompts = setting, dict(sorted(prompts.items()))
         self.all_cells = list(self.prompts)

@@ -21,12 +21,15 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
+import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -58,6 +61,7 @@ LENGTHS = (96, 300, 700)
 DTYPES = {"llama.cpp": ("F32", "BF16", "Q8_0", "Q4_0"), "vllm": ("float32", "bfloat16")}
 LETTERS = bytes_to_unicode()
 TOKENS = [b"<pad>", b"</s>", b"<unk>", *(LETTERS[byte].encode() for byte in range(256))]
+TEMPLATE = "{% for m in messages %}[user] {{ m.content }} [end]{% endfor %}"
 STARTS_WITHIN = 300.0  # seconds
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -79,11 +83,12 @@ LONGROPE = PLAIN | {
 }
 
 
-def byte_tokenizer(*, first_token: bool = False) -> PreTrainedTokenizerFast:
+def byte_tokenizer(*, first_token: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:
     """The tokens of the bundled model, in a file that every family's tokenizer class reads.
 
     Args:
         first_token: whether a text begins with a special token.
+        chat: whether it has a token for the beginning of a text, and a chat template.
     """
     vocabulary = {token.decode(): i for i, token in enumerate(TOKENS)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
@@ -92,7 +97,9 @@ def byte_tokenizer(*, first_token: bool = False) -> PreTrainedTokenizerFast:
     if first_token:
         template = tokenizers.processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 1)])
         tokenizer.post_processor = template
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    more = {"bos_token": "</s>", "chat_template": TEMPLATE} if chat else {}
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"} | more
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def bundled(**settings: Any) -> Any:
@@ -137,6 +144,8 @@ class Measured:
     """Bits of keys and values on the server."""
     strict: bool = False
     """Whether an error of 1% has to show, of a server in the first of the dtypes."""
+    chat: bool = False
+    """Whether the tokenizer has a chat template."""
 
     @property
     def title(self) -> str:
@@ -145,7 +154,7 @@ class Measured:
 
     @property
     def patched(self) -> str:
-        return f"{self.model}, {self.method}" if self.method else self.model
+        return (f"{self.model}, {self.method}" if self.method else self.model) + ", with a template" * self.chat
 
     def folder(self, *, patched: bool = True) -> Path:
         """The saved model, made where it is not there."""
@@ -155,7 +164,7 @@ class Measured:
             if patched and self.method:
                 rope.patch(model, self.method, over=self.over, **self.params)
             model.save_pretrained(folder)
-            byte_tokenizer().save_pretrained(folder)
+            byte_tokenizer(chat=self.chat).save_pretrained(folder)
         return folder
 
 
@@ -204,6 +213,7 @@ class Mistake:
         keys: the metadata of the GGUF file, without the architecture in front.
         tensors: its divisors.
         other_pairing: whether the rows of the weights are in the order of the other pairing, unlike the program's.
+        before: tokens that a proxy puts before each prompt.
     """
 
     name: str
@@ -212,6 +222,7 @@ class Mistake:
     keys: dict[str, Any]
     tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)
     other_pairing: bool = False
+    before: tuple[int, ...] = ()
 
 
 YARN = Measured("Llama", "yarn")
@@ -230,6 +241,7 @@ LONGROPE_KEYS = KEYS | {
     "rope.scaling.original_context_length": CONTEXT,
     "rope.scaling.attn_factor": longrope_magnitude(LENGTH / CONTEXT, CONTEXT),
 }
+CHAT = Measured("Llama", "yarn", chat=True)
 LISTS = {f"rope_factors_{name}.weight": tuple(LONGROPE[f"{name}_factor"]) for name in ("short", "long")}
 MISTAKES = (
     Mistake("without the patch", YARN, PLAIN, KEYS),
@@ -286,6 +298,15 @@ MISTAKES = (
     Mistake("with no scaling at all", Measured("Llama, trained under llama3"), PLAIN, KEYS),
     Mistake("with the frequencies of long inputs for all", Measured("Phi-3"), None, LONGROPE_KEYS, LISTS),
     Mistake("", YARN, YARN4, YARN4_KEYS, other_pairing=True),
+    Mistake("with </s> before the prompt", CHAT, YARN4, YARN4_KEYS, before=(1,)),
+    Mistake("with </s> twice before the prompt", CHAT, YARN4, YARN4_KEYS, before=(1, 1)),
+    Mistake(
+        "with the chat template before the prompt",
+        CHAT,
+        YARN4,
+        YARN4_KEYS,
+        before=tuple(3 + byte for byte in TEMPLATE.partition("%}")[2].partition("{")[0].encode()),
+    ),
     Mistake(
         "with a softmax scale 1% too large",
         Measured("Llama", "yarn", strict=True),
@@ -332,6 +353,43 @@ def running(command: list[Any], **settings: str) -> Iterator[Any]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
+
+
+@contextmanager
+def putting_before(url: str, ids: Sequence[int]) -> Iterator[str]:
+    """A proxy of a server that puts tokens before every prompt."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.hand_on(None)
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if isinstance(body.get("prompt"), list):
+                body["prompt"] = [*ids, *body["prompt"]]
+            self.hand_on(json.dumps(body).encode())
+
+        def hand_on(self, data: bytes | None) -> None:
+            request = urllib.request.Request(url + self.path, data, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=STARTS_WITHIN) as answer:
+                    status, text = answer.status, answer.read()
+            except urllib.error.HTTPError as error:
+                status, text = error.code, error.read()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def log_end() -> str:
@@ -466,11 +524,12 @@ def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
     else:
         measured, expected = case.measured, case.name or PAIRING_NAMES[engine.title]
         serving = engine.wrong(case, dtype)
+    before = case.before if isinstance(case, Mistake) else ()
     made = {"engine": engine.title, "dtype": dtype, "measured": measured.title, "expected": expected}
     longest = LENGTH - 1 if measured.method or measured.model != "Llama" else CONTEXT - 1
     lengths = [length for length in LENGTHS if length <= longest]
     try:
-        with serving as url:
+        with serving as direct, putting_before(direct, before) if before else nullcontext(direct) as url:
             report = rope.check_server(
                 url,
                 measured.folder(),

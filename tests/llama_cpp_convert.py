@@ -34,7 +34,7 @@ def every_subclass(cls: Any) -> list[Any]:
 
 def convert(folder: Path, out: Path) -> None:
     stated = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    hparams = stated | base.ModelBase.load_hparams(folder, False)
+    hparams = base.ModelBase.load_hparams(folder, False) | stated  # as published, where transformers renames
     converter = conversion.get_model_class(base.get_model_architecture(hparams, base.ModelType.TEXT))
     for cls in (*converter.__mro__, *every_subclass(base.TextModel)):
         if "set_vocab" in vars(cls):

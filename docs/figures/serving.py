@@ -111,14 +111,35 @@ def family_runs() -> str:
         worst = max(max(row["difference"].values()) for row in own)
         least = min(row["without"] for row in own if row["method"] != "as published")
         refused = sum("refused" in row for row in result["rows"] if row["engine"] == name)
-        rows.append((title, len(families), len(own), refused, f"{worst:.0e}", f"{least:.2g}"))
+        remaining = max(max(row.get("imitated", row["difference"]).values()) for row in own)
+        rows.append((title, len(families), len(own), refused, f"{worst:.0e}", f"{remaining:.0e}", f"{least:.2g}"))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         "*Of logits over the context length and over four times that, as published and under linear, ntk, yarn and "
-        f"llama3 with a factor of 4, in standard deviations. Measured by `{result['command']}` with {versions}.*"
+        "llama3 with a factor of 4, in standard deviations; and what remains of it where the engine's own ways, below, "
+        f"are imitated here. Measured by `{result['command']}` with {versions}.*"
     )
-    heads = ["engine", "families", "configurations", "refused", "largest difference", "the methods move them by"]
+    heads = ["engine", "families", "configurations", "refused", "largest difference", "remaining", "methods move by"]
     return markdown_table(heads, [tuple(map(str, row)) for row in rows], note)
+
+
+@figure
+def own_ways() -> str:
+    """What engines do otherwise that has nothing to do with RoPE, and what lies between them and here then."""
+    result = read_result("engine-families")
+    rows = []
+    for name, title in (("gguf", "llama.cpp"), ("mlx", "mlx-lm")):
+        ways: dict[str, list[str]] = {}
+        for family, way in result["own_ways"][name].items():
+            ways.setdefault(way["cause"], []).append(family)
+        for cause, families in ways.items():
+            own = [row for row in result["rows"] if row["engine"] == name and row["family"] in families]
+            sizes = [
+                max(value for row in own for value in row.get(kind, {"": 0.0}).values())
+                for kind in ("difference", "imitated")
+            ]
+            rows.append((title, cause, ", ".join(f"`{each}`" for each in families), *(f"{x:.0e}" for x in sizes)))
+    return markdown_table(["engine", "its own way", "families", "difference", "with it imitated"], rows)
 
 
 _BECAUSE = {
@@ -133,7 +154,6 @@ _BECAUSE = {
     "reads no tensor of divisors": "its graph has no way to be told of these frequencies",
 }
 """What the page says of a refusal, by words of its message; else what stands in its brackets."""
-_CELLS = {"run": "exact", "classes": "exact", "read": "read"}
 
 
 @figure
@@ -152,12 +172,12 @@ def engine_families() -> str:
     notes = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
     heads = ["families", *(find_engine(name).title or name for name in names)]
     rows = ([", ".join(families), *cells] for cells, families in alike.items())
-    return markdown_table(heads, rows) + f"Refused because:\n\n{notes}\n"
+    return markdown_table(heads, rows) + f"Refused, or read and not run, because:\n\n{notes}\n"
 
 
 def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]) -> str:
     """How an engine serves a family."""
-    engine = find_engine(name)
+    engine, has_a_model = find_engine(name), family in read_result("engine-models")["models"][name]
     try:
         engine.config_for(target)
     except ServingError as error:
@@ -167,11 +187,16 @@ def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]
                 return "plug-in"
         message = str(error)
         if "not checked" in message or "not in the table" in message:
-            return "–"
+            return "unchecked" if has_a_model else "none"
         stated = message.rpartition(" model (")[2].removesuffix(")")
         reason = next((text for words, text in _BECAUSE.items() if words in message), stated)
         return f"refused {reasons.setdefault(reason, len(reasons) + 1)}"
-    return _CELLS[engine.checked(family)]
+    how = engine.checked(family)
+    if how != "read":
+        return "exact"
+    if why := next((why for why, families in engine.table["unrun"].items() if family in families), None):
+        return f"read {reasons.setdefault(why, len(reasons) + 1)}"
+    return "read" if has_a_model else "transformers"
 
 
 @figure

@@ -37,11 +37,11 @@ def engine_table(file: str) -> dict[str, Any]:
 
     `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
     run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
-    of all others were read in its source.
+    of all others were read in its source; `unrun` holds those that could not be run, by the reason.
     """
     path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return {"families": {}, "refused": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
+    return {"families": {}, "refused": {}, "unrun": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +287,8 @@ class Engine(ABC):
         """A sentence where the rules for a family were read in the engine's source, and nothing was run."""
         if self.checked(model_type) != "read":
             return ()
-        return (f"The rules for {model_type!r} were read in the source of {self.label}, not run.",)
+        why = "".join(f": {reason}" for reason, families in self.table["unrun"].items() if model_type in families)
+        return (f"The rules for {model_type!r} were read in the source of {self.label}, not run{why}.",)
 
     def check_family(self, target: Target) -> None:
         """Refuse, by a ServingError, a family that the engine does not run as transformers does."""

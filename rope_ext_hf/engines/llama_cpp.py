@@ -61,6 +61,8 @@ def converted(config: Config) -> FileRope:
         raise NotCheckedError(f"the GGUF architecture of {model_type!r} is not in the table of this package")
     architecture, tensors = ARCHITECTURES[model_type]
     _check_layers(text)
+    if "mamba" in _FAMILIES[model_type] and text.get("position_embedding_type") == "rope":
+        raise ServingError("its converter turns the rotation off beside Mamba layers; a rewritten file turns it on")
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
     if kind == "default" and _FAMILIES[model_type].get("scaling") == "none":
@@ -125,9 +127,9 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     kind = keys.get("rope.scaling.type", "linear")
     if file.architecture not in _TENSORS:
         raise NotCheckedError(f"the graph of {file.architecture!r} was not checked")
-    if file.architecture == "deepseek2" and keys.get("rope.scaling.type", "none") != "none":
+    if file.architecture in ("deepseek2", "deepseek32", "glm-dsa") and keys.get("rope.scaling.type", "none") != "none":
         raise NotCheckedError(
-            "the graph of deepseek2 mixes its YaRN into the softmax scale, by rules that changed often"
+            f"the graph of {file.architecture} mixes its YaRN into the softmax scale, by rules that changed often"
         )
     trained = int(needed(keys, "context_length"))
     theta = needed(keys, "rope.freq_base", 10000.0)
@@ -137,15 +139,13 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     original = needed(keys, "rope.scaling.original_context_length", trained)
     divisors = _divisors(file, kind, long=(length or trained) > original)
     magnitude = needed(keys, "rope.scaling.attn_factor", 1.0)
-    notes: tuple[str, ...] = ()
     if kind == "yarn":
         fast, slow = [needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items()]
         inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
         magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
     else:
         inv_freq = linear(theta, file.dim, factor)
-    if not by_flags:
-        notes = _unread(file, kind, lambda fast, slow: yarn(theta, file.dim, factor, original, fast, slow))
+    notes = () if by_flags else _unread(file, kind, lambda *betas: yarn(theta, file.dim, factor, original, *betas))
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
     return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
 
@@ -324,9 +324,7 @@ class LlamaCpp(_GGUFEngine):
     )
 
     def computed(self, candidate: _ServedFile) -> Computed:
-        if candidate.flags is None:
-            return candidate.computed
-        return file_computes(candidate.file, by_flags=True)
+        return candidate.computed if candidate.flags is None else file_computes(candidate.file, by_flags=True)
 
     def served(self, target: Target, candidate: _ServedFile, computed: Computed) -> ServingConfig:
         if candidate.flags is None:

@@ -25,8 +25,7 @@ _STATES = (
 )
 """Config keys whose product is the numbers of a recurrent state; those of convolutions are far smaller."""
 
-_MORE_KEY_HEADS = {"mimo_v2_flash": 2}
-"""By model type: so many times the key heads that the config states in layers with a window, which no config says."""
+_MORE_KEY_HEADS = {"mimo_v2_flash": 2}  # times the key heads of a config in layers with a window, which no config says
 _STATE_WIDTH = 4  # bytes of a number of a recurrent state, which sums over all tokens
 
 
@@ -44,13 +43,9 @@ class _LayerMemory(NamedTuple):
 def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0) -> int:
     """Bytes of the cache of one input, on one of several GPUs that share the heads (tensor parallelism).
 
-    Layers with a sliding window keep that many tokens; latent attention keeps what it makes keys and values from;
-    layers that share the keys and values of an earlier one keep none; linear attention and Mamba keep a state.
-
-    Args:
-        config: a text config.
-        width: bytes of a number of keys and values.
-        ahead: tokens of a step, which layers with a sliding window keep beside the window while it is computed.
+    Layers with a sliding window keep that many tokens, and while a step is computed also its tokens, which are `ahead`;
+    latent attention keeps what it makes keys and values from; layers that share the keys and values of an earlier one
+    keep none; linear attention and Mamba keep a state. A number of keys and values has `width` bytes.
     """
     return sum(
         layer.per_token * min(tokens, (layer.window or tokens) + ahead) * width // min(gpus, layer.shards)

@@ -28,8 +28,7 @@ from rope_ext_hf.patches.attention_interface import (
 
 T = TypeVar("T")
 _ATTENTION = "rope_ext_hf.chunks"
-_UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")
-"""Keywords that change which keys count, or how much; `indices` are the keys that an index has chosen."""
+_UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")  # change which keys count; `indices` are those that an index chose
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
 """While a model is checked: called at every attention with the keys that a query may see, None for all."""
 

@@ -38,12 +38,9 @@ from rope_ext_hf.reading.text_files import (
 D = TypeVar("D")
 HELD_OUT = ("_pydecimal", "argparse", "inspect", "mailbox", "pydoc_data/topics", "tarfile", "turtle", "typing")
 """Modules of Python's standard library that no training of the reference model ever reads."""
-_SHUFFLE_BUFFER = 256
-"""Documents of a stream held in memory to shuffle among: books of half a megabyte take some 128 MB."""
-_MAX_EXPANSION = 100
-"""A compressed file may expand to this many times its size (text: 3 to 5 times), and in any case to 64 MiB."""
-_STREAM_RETRIES = 2
-"""Of a read, each of them half a minute of retries of huggingface_hub; its default of 20 seems to hang."""
+_SHUFFLE_BUFFER = 256  # documents of a stream to shuffle among: books of half a megabyte take some 128 MB
+_MAX_EXPANSION = 100  # times its size that a compressed file may expand to (text: 3 to 5), and to 64 MiB anyway
+_STREAM_RETRIES = 2  # of a read, each half a minute of retries of huggingface_hub; its default of 20 seems to hang
 _OPTIONS = re.compile(r"(?s)(.*?)\?(\w+=.*)")  # a pattern such as part?.txt has no NAME= after its question mark
 _HUB_OPTIONS = ("config", "split", "revision")
 _ANY_OPTIONS: dict[str, Callable[[str], Any]] = {

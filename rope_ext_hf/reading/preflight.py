@@ -1,8 +1,4 @@
-"""Estimates of the memory and time of a measurement, made from the config before any weights are read.
-
-needed = estimate_memory(model_on_meta, longest=32768, dtype=torch.bfloat16).total
-seconds = estimate_flops(model_on_meta, passes=[32768] * 100, scored=1_000_000) / measure_flops(device, dtype)
-"""
+"""Estimates of the memory and time of a measurement, made from the config before any weights are read."""
 
 from __future__ import annotations
 
@@ -117,14 +113,10 @@ def estimate_memory(
     dtype: torch.dtype | None = None,
     *,
     device: torch.device | None = None,
-    offload_cache: bool = False,
-    together: int = 1,
+    offload_cache: bool = False,  # keys and values wait in main memory, those of one layer at a time on the device
+    together: int = 1,  # processes that read a span together, of which the estimate is for one
 ) -> MemoryEstimate:
-    """Estimate the memory of reading spans of up to `longest` tokens, by default on the CPU and in the model's dtype.
-
-    Under `offload_cache` keys and values wait in main memory, those of one layer at a time on the device. Where
-    processes read a span `together`, the estimate is for one of them.
-    """
+    """Estimate the memory of reading spans of up to `longest` tokens, by default on the CPU, in the model's dtype."""
     width = torch.finfo(dtype or model.dtype).bits // 8
     config: Any = model.config.get_text_config()
     cache = cached_bytes(config, longest, width=width)

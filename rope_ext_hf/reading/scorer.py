@@ -84,9 +84,6 @@ class TokenScorer:
         longest: tokens of the longest span to come, for which the cache is allocated at once; pinned memory that was
             allocated for shorter ones would not be given back.
 
-    Attributes:
-        stored: what keys and values become in the cache, e.g. rounded; None: they are kept as they are.
-
     Raises:
         CheckpointError: a model whose weights are in a pairing that its class does not run.
         MethodError: chunk, head_bytes or longest is no positive whole number.
@@ -120,7 +117,7 @@ class TokenScorer:
         self.finish = True
         self.windows: dict[int, int] = {}
         self.cache: SpanCache | None = None
-        self.stored: Callable[[Tensor], Tensor] | None = None
+        self.stored: Callable[[Tensor], Tensor] | None = None  # what keys and values become in the cache, e.g. rounded
         self.prefix: tuple[int, list[dict[str, Any]]] | None = None  # tokens that prompts share, the cache after them
         # As loaded, a method that follows the input is run right by transformers in one forward only.
         self.follows_the_input = any(
@@ -233,7 +230,7 @@ class TokenScorer:
 
     @torch.inference_mode()
     def last_logits(self, ids: Tensor, count: int) -> Tensor:
-        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are held at its end."""
+        """Logits after each of the last tokens of a span, (count, vocabulary) float32; methods are at its length."""
         ids = ids.to(self._device)
 
         def read() -> Tensor:

@@ -1,9 +1,4 @@
-"""The cache that a span is read into: keys and values in memory allocated once, states of other layers as they are.
-
-cache = SpanCache(config, capacity=131072)
-state = cache.state()                # after so many tokens
-cache.restore(state)                 # goes back to them, as often as wanted
-"""
+"""The cache that a span is read into: keys and values in memory allocated once, states of other layers as they are."""
 
 from __future__ import annotations
 
@@ -19,12 +14,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 
-FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"
-"""transformers' layers of keys and values, of all tokens or of the last ones."""
+FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"  # keys and values of all tokens, or of the last
 _HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """Its layers that have a state beside keys and values."""
-_STATE = ("LinearAttentionLayer", "DummyLayer")
-"""Its layers without keys: linear attention, convolutions and Mamba keep a state of fixed size, others nothing."""
+_STATE = ("LinearAttentionLayer", "DummyLayer")  # no keys: a state of fixed size, or nothing
 
 
 class _Preallocated:
@@ -98,9 +91,6 @@ class SpanCache(StoringCache):
     Under `offload` keys and values wait in main memory; those of one layer at a time are on its device. The layers of
     `windows`, by index, keep the keys of their window alone; all others keep those of all tokens, whatever the config
     says of them: see `safe_windows`.
-
-    Raises:
-        NotReadInChunksError: a layer that keeps something else than keys and values or a state of fixed size.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ def prepare(
     bos: bool | None = None,
     **options: Any,
 ) -> EvalPlan:
-    """Load, tokenise, check and plan, as `perplexity` does before the model reads; it may be on the meta device."""
+    """Load, tokenise, check and plan, as `perplexity` does; the model may be on the meta device."""
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):

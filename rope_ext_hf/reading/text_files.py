@@ -1,8 +1,5 @@
 """Files of text: which ones a name means, and the text in them, however it is packed.
 
-    root, files = find_files("books/*.txt")
-    documents = [document for file in files for document in read_file(file, file.name, None, 100)]
-
 Files are untrusted: nothing in them is executed or unpickled, and what is damaged is refused with file and line.
 """
 

@@ -1,9 +1,5 @@
 """Several runs of one model on one page: which method, up to what length, at what cost.
 
-    comparison = compare_runs(["results/llama-perplexity-1a2b", "results/llama-tasks-3c4d"])
-    print(comparison.conclusion)
-    comparison.write_page("comparison.html")
-
 Runs of different kinds have no numbers in common; each kind says what its own are (`RunKind.measures`).
 """
 
@@ -42,10 +38,8 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
 
-_ENOUGH = 16
-"""Documents or prompts that an interval of Kendall's tau takes. It is a percentile bootstrap: tau is no mean."""
-_SAME = ("weights", "basis", "over", "context_length", "loaded")
-"""Settings of which a difference makes methods of one name different ones."""
+_ENOUGH = 16  # items that an interval of Kendall's tau takes: a percentile bootstrap, since tau is no mean
+_SAME = ("weights", "basis", "over", "context_length", "loaded")  # settings in which runs of a model agree
 
 
 class _Agreement(NamedTuple):

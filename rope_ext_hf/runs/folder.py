@@ -1,9 +1,4 @@
-"""A run's folder: its settings and results read back, and JSON files that say whether they are as they were written.
-
-run = read_run("rope-ext-results/reference-perplexity-1a2b3c4d5e")
-for result in run.results:
-    print(result.length, result.perplexity)
-"""
+"""A run's folder: its settings and results read back, and JSON files that say whether they are as they were written."""
 
 from __future__ import annotations
 

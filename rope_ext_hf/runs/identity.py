@@ -144,19 +144,16 @@ def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
     return digest
 
 
-_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
-"""Keys of a saved tokenizer that say how it was loaded: offline or not, for one."""
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")  # keys of a saved tokenizer: how it was loaded
 
 
 def digest_inputs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
 ) -> dict[str, str]:
-    """Digests of a model, its tokenizer and texts, by their names in a sentence.
+    """Digests of a model, its tokenizer and texts as token ids, by their names in a sentence.
 
-    Args:
-        model: as loaded, with its weights, each of which is read once, at about 1.4 GB/s a core.
-        tokenizer: its files are read, without what says where it was loaded from.
-        texts: each as token ids, which change with the tokenizer.
+    Each weight is read once, at about 1.4 GB/s a core. Files of the tokenizer are read without what says where it came
+    from.
     """
     read = hashlib.sha256()
     for documents in texts:

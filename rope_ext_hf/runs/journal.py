@@ -27,8 +27,7 @@ from rope_ext_hf.runs.labels import method_key
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Cell = tuple[float, ...]
-"""What a value counts for: (context length,), with a depth from 0 to 1, a distance or the index of a task."""
+Cell = tuple[float, ...]  # a context length in tokens; with a depth from 0 to 1, a distance or the index of a task
 
 
 class Value(Protocol):
@@ -124,11 +123,7 @@ def _open_plain(path: Path, flags: int) -> BinaryIO:
 
 
 def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
-    """Every record of a run, each once; `parse` makes the value of an item's name and its JSON, or raises ValueError.
-
-    Raises:
-        FileError: a damaged record, or two records with different values for one place; the message names the lines.
-    """
+    """Every record of a run, each once, its value made by `parse`; FileError: a damaged one, or two that disagree."""
     places: dict[tuple[str, int, Cell], tuple[str, Record]] = {}
     for path in plain_files(folder, _JOURNALS):
         for number, line in enumerate(read_plain(path).split(b"\n")[:-1], 1):  # after the last newline: half a line

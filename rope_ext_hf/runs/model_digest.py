@@ -70,7 +70,7 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
     """Add a module's class, settings, parameters and buffers, those that are not saved included."""
-    # then the last input left something behind in it, which does not count
+    # what the last input left behind in such a module does not count
     follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
     kind = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
     offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))

@@ -84,19 +84,12 @@ class RunFile:
 
 def run_file(
     question: Question,
-    model: PreTrainedModel | str | Path,
-    *others: Question,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    **options: Any,
+    model: PreTrainedModel | str | Path,  # of one in memory its folder or Hub id, where that holds the same patch
+    *others: Question,  # what else the command was given: methods, how the model is loaded
+    tokenizer: PreTrainedTokenizerBase | None = None,  # where another one than the model's own was given
+    **options: Any,  # as `others`, by names; None is left out
 ) -> RunFile:
-    """The file of a run.
-
-    Args:
-        model: its name, or a model in memory, whose folder or Hub id counts where that holds the same patch.
-        *others: what else the command was given: methods, how the model is loaded.
-        tokenizer: where another one than the model's own was given.
-        **options: the same, by names; None is left out.
-    """
+    """The file of a run."""
     stated = {name: value for each in (question, *others) for name, value in _stated(each).items()}
     stated |= {name: _plain(value) for name, value in options.items() if value is not None}
     if isinstance(model, (str, Path)):

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FEWEST = 3
-"""Items that an interval takes: from two, an interval that holds 95% is hundreds of times as wide as they are apart."""
+FEWEST = 3  # items that an interval takes: from two, it is hundreds of times as wide as they are apart
 _DRAWN_AT_ONCE = 2**20  # indices that `resample` holds in memory at a time
 
 
@@ -53,16 +52,12 @@ class Estimate(NamedTuple):
 
 
 def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, level: float = 0.975) -> Estimate:
-    """The mean of items, sum(sums) / sum(weights), with its interval.
+    """The mean of items, sum(sums) / sum(weights), with its interval, `level` being that of each end.
 
-    Args:
-        sums: of each item, nats for example.
-        weights: the divisor of each sum, tokens for example; None: 1 each.
-        level: of each end.
-
-    An item's value, its sum over its weight, varies alike whatever its weight: documents differ more than their tokens
-    do. So the variance of a value is that of all items, and the weights say how far the mean averages it out. Items
-    without weight are left out.
+    An item has a sum, of nats for example, and a weight that divides it, such as its tokens; None: 1 each. Its value,
+    the sum over the weight, varies alike whatever its weight: documents differ more than their tokens do. So the
+    variance of a value is that of all items, and the weights say how far the mean averages it out. Items without weight
+    are left out.
     """
     total = torch.tensor(sums, dtype=torch.float64)
     weight = torch.ones_like(total) if weights is None else torch.tensor(weights, dtype=torch.float64)

@@ -46,24 +46,16 @@ class Verdict:
 
 
 def verdict(
-    change: Estimate | None,
+    change: Estimate | None,  # the first value less the second, paired by item where both are of the same items
     *,
     unit: str = "nats per token",
-    higher_is_better: bool = False,
-    than: float = 0.0,
-    item: str = "document",
-    scale: float = 1.0,
-    digits: int = 3,
+    higher_is_better: bool = False,  # of the values
+    than: float = 0.0,  # the change that counts as none; better and worse are counted from there
+    item: str = "document",  # the kind of item that the interval is over, in the singular
+    scale: float = 1.0,  # which the change is multiplied by where it is written
+    digits: int = 3,  # of it, behind the point
 ) -> Verdict:
-    """Judge a change by its 95% interval.
-
-    Args:
-        change: the first value less the second, paired by item where both are of the same items.
-        higher_is_better: of the values.
-        than: the change that counts as none; better and worse are counted from there.
-        item: the kind of item that the interval is over, in the singular.
-        scale, digits: how the change is written: multiplied by the one, with so many decimals.
-    """
+    """Judge a change by its 95% interval."""
     if change is None:
         return Verdict(Outcome.NO_MEASURE, None, "not known: no measure has both")
     outcome = _outcome(change, than, higher_is_better=higher_is_better)
@@ -208,7 +200,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion from findings: the key of the best method (None: not told), and of those equal to it, too."""
+    """The conclusion: the key of the best method (None: not told), and of those equal to it, itself among them."""
 
     text: str
     best: str | None

@@ -22,13 +22,11 @@ from torch import distributed
 
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
 
-LONGEST_WAIT = timedelta(days=30)
-"""How long a collective may take; one whose process has ended is ended by the thread that watches."""
+LONGEST_WAIT = timedelta(days=30)  # of a collective; the thread that watches ends one whose process has ended
 _MEETING = timedelta(minutes=5)  # how long the first process waits for the last one to start
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 40.0  # seconds without a sign of life after which a process counts as ended
-GRACE = 10.0
-"""Seconds in which a process ends by itself, once another one has failed; a collective may hold it for ever."""
+GRACE = 10.0  # seconds for a process to end by itself once another one failed; a collective may hold it for ever
 _LEFT = b"left"
 _CONTINUE = "the same command continues where it stopped"
 

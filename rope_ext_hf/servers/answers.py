@@ -63,12 +63,9 @@ def collect(
     lengths: Sequence[Length] | None,
     data: str,
     source: Mapping[str, Any],
-    affordable: Callable[[int], bool] = lambda length: True,
+    affordable: Callable[[int], bool] = lambda length: True,  # where no lengths are given, beside the shortest
 ) -> Collected:
-    """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's.
-
-    Where no lengths are given, those are left out that are not `affordable`, but the shortest.
-    """
+    """Ask a server about prompts of every length, cut by the tokenizer here, or without a model by the server's."""
     lengths = parse_lengths(lengths) if lengths else None
     text = next(iter(load(data))).text[:_SAMPLE]
     made = Collected(client.title, [], stated=client.stated(), text=text)

@@ -47,9 +47,7 @@ _BLOCK = 32  # weights with one scale
 _STRICT = 1.0  # percent of the softmax scale: the error that a strict check must be able to tell
 _MOST_MORE = 128  # prompts of a strict check, beside the usual ones
 _SECONDS = 600.0  # that a prompt may take to compute here, by default
-_READINGS, _COMPARED = 8, 128
-"""Times that a prompt is computed here, as measured, with mistakes and with roundings, and its tokens that the head
-reads: about."""
+_READINGS, _COMPARED = 8, 128  # times that a prompt is computed here, and its tokens that the head reads: about
 _KEYS = "{}-bit keys and values"
 _Context = Callable[[], AbstractContextManager[Any]]
 
@@ -338,7 +336,8 @@ def _explained(
     explained: dict[str, tuple[float, ...]] = {}
     told: dict[str, tuple[float, float]] = {}
     fitting: dict[bool, list[str]] = {True: [], False: []}  # dtypes that explain all, by whether they are usual
-    widest = 0.0  # of the softmax scale, in percent, that rounding and chance explain
+    off, chance = share(theirs[0] - exact[0]) if effects else (0.0, 0.0)
+    finest, widest = "", 0.0  # the first dtype that explains what that leaves; percent that rounding explains of it
     for batch in _roundings(model, changed, weight_bits, kv_bits):
         for name, usual, moved in batch:
             explained[name] = tuple(_MARGIN * _size(each) for each in moved)
@@ -347,16 +346,17 @@ def _explained(
             if effects and usual:
                 bias, spread = share(moved[0])
                 noise = math.sqrt(_MARGIN**2 - 1) * _size(moved[0]) / _size(effects[1])
-                told[name], widest = (_MARGIN * (abs(bias) + 2 * spread), noise), max(widest, abs(bias) + spread)
+                told[name] = _MARGIN * (abs(bias) + 2 * spread), noise
+                widest = widest if finest else max(widest, abs(bias) + spread)
+                finest = finest or name * (_size(theirs[0] - exact[0] - off * effects[0]) <= explained[name][0])
         if fitting[True]:
             break
     report = replace(report, explained=explained, suggested=tuple(fitting[False]))
-    if not fitting[True]:
+    wrong = finest and report.closest == AS_MEASURED and abs(off) > _MARGIN * max(widest, chance)
+    if not wrong and not fitting[True]:
         return report
-    off, chance = share(theirs[0] - exact[0]) if effects else (0.0, 0.0)
-    wrong = report.closest == AS_MEASURED and abs(off) > _MARGIN * max(widest, chance)
     runs = f"with a softmax scale {abs(off):.1f}% too {'large' if off > 0 else 'small'}" if wrong else report.closest
-    return replace(report, runs=runs, precision=fitting[True][0], told=told)
+    return replace(report, runs=runs, precision=finest if wrong else fitting[True][0], told=told)
 
 
 def _logprobs(scorer: TokenScorer, before: Any, group: Sequence[Prompt]) -> Tensor:

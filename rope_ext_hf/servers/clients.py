@@ -29,8 +29,7 @@ from rope_ext_hf.errors import ServingError, duration, one_line, short
 from rope_ext_hf.files import json_digest
 
 _COMPARED = 128  # tokens at the end of a prompt whose log-probabilities are asked for
-_CUTS, _CUTS_ANEW, _NEXT = 8, 2, 16
-"""Prompts, each a token longer, and likely next tokens of each, of a server that gives no others."""
+_CUTS, _CUTS_ANEW, _NEXT = 8, 2, 16  # prompts, each a token longer, and likely next tokens of each, of llama.cpp
 _WHOLE = [["a", 100]]
 """A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
 _MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
@@ -38,8 +37,7 @@ _MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
 of JSON must have on average: in memory it takes up to 200, in the text as few as two."""
 _PROBE_SECONDS, _PART = 30.0, 1 << 20
 _LONG = 200  # characters of what is kept whole of what a server states
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)
-"""The errors of reading an answer of another form than expected."""
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)  # an answer of another form
 
 
 class Answer(NamedTuple):

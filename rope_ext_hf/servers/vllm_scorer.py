@@ -51,20 +51,17 @@ _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 def scored_by_engine(
     engine: str,
-    empty: PreTrainedModel,
+    empty: PreTrainedModel,  # on the meta device, as its folder describes it
     plan: RunPlan[Any],
     *,
-    alone: bool,
-    gpus: int = 1,
+    alone: bool,  # one process measures, on one device
+    gpus: int = 1,  # that share the model in the engine
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan of perplexity whose text is read by an engine, on so many GPUs; no weights are read.
+    """A plan of perplexity whose text is read by an engine; no weights are read.
 
-    `empty` is the model on the meta device, as its folder describes it; `alone`: one process measures, on one device.
-
-    Returns:
-        The plan, and why it is without the model as loaded where vLLM cannot run that at all lengths.
+    Beside it: why it is without the model as loaded where vLLM cannot run that at all lengths.
     """
     if engine != VLLM.name:
         raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")
@@ -145,24 +142,20 @@ def _name(method: RopeMethod | None) -> str:
 class _VLLMScorer:
     """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
 
-    Args:
-        model: the model in transformers, which the engine is compared with on the first span of each length; on a GPU
-            it waits in main memory while an engine runs.
-        chunk: tokens per step of the engine.
-        configs: how the engine is started, by method; None: the model as loaded.
-        source: further arguments of the engine, that say which model it reads and on how many GPUs.
+    The model in transformers is compared with it on the first span of each length; on a GPU it waits in main memory
+    while an engine runs.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
         *,
-        chunk: int | None,
+        chunk: int | None,  # tokens per step of the engine
         offload_cache: bool,
         longest: int,
         measurement: PerplexityMeasurement,
-        configs: _Configs,
-        source: Mapping[str, Any],
+        configs: _Configs,  # how the engine is started, by method; None: the model as loaded
+        source: Mapping[str, Any],  # further arguments of the engine: which model it reads, on how many GPUs
     ) -> None:
         if offload_cache:
             raise MethodError("vLLM keeps keys and values itself; leave out --offload-cache")

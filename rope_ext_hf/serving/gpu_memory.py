@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARE = 0.9  # of a GPU's memory, for the server: the rest is the driver's, and what libraries keep
-_STEP, _BLOCK = 8192, 16
-"""Tokens that a server computes in a step by default, which windows keep for as long; and of a block of keys."""
-_MOST_INPUTS, _MOST_GPUS = 256, 64
-"""Inputs at a time where memory allows for more, and GPUs that are offered where fewer do not do."""
+_STEP, _BLOCK = 8192, 16  # tokens of a server's step by default, which windows keep for as long, and of a block of keys
+_MOST_INPUTS, _MOST_GPUS = 256, 64  # inputs at a time where memory allows for more, and GPUs that are offered
 _DEALT = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "linear_num_key_heads")
 """Config keys of what GPUs share in equal parts."""
 _WHOLE = frozenset({"q_a_proj", "kv_a_proj_with_mqa", "gate", "router"})

@@ -1,7 +1,5 @@
 """The model card of a folder: what it was made from, how it is loaded and served, and what was measured of it.
 
-    write_card("qwen3-131072", ["rope-ext-results/qwen3-perplexity-1a2b3c4d5e"])
-
 The metadata and the text of the source's card are kept, as text, whoever wrote them. What is written here stands before
 that text, between two comments, and is replaced when it is written anew. Results also go to .eval_results, as
 huggingface_hub defines them.
@@ -46,8 +44,7 @@ RESULTS = ".eval_results"
 _BEGIN, _MEASURED, _END = (f"<!-- rope-ext: {part} -->" for part in ("card", "measured", "end of the card"))
 _MOST_BYTES = 2**20
 CARD_COLUMNS = 100
-_LICENCES = ("license", "licence", "notice", "copying", "use_policy")
-"""What the names of files with conditions begin with."""
+_LICENCES = ("license", "licence", "notice", "copying", "use_policy")  # files with conditions, by how they begin
 _ROWS = ("method", "over", "context length", "extended length", "saved as", "published", "short inputs", "note")
 """What the card says of what `describe` does."""
 

@@ -1,8 +1,5 @@
 """Task suites: what a long prompt asks for, how much may be generated, and which answers are right.
 
-    ruler = suite("ruler")
-    ruler.samples("vt", tokenizer, length=4096, count=20, seed=42, haystack=text)
-
 A suite called json-kv is one file of this folder, json_kv.py, with a `Suite` under `register_suite`. Nothing
 outside that file names it. A suite makes its prompts from its seed and a text: no file is downloaded.
 """
@@ -74,11 +71,7 @@ class Suite(ABC):
     score_by: ClassVar[str] = "generate"
 
     def samples(self, task: str, tokenizer: PreTrainedTokenizerBase, **settings: Any) -> list[Sample]:
-        """Make the prompts of one task.
-
-        Args:
-            task: one of `tasks`.
-            tokenizer, **settings: fields of `PromptSettings`.
+        """Make the prompts of one of the `tasks`; tokenizer and settings are fields of `PromptSettings`.
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.

@@ -1,8 +1,7 @@
 """GraphWalks: sets of nodes of a directed graph, after OpenAI's data set (huggingface.co/datasets/openai/graphwalks).
 
-The instructions follow the data set's card (MIT), with its correction of February 2026 (nodes at exactly the depth; a
-node is not its own parent); the graphs are made anew, four edges from every node, as in the published prompts, with as
-many nodes as the length takes.
+Instructions follow the data set's card (MIT), with its correction of February 2026 (nodes at exactly the depth; a node
+is not its own parent); graphs are made anew, as large as the length takes, four edges a node as in published prompts.
 """
 
 from __future__ import annotations

@@ -53,11 +53,9 @@ if TYPE_CHECKING:
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-_TRIES = 100
-"""Draws of a prompt with the least text before the task counts as too long; some names are shorter than others."""
+_TRIES = 100  # draws with the least text before a task counts as too long; some names are shorter than others
 _WORDS = "RULER_WORDS"
-_DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]
-"""Percentages of a text that needles stand behind."""
+_DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]  # percentages of a text
 _Made = tuple[str, Sequence[str], Sequence[str]]
 """A prompt with its answer prefix, the right answers, and wrong ones that stand in it."""
 

@@ -1,7 +1,5 @@
 """A guard for short inputs: multiple-choice questions, as lm-evaluation-harness asks them, in a suite of tasks.
 
-    rope-ext tasks MODEL --method yarn --factor 8 --suite short --lengths 512
-
 A method must not lose here what it gains at length. The questions are data sets of the Hugging Face Hub; they are read
 from the cache of `datasets`, and nothing is downloaded. There are no worked examples, and the right answer should have
 the highest likelihood per token among a question's choices, which is neither acc nor acc_norm of lm-eval.

@@ -219,6 +219,20 @@ def test_a_strict_check_tells_an_error_of_a_hundredth(folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ratio", "runs"), [(1.01, r"1\.0% too large"), (1.03, r"[23]\.\d% too large"), (0.99, r"1\.0% too small")]
+)
+def test_an_error_of_a_hundredth_in_float32_is_named(ratio: float, runs: str, folder: Path) -> None:
+    """It is larger than the rounding of float32, and one in bfloat16 could be: what it leaves is within float32's."""
+    with serving("vLLM 0.33.0", scaled(ratio, torch.float32)) as url:
+        report = rope.check_server(url, folder, lengths=[100, 300], strict=True)
+    assert re.fullmatch(f"with a softmax scale {runs}", report.runs or ""), str(report)
+    assert report.precision == "float32 or float16"
+    assert not report.agrees
+    assert not report.untold
+
+
+@pytest.mark.slow
 def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> None:
     """What would show under a coarser dtype than the one that a server fits asks for no more prompts."""
     with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:

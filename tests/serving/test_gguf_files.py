@@ -69,7 +69,7 @@ def test_a_rewritten_file_computes_what_was_measured(source: Path, tmp_path: Pat
         rewrite(source, out, plain)
 
 
-@pytest.mark.parametrize(("architecture", "run"), [("llama", True), ("qwen35", True), ("gemma3n", False)])
+@pytest.mark.parametrize(("architecture", "run"), [("llama", True), ("qwen35", True), ("llama4", False)])
 def test_audit_says_of_a_file_whose_graph_was_read_alone(architecture: str, run: bool, tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "in.gguf", architecture)
     writer.add_context_length(4096)
