@@ -21,7 +21,10 @@ from record import benchmark_parser, record
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
+from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path
 
 METHODS = (
@@ -53,16 +56,23 @@ def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
         found = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         rope.patch(found, "rerope", target_length=lengths[-1], temperature="llama4").save_pretrained(evaluator)
         AutoTokenizer.from_pretrained(folder).save_pretrained(evaluator)
+    rotary, methods = patch_geometry(model), []
+    for name in METHODS:
+        try:
+            resolve_method(name, rotary, target_length=lengths[-1])
+            methods.append(name)
+        except MethodError as error:  # a band in which this model has no pairs
+            print(error, flush=True)
     losses = sweep(
-        model, data, lengths=lengths, methods=METHODS, factors=[FACTOR], max_spans=arguments.spans,
+        model, data, lengths=lengths, methods=methods, factors=[FACTOR], max_spans=arguments.spans,
         keys_by=evaluator, out=out, progress=True,
     )  # fmt: skip
     question = Passkey(lengths=lengths, depths=[0.5], task="key-value", trials=arguments.trials)
-    answers = measure(model, question, methods=METHODS, factors=FACTOR, out=out)
+    answers = measure(model, question, methods=methods, factors=FACTOR, out=out)
     comparison = compare_runs([losses.folder, answers.folder])
     comparison.write_page(out / "comparison.html")
     print(comparison.conclusion, flush=True)
-    return {"model": folder.name, "context_length": length} | comparison.to_dict()
+    return {"model": folder.name, "context_length": length} | comparison.to_dict() | {"runs": []}
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def main() -> None:
     for name in ("--engines", "--llama-cpp", "--mlx-lm"):
         parser.add_argument(name, required=True, type=Path, metavar="FOLDER")
     found = dict(with_a_model(parser.parse_args()))
-    versions = {package: version(package) for package in ("rope-ext-hf", "transformers")}
+    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     versions |= {name: find_engine(name).version for name in found}
     content = {"command": "make test-engines", "versions": versions, "models": found}
     RESULT.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import Row, figure, last_line, lines_of, markdown_table, stamp
+from docs.figures.registry import NARROW, Row, figure, last_line, lines_of, markdown_table, stamp
 
 MODELS = {
     "reference": "bundled",
@@ -16,6 +16,14 @@ def _compared(benchmark: str) -> list[Row]:
     """What was compared of each model, as it was measured last."""
     rows = {row["model"]: row for line in lines_of(benchmark) for row in line["rows"]}
     return [rows[model] for model in MODELS if model in rows]
+
+
+def _note(benchmark: str) -> str:
+    """How it was measured, and which models' intervals are of an older kind."""
+    made = {row["model"]: "intervals" in line for line in lines_of(benchmark) for row in line["rows"]}
+    older = " and ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
+    note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
+    return note + (f" Intervals of {older}: {NARROW.strip()}" if older else "")
 
 
 def _model(row: Row) -> str:
@@ -47,7 +55,6 @@ def gain_agreement() -> str:
 
 def _agreement(benchmark: str) -> str:
     """Kendall's tau of each pair of measures, by model and length."""
-    line = last_line(benchmark)
     cells: dict[tuple[str, str], list[str]] = {}
     for row in _compared(benchmark):
         for found in row["agreements"]:
@@ -55,7 +62,7 @@ def _agreement(benchmark: str) -> str:
             cell = f"{found['length'] // row['context_length']}x: {tau}"
             cells.setdefault((_model(row), f"{found['one']} and {found['other']}"), []).append(cell)
     table = [(*key, ", ".join(values)) for key, values in cells.items()]
-    return markdown_table(("model", "measures", "Kendall's tau"), table, stamp(line, f"benchmarks/{benchmark}.py"))
+    return markdown_table(("model", "measures", "Kendall's tau"), table, _note(benchmark))
 
 
 @figure

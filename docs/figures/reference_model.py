@@ -17,6 +17,9 @@ from docs.figures.registry import (
     stamp,
 )
 
+LUCK = 0.05
+"""The share of right answers that rank first among 20 by luck."""
+
 
 def _named(row: Row) -> str:
     """The method of a row, with its temperature."""
@@ -140,6 +143,39 @@ def retrieval_tasks() -> str:
     questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
+
+
+@figure
+def retrieval_ranks() -> str:
+    """How often the right answer to a passkey is the likeliest of 20, by length, of every model asked."""
+    lines = lines_of("retrieval by rank")
+    cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
+    context = {line["model"]: line["context_length"] for line in lines}
+    scales = sorted({length // context[model] for model, _, length in cells})
+    rows = [
+        [
+            NAMES[model],
+            f"`{name}`",
+            *(
+                "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
+                for c in (cells.get((model, name, scale * context[model])) for scale in scales)
+            ),
+        ]
+        for model, name in dict.fromkeys(key[:2] for key in cells)
+    ]
+    task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
+    exact = max(row["exact"] for row in cells.values())
+    lucky = [
+        NAMES[model]
+        for (model, name, length), row in cells.items()
+        if name == "as-loaded" and length == context[model] and row["first_interval"][0] <= LUCK
+    ]
+    note = f"*{questions} questions a cell, at most {exact:.0%} of them answered exactly; {LUCK} rank first by luck.* "
+    if lucky:
+        note += f"Methods are not compared on the {' and the '.join(lucky)}: no better than luck at 1x. "
+    command = f"benchmarks/retrieval.py --score rank --tasks {task} --keys 1 --questions {questions}"
+    head = [f"`{task}`: right answer first", "", *(f"{scale}x" for scale in scales)]
+    return markdown_table(head, rows, note + stamp(lines[-1], command))
 
 
 @figure
