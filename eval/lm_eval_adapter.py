@@ -331,7 +331,7 @@ def evaluate(
         raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
     if include_path is not None and not Path(include_path).is_dir():
         raise MethodError(f"no such folder of tasks: {str(include_path)!r}")
-    with TemporaryDirectory() as own:
+    with TemporaryDirectory() as own, left_out_of_log("lm_eval.api.task", "Custom kwargs can be passed"):
         finder = _TaskFinder(own, include_path, known, lm.max_length)
         if apply_chat_template is None:
             of_long = all(name.startswith("rope_") or long_suite(name) for name in finder.names(tasks))

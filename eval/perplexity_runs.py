@@ -235,7 +235,7 @@ def _scored_text(result: Result) -> str:
     if protocol is not None and protocol.same_targets:
         return (
             f"protocol {name}: the same {result.tokens:,} tokens scored at every length, "
-            f"the last {setting.targets} of {result.spans} spans{left_out}"
+            f"the last {setting.targets} of {result.spans} span{'s' * (result.spans != 1)}{left_out}"
         )
     tokens = f"{result.tokens:,} tokens in {result.spans} spans at {result.length:,}"
     return f"protocol {name}: {tokens}{left_out}"

@@ -100,8 +100,7 @@ def from_pretrained(
 
         model = from_pretrained("meta-llama/Llama-3.2-1B", method="yarn", factor=4, dtype="bfloat16", device_map="auto")
 
-    An adapter of PEFT is loaded onto its base model, which is patched first as the adapter's folder records; the result
-    is a peft.PeftModel.
+    An adapter of PEFT is loaded onto its base model, patched first as its folder records: a peft.PeftModel.
 
     Args:
         path: a local folder, a Hub id, or "reference" for the bundled model.
@@ -114,10 +113,8 @@ def from_pretrained(
 
     Raises:
         MethodError, UnsupportedModelError: as `rope_ext_hf.patch` does; arguments of a patch without a method.
-        CheckpointError: no such folder, its record of a patch contradicts its config, the config has more layers or
-            wider heads than `limits` allows, the weights hold tensors that the class has no place for, or an adapter
-            whose base model is missing or another one.
-        FileError: a damaged adapter_config.json.
+        CheckpointError, FileError: no such folder, a damaged one, more layers or wider heads than `limits` allows,
+            tensors that the class has no place for, or an adapter whose base model is missing or another one.
         FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
     """
     path = folder_of(path)
@@ -127,8 +124,7 @@ def from_pretrained(
     kwargs |= only_cached(path, kwargs)
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
     if method is None:
-        of_config = {key: params.pop(key) for key in list(params) if hasattr(config, key)}
-        kwargs |= of_config
+        kwargs |= {key: params.pop(key) for key in list(params) if hasattr(config, key)}
         changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
         if given := [*changed, *params]:
             raise MethodError(f"{', '.join(given)} given without a method; add method=...")

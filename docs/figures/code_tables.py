@@ -38,7 +38,9 @@ def _parameters(cls: type) -> str:
         required = field.default is dataclasses.MISSING
         return f"`{field.name}`" if required or field.default is None else f"`{field.name}={field.default!r}`"
 
-    return ", ".join(map(text, dataclasses.fields(cls))) or "–"
+    shared = _parameters(RemappingMethod) if issubclass(cls, RemappingMethod) and cls is not RemappingMethod else ""
+    texts = ", ".join(map(text, dataclasses.fields(cls)))
+    return texts.replace(shared, "...") if shared else texts or "–"
 
 
 def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
@@ -62,17 +64,17 @@ def choosing() -> str:
         found = set(values)
         return "by its parameters" if len(found) > 1 else "yes" if found.pop() else "no"
 
-    groups: dict[tuple[str, ...], list[str]] = {}
+    rows = []
     for name, guidance, methods in _guided():
         static = answer(not method.length_dependent for method in methods)
         plain = answer(method.rope_parameters(rotary) is not None for method in methods)
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
-        cells = (static, plain, guidance.unmeasured or reach_text(name), short)
-        groups.setdefault(cells, []).append(f"`{name}`")
-    head = ["method", "static", "loads plainly", "helped without training", "short inputs unchanged"]
-    return markdown_table(head, ((", ".join(names), *cells) for cells, names in groups.items()))
+        helped = guidance.unmeasured or reach_text(name)
+        rows.append([f"`{name}`", guidance.when or "–", static, plain, helped, short])
+    head = ["method", "take it when", "static", "loads plainly", "helped without training", "short inputs unchanged"]
+    return markdown_table(head, rows)
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
@@ -92,13 +94,6 @@ def choosing_purposes() -> str:
 
 
 @figure
-def choosing_among() -> str:
-    return markdown_table(
-        ["method", "take it when"], ((f"`{name}`", guidance.when) for name, guidance, _ in _guided() if guidance.when)
-    )
-
-
-@figure
 def reported_by_papers() -> str:
     """What papers report, a row for each method of each table."""
     from rope_ext_hf.advice.reported import reported
@@ -107,7 +102,8 @@ def reported_by_papers() -> str:
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
         by = f"[{table.source}]({table.url}), {table.place}"
-        rows.append([table.model, f"{table.benchmark} ({table.unit})", " / ".join(table.lengths), numbers, by])
+        numbers = numbers.replace(" / ", ", ")
+        rows.append([table.model, f"{table.benchmark} ({table.unit})", ", ".join(table.lengths), numbers, by])
     return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
 
 
@@ -139,7 +135,8 @@ def methods() -> str:
     from rope_ext_hf import list_methods
 
     rows = ([f"[`{name}`](#{name})", _parameters(cls)] for name, cls in list_methods().items())
-    return markdown_table(["name", "parameters"], rows)
+    note = f"... stands for what all remapping methods and score biases take: {_parameters(RemappingMethod)}."
+    return markdown_table(["name", "parameters"], rows, note)
 
 
 def _families() -> dict[str, str]:

@@ -83,6 +83,7 @@ def dynamic_text() -> str:
             "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"]),
         ]
         for row in line["rows"]
+        if not row["positions"].startswith("0x")  # both are as loaded there
     )
     head = ["factor", "positions", "transformers", "this package", "difference"]
     return markdown_table(head, rows, stamp(line, f"benchmarks/dynamic.py --text --documents {line['documents']}"))
@@ -96,23 +97,20 @@ def attention() -> str:
     ways = list(dict.fromkeys(way for _, way, _ in measured if way not in ("plain", "eager")))
     lengths = sorted({tokens for *_, tokens in measured if tokens >= ATTENTION_TRAINED})
 
-    def cell(what: str, way: str, length: int, key: str) -> str:
+    def cell(what: str, way: str, length: int) -> str:
         if row := measured.get((what, way, length)):
-            return f"{row[key]:.2f}"
+            return f"{row['time']:.2f}, {row['memory']:.2f}"
         return "as loaded" if length <= ATTENTION_TRAINED else "–"
 
     rows = [
-        [f"{title}, `{way}`", *(cell(what, way, length, key) for length in lengths)]
-        for title, what, key in (
-            ("prefill, time", "prefill", "time"),
-            ("prefill, memory", "prefill", "memory"),
-            ("decode step, time", "decode", "time"),
-            ("decode step, memory", "decode", "memory"),
-        )
+        [f"{title}, `{way}`", *(cell(what, way, length) for length in lengths)]
+        for title, what in (("prefill", "prefill"), ("decode step", "decode"))
         for way in ways
     ]
     used = {stamp(line, "benchmarks/attention.py"): None for (*_, n), line in lines.items() if n >= ATTENTION_TRAINED}
-    return markdown_table(["times plain attention", *(f"{length:,}" for length in lengths)], rows, " ".join(used))
+    return markdown_table(
+        ["time, memory / plain attention", *(f"{length:,}" for length in lengths)], rows, " ".join(used)
+    )
 
 
 @figure

@@ -16,7 +16,7 @@ from docs.figures.registry import figure
 
 @figure
 def commands() -> str:
-    """Every command with its arguments, options, defaults and example, by the groups of `rope-ext --help`.
+    """Every command with its arguments, options and defaults, by the groups of `rope-ext --help`.
 
     What several commands have in common stands in one list before them, and by name in each.
     """
@@ -36,8 +36,30 @@ def commands() -> str:
         f"## {panel}\n\n" + "".join(_command(command, shared.values()) for command in listed)
         for panel, listed in panels.items()
     )
-    common = _listed(row for row in counts if row in shared.values())
-    return f"\n\n## Options of several commands\n\n{common}" + "".join(parts)
+    common = [row for row in counts if row in shared.values()]
+    grouped = {name for names in GROUPS.values() for name in names}
+    lists = [
+        f"**{title}**:\n\n{_listed(row for row in common if _option(row) in names)}" for title, names in GROUPS.items()
+    ]
+    lists.append(f"**Others**:\n\n{_listed(row for row in common if _option(row) not in grouped)}")
+    return f"\n\n## Options of several commands\n\n{''.join(lists)}" + "".join(parts)
+
+
+GROUPS = {
+    "Method": ("--method", "--factor", "--target-length", "--over", "--context-length"),
+    "Loading": ("--revision", "--trust-remote-code"),
+    "Running": ("--dtype", "--device", "--device-map"),
+    "Memory": ("--tokens-per-pass", "--offload-cache"),
+    "Upload": ("--push-to-hub", "--public", "--yes"),
+    "Spans": ("--data", "--protocol", "--targets", "--stride", "--max-spans", "--bos", "--keys-by", "--key-window"),
+    "GPUs": ("--gpus", "--gpu-memory", "--weight-bits"),
+}
+"""Options that commands have together, under the name that stands for them in a command's list."""
+
+
+def _option(row: _Row) -> str:
+    """The option that a row describes, as it is typed; "" for an argument."""
+    return next(iter(re.findall(r"--[a-z-]+", row[0])), "")
 
 
 def _listed(rows: Iterable[_Row]) -> str:
@@ -47,18 +69,25 @@ def _listed(rows: Iterable[_Row]) -> str:
 
 def _command(command: Any, shared: Collection[_Row]) -> str:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    usage = " ".join(["rope-ext", command.name, *(_name(argument) for argument in arguments), "[OPTIONS]"])
+    usage = " ".join(["rope-ext", command.name, *map(_name, arguments)])
+    summary = inspect.cleandoc(command.help).partition("\n\n")[0]
     rows = list(_rows(command.params))
     own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
-    names = [name for row in rows if row in shared for name in re.findall(r"--[a-z-]+", row[0])[:1]]
-    also = f"[Also](#options-of-several-commands): {', '.join(f'`{name}`' for name in names)}.\n\n" if names else ""
-    return f"### {command.name}\n\n`{usage}`\n\n{inspect.cleandoc(command.help)}\n\n{own}{also}"
+    names = [name for row in rows if row in shared and (name := _option(row))]
+    whole = {title: of for title, of in GROUPS.items() if set(of) <= set(names)}
+    single = [f"`{name}`" for name in names if not any(name in of for of in whole.values())]
+    words = ", ".join([*whole, *single])
+    also = f"[Also](#options-of-several-commands): {words}.\n\n" if words else ""
+    return f"### {command.name}\n\n`{usage}`: {summary}\n\n{own}{also}"
 
 
 def _name(argument: Any) -> str:
     name = argument.metavar or argument.name.upper()
     return name if argument.required else f"[{name}]"
 
+
+SECTIONS = {"--protocol": "evaluation.md#protocols", "--bos": "evaluation.md#protocols"}
+"""Where an option is explained, of those whose help says what a page says."""
 
 _Row = tuple[str, str, str]
 """Names, default and help of an argument or an option."""
@@ -77,7 +106,11 @@ def _rows(parameters: Any) -> Iterator[_Row]:
         empty = default in (None, False, "", [], ())
         default = parameter.opts[0] if default is True else default
         shown = "required" if parameter.required else "" if empty else f"`{default}`"
-        yield names, shown, (parameter.help or "").replace("\n", " ")
+        text = (parameter.help or "").replace("\n", " ")
+        sections = [section for option in parameter.opts if (section := SECTIONS.get(option))]
+        if sections:
+            text = f"{re.split(r'[.,:] ', text)[0]}: [more]({sections[0]})."
+        yield names, shown, text
 
 
 @figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,12 @@ def rows_by_setting(line: Row) -> dict[tuple[str, float | None, int], Row]:
 
 
 def _by_model(key: tuple[str, float | None, int]) -> str:
-    """The rise on every model, with its interval."""
+    """The rise on every model, with its interval; models at the end that were not measured are left out."""
     rows = [rows_by_setting(line).get(key) for line in factor_lines().values()]
-    return " / ".join("–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows)
+    texts = ["–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows]
+    while texts[-1:] == ["–"]:
+        texts.pop()
+    return "<br>".join(texts) or "–"
 
 
 def _note() -> str:
@@ -138,7 +142,7 @@ def short_inputs() -> str:
     factors = sorted({factor for _, factor in keys})
     names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
     rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
-    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows, _note())
+    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows)
 
 
 @figure
@@ -163,7 +167,8 @@ def bands() -> str:
         cells: dict[str, dict[int, list[str]]] = {}
         for row in line["rows"]:
             label = " ".join(word for word in row["method"].split() if word != f"x{row['factor']}")
-            if label != "yarn":
+            words = set(re.split("[ =]", label))
+            if label != "yarn" and "beta_slow" not in words and not {"uniform", "beta_fast"} <= words:
                 text = "{over_yarn:+.2f} [{over_low:+.2f}, {over_high:+.2f}]".format(**row)
                 cells.setdefault(label, {}).setdefault(row["factor"], []).append(text)
         factors = sorted({row["factor"] for row in line["rows"]})
@@ -174,26 +179,6 @@ def bands() -> str:
         note = f"{line['scored_tokens']:,} scored tokens of {line['documents']} documents. {stamp(line, command)}"
         tables.append(markdown_table([name, *(f"x{factor}" for factor in factors)], rows, note))
     return "\n".join(tables) or "\n\nNot measured yet.\n\n"
-
-
-@figure
-def beyond_short_inputs() -> str:
-    """The rise at 4 and 8 times of the methods that leave short inputs as they are, on every model."""
-    from rope_ext_hf import list_methods
-    from rope_ext_hf.methods.guidance import SHORT_INPUTS
-
-    parts = []
-    for name, cls in list_methods().items():
-        if cls.guidance is not None and SHORT_INPUTS in cls.guidance.purposes:
-            rows = [rows_by_setting(line) for line in factor_lines().values()]
-            at = [
-                " / ".join(
-                    f"{each[name, None, n]['increase']:+.2f}" if (name, None, n) in each else "–" for each in rows
-                )
-                for n in (4, 8)
-            ]
-            parts.append(f"{at[0]} at 4x and {at[1]} at 8x under `{name}`")
-    return "; ".join(parts)
 
 
 @figure

@@ -34,7 +34,7 @@ def _works(row: dict[str, Any], column: str) -> bool:
 
 
 def _share(rows: list[dict[str, Any]], column: str) -> str:
-    return f"{sum(_works(row, column) for row in rows)} of {len(rows)}"
+    return f"{sum(_works(row, column) for row in rows)}/{len(rows)}"
 
 
 @figure

@@ -1,4 +1,4 @@
-"""What publishers state about the context of their models, and how each engine is told of it."""
+"""What publishers state about the context of their models, and the entries that extend it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,6 @@ from docs.figures.registry import figure, markdown_table
 
 if TYPE_CHECKING:
     from rope_ext_hf.patches.recipes import Recipe
-
-BY_FLAGS = ("vllm", "sglang", "llama.cpp")
-"""Engines whose command is shown: those that take all they need as flags."""
-NO_SERVER = ("transformers", "gguf")
-"""Engines that are left out: transformers is no server, and gguf is what llama.cpp and ollama run."""
 
 
 @figure
@@ -30,45 +25,11 @@ def recipe_table() -> str:
 
 
 @figure
-def recipe_commands() -> str:
+def recipe_entries() -> str:
     from rope_ext_hf.patches.recipes import recipes
 
-    extending = (
-        f"### {recipe.name}\n\n```json\n{json.dumps(recipe.entry)}\n```\n\n{_commands(recipe)}"
-        for recipe in recipes()
-        if recipe.entry
-    )
-    return "\n\n" + "\n\n".join(extending) + "\n\n"
-
-
-def _commands(recipe: Recipe) -> str:
-    """The command of each engine that takes flags, and what the others do."""
-    from rope_ext_hf.engines.base import list_engines
-    from rope_ext_hf.errors import ServingError, one_line
-    from rope_ext_hf.serving.target import Model, make_target
-
-    config = published_config(recipe)
-    model = Model(recipe.example, config, composite=config.model_type.startswith("qwen3_"), specs=[])
-    target = make_target(model, **recipe.arguments(config.max_position_embeddings))
-    shown: dict[str, str] = {}
-    by_file: list[str] = []
-    refused: dict[str, list[str]] = {}
-    for name, engine in list_engines().items():
-        if name in NO_SERVER:
-            continue
-        try:
-            served = engine().config_for(target)
-        except ServingError as error:
-            refused.setdefault(one_line(error).partition("cannot serve ")[2], []).append(name)
-            continue
-        if name in BY_FLAGS:
-            shown[name] = str(served)
-        else:
-            by_file.append(f"`{name}`")
-    text = "```console\n" + "\n\n".join(shown[name] for name in BY_FLAGS if name in shown) + "\n```"
-    if by_file:
-        text += f"\n\nBy keys of a file, which `serve-config` prints: {', '.join(by_file)}."
-    return text + "".join(f"\n\n{', '.join(names)} cannot serve {why}." for why, names in refused.items())
+    rows = ((recipe.name, f"`{json.dumps(recipe.entry)}`") for recipe in recipes() if recipe.entry)
+    return markdown_table(["models", "entry"], rows)
 
 
 def published_config(recipe: Recipe) -> Any:

@@ -31,21 +31,20 @@ def _named(row: Row) -> str:
 
 @figure
 def reference() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    """Bits per byte by length, with one factor for all lengths."""
     result = last_line("reference")
     rows = [row | {"method": _named(row)} for row in result["rows"]]
-    note = _other_windows() + stamp(result, f"benchmarks/reference.py --spans {result['spans']}")
-    cell = "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})"
-    return length_table("bits per byte at", result | {"rows": rows}, cell, after=note)
+    note = _other_windows() + stamp(result | {"rows": []}, f"benchmarks/reference.py --spans {result['spans']}")
+    return length_table("bits per byte at", result | {"rows": rows}, "{bits_per_byte:.2f}", after=note)
 
 
 def _other_windows() -> str:
     """Why the bundled model as loaded has another loss in each table."""
-    tables = {"reference": "choosing a method", "remapping": "remapping methods", "hybrids": "score biases"}
+    tables = {"reference": "choosing a method", "hybrids": "score biases"}
     losses = [
         f"{row['bits_per_byte']:.2f} ({page}, {line['scored_tokens']:,} bytes)"
         for benchmark, page in tables.items()
-        for line in [line for line in lines_of(benchmark) if not line.get("temperatures")][-1:]
+        for line in lines_of(benchmark)[-1:]
         for row in line["rows"][:1]
     ]
     return (
@@ -61,21 +60,6 @@ def reference_setting() -> str:
         f"{result['parameters'] / 1e6:.1f} million parameters, trained at {result['context_length']} bytes; the same "
         f"{result['scored_tokens']:,} bytes of held-out Python scored at every length"
     )
-
-
-@figure
-def remapping() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
-    line = [line for line in lines_of("remapping") if not line.get("temperatures")][-1]
-    loaded, *rows = line["rows"]
-    note = (
-        f"The bundled model over {line['spans']} windows of {line['targets']} bytes in {line['documents']} documents, "
-        f"the same bytes at every length; in brackets the difference to the model as loaded at "
-        f"{line['context_length']} ({loaded['bits_per_byte']:.3f}), with its 95% interval over the documents. "
-    )
-    note += stamp(line, f"benchmarks/remapping.py --spans {line['spans']}")
-    cell = "{bits_per_byte:.3f} ({increase:+.3f} [{low:+.3f}, {high:+.3f}])"
-    return length_table("bits per byte at", line | {"rows": rows}, cell, name="`{method}`", after=note)
 
 
 @figure
@@ -128,7 +112,7 @@ def _retrieval(model: str) -> str:
 
     def cell(name: str, length: int) -> str:
         found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
-        return " / ".join("{:.2f} [{:.2f}, {:.2f}]".format(each["exact"], *each["interval"]) for each in found) or "–"
+        return " / ".join(f"{each['exact']:.0%}" for each in found) or "–"
 
     rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
     head = [f"{NAMES[model]}: answered exactly at", *length_heads(lengths, line["context_length"])]
@@ -137,6 +121,8 @@ def _retrieval(model: str) -> str:
         kinds += "; a single number is of one key"
     options = "" if model == "reference" else f" --model build/bench/{model}"
     questions = f"{next(iter(cells.values()))['trials']} questions a cell"
+    ends = (abs(end - row["exact"]) for row in cells.values() for end in row["interval"])
+    questions += f", 95% intervals reach up to {100 * max(ends):.0f} points to either side"
     return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")
 
 
@@ -260,15 +246,14 @@ def _extended(line: Row) -> str:
 
 @figure
 def hybrids() -> str:
-    """Bits per byte by length, and the difference to the model as loaded at its context length."""
+    """Bits per byte by length."""
     line = last_line("hybrids")
     note = (
         f"The bundled model, {line['scored_tokens']:,} bytes in {line['documents']} documents, the same bytes at every "
-        "length; in brackets the 95% interval of the difference to the model as loaded at "
-        f"{line['context_length']}. "
+        "length. "
     )
-    note += stamp(line, f"benchmarks/reference.py --biases --spans {line['spans']}")
-    return length_table("bits per byte at", line, "{bits_per_byte:.2f} ({low:+.2f} to {high:+.2f})", after=note)
+    note += stamp(line | {"rows": []}, f"benchmarks/reference.py --biases --spans {line['spans']}")
+    return length_table("bits per byte at", line, "{bits_per_byte:.2f}", after=note)
 
 
 @figure

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -71,12 +72,25 @@ NARROW = " Percentile bootstraps over few documents, [narrower than 95% takes](e
 
 
 def stamp(line: Row, command: str) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
+    setting = "" if _setting(line) == usual_setting() else f" with {_setting(line)}"
     count = line.get("threads")
     threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
     over_documents = any("low" in row and "ratio" not in row for row in line.get("rows", ()))
     narrow = NARROW if over_documents and "intervals" not in line else ""
-    return f"*Measured by `{command}` with {versions}, on {line['device']}{threads}.*{narrow}"
+    return f"*Measured by `{command}`{setting}{threads}.*{narrow}"
+
+
+def _setting(line: Row) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
+    return f"{versions}, on {line['device']}"
+
+
+@figure
+@cache
+def usual_setting() -> str:
+    """The versions and the processor of most measurements, which `stamp` does not repeat."""
+    lines = (line for line in read_lines() if line["device"] in PROCESSORS)
+    return Counter(map(_setting, lines)).most_common(1)[0][0]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:

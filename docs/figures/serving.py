@@ -158,18 +158,20 @@ _BECAUSE = {
 
 @figure
 def engine_families() -> str:
-    """Family x engine: YaRN x4 over the model as it is."""
+    """Families x engine, a row for those that are served alike: YaRN x4 over the model as it is."""
     names = [name for name, engine in list_engines().items() if not (engine.reference or engine.rules_of)]
     reasons: dict[str, int] = {}
-    rows = []
+    alike: dict[tuple[str, ...], list[str]] = {}
     for family in sorted(WITH_A_CLASS):
         try:
             target = make_target(Model("MODEL", small_config(family), composite=False, specs=[]), "yarn", factor=4.0)
         except RopeExtError:
             continue  # which the page says above
-        rows.append((f"`{family}`", *(_family_cell(name, family, target, reasons) for name in names)))
+        cells = tuple(_family_cell(name, family, target, reasons) for name in names)
+        alike.setdefault(cells, []).append(f"`{family}`")
     notes = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
-    heads = ["family", *(find_engine(name).title or name for name in names)]
+    heads = ["families", *(find_engine(name).title or name for name in names)]
+    rows = ([", ".join(families), *cells] for cells, families in alike.items())
     return markdown_table(heads, rows) + f"Refused, or read and not run, because:\n\n{notes}\n"
 
 
@@ -320,9 +322,12 @@ def mlx_lm() -> str:
         return ways, f"{max(measured):.0e}" if measured else "–"
 
     engine = next(row["engine"] for row in result["rows"] if row["engine"].startswith("mlx"))
+    by_way: dict[str, list[str]] = {}
+    for rope_type, rows in by_rope_type.items():
+        by_way.setdefault(cells(rows)[0], []).append(rope_type)
     return markdown_table(
-        ["rope type", "by", f"{engine}, largest difference of a logit"],
-        ((rope_type, *cells(rows)) for rope_type, rows in by_rope_type.items()),
+        ["rope types", "by", f"{engine}, largest difference of a logit"],
+        (("; ".join(some), *cells([row for each in some for row in by_rope_type[each]])) for some in by_way.values()),
         f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
         f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",
     )
@@ -354,7 +359,17 @@ def llama_cpp() -> str:
         f"logits; passing over what is written makes {least:.1f} or more. Measured by `{result['command']}` with "
         f"{versions}.*"
     )
-    table = ((name, *(cell(rows.get(model, [])) for model in models)) for name, rows in by_name.items())
+    alike: dict[tuple[str, ...], list[str]] = {}
+    table = []
+    for name, rows in by_name.items():
+        cells = tuple(cell(rows.get(model, [])) for model in models)
+        if any("encoding" in row for of in rows.values() for row in of):
+            table.append((name, *cells))
+        else:  # metadata: a row for those that are read by the same architectures
+            alike.setdefault(tuple("" if each[0].isdigit() else each for each in cells), []).append(name)
+    for names in alike.values():
+        of_model = ([row for name in names for row in by_name[name].get(model, [])] for model in models)
+        table.append(("; ".join(names), *map(cell, of_model)))
     return markdown_table(["method or metadata", *models], table, note)
 
 
@@ -490,7 +505,7 @@ def vllm_memory() -> str:
     from transformers import AutoConfig
 
     result = read_result("vllm_memory")
-    table = []
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in result["rows"]:
         settings = dict(result["models"][row["model"]])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -498,23 +513,20 @@ def vllm_memory() -> str:
         ahead = result["step"] + result["block"]  # a window does not begin where a block does
         size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
         reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
-        same = f"{row['difference']:.0e}" if "difference" in row else "–"
-        keys = "float8" if row["keys"] == "fp8" else "float32"
-        table.append((row["model"], str(row["gpus"]), keys, reported, f"{result['bytes'] / size:.2f}", same))
+        computed = f"{result['bytes'] / size:.2f}"
+        of = cells.setdefault((row["model"], str(row["gpus"])), {})
+        of[row["keys"]] = reported if reported == computed else f"**{reported}**, computed {computed}"
+        if "difference" in row:
+            of["same"] = f"{row['difference']:.0e}"
+    table = [(*key, *(of.get(each, "–") for each in ("auto", "fp8", "same"))) for key, of in cells.items()]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
-        "each process, CPU, small models; and the largest difference in nats of 899 log-probabilities (float32) of "
+        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest "
+        "difference in nats of 899 log-probabilities (float32) of "
         f"two processes and one. Measured by `{result['command']}` with {versions}.*"
     )
-    head = [
-        "model",
-        "processes",
-        "keys and values",
-        "fit, by vLLM",
-        "fit, as computed here",
-        "two processes against one",
-    ]
+    head = ["model", "processes", "float32", "float8", "two processes against one"]
     return markdown_table(head, table, note)
 
 
@@ -545,9 +557,18 @@ def servers() -> str:
         f"many others at most were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. "
         f"Measured by `{result['command']}` with {versions}.*"
     )
+    alike: dict[tuple[str, ...], list[str]] = {}  # a row for mistakes of one model that were all told right
+    for name, cases in by_case.items():
+        right = all(row.get("right") and not row["alike"] for rows in cases.values() for row in rows)
+        every = len(cases) == len(columns)
+        alike.setdefault((*models[name],) if right and every else (*models[name], name), []).append(name)
     table = (
-        (name, "; ".join(models[name]), *(cell(cases.get(column, [])) for column in columns))
-        for name, cases in by_case.items()
+        (
+            "; ".join(names),
+            "; ".join(models[names[0]]),
+            *(cell([row for name in names for row in by_case[name].get(column, [])]) for column in columns),
+        )
+        for names in alike.values()
     )
     return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
 
@@ -559,7 +580,7 @@ def server_baselines() -> str:
     rows = result.get("baselines", [])
     if not rows:
         return "\nNothing yet.\n"
-    columns = list(dict.fromkeys((row["engine"], row["dtype"]) for row in rows))
+    columns = list({row["engine"]: (row["engine"], row["dtype"]) for row in rows}.values())  # the coarsest of each
 
     def cell(row: Row) -> str:
         said = "as recorded" if row["agrees"] else "; ".join(each.partition(":")[0] for each in row["changed"])

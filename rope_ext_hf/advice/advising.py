@@ -235,7 +235,7 @@ class _Planner:
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
         if not rises:
             reach = reach_text(name)
-            never = "not measured" if reach == "not measured" else f"not measured at this length; helped {reach}"
+            never = "not measured" if reach == "not measured" else f"not measured at this length; helped: {reach}"
             return guidance.unmeasured or never
         if models := helped(rises):
             return f"helped at this length on the {' and the '.join([model.name for model in models])}"

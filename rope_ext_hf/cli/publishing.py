@@ -51,8 +51,7 @@ class PublishOptions(Question):
         kind = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
         for name, size in sizes.items():
-            named = _paths_in(folder / name)
-            print_note("", f"{name}, {size_text(size)}" + (f"; it names {', '.join(named)}" if named else ""))
+            print_note("", f"{name}, {size_text(size)}{_paths_in(folder / name)}")
         if not (self.yes or typer.confirm("Upload?", default=False, err=True)):
             later = command_line("card", folder, push_to_hub=self.push_to_hub, public=self.public)
             print_note("upload", f"not done; `{later}` does it")
@@ -60,12 +59,12 @@ class PublishOptions(Question):
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
 
 
-def _paths_in(file: Path) -> list[str]:
-    """The absolute paths in a run file, a card or a config that lie in folders of this machine."""
-    if not file.name.endswith((".yaml", ".md", "config.json")):
-        return []
-    found = re.findall(r"(?<![\w./:-])(?:[A-Z]:)?[/\\][^\s\"'`,;:)}\]]+", file.read_text("utf-8", errors="replace"))
-    return [each for each in dict.fromkeys(found) if len(Path(each).parts) > 2 and Path(each).parents[-2].is_dir()]
+def _paths_in(file: Path) -> str:
+    """Which paths of this machine a run file, a card or a config names, in words."""
+    text = file.read_text("utf-8", errors="replace") if file.name.endswith((".yaml", ".md", "config.json")) else ""
+    found = dict.fromkeys(re.findall(r"(?<![\w./:-])(?:[A-Z]:)?[/\\][^\s\"'`,;:)}\]]+", text))
+    named = [each for each in found if len(Path(each).parts) > 2 and Path(each).parents[-2].is_dir()]
+    return f"; it names {', '.join(named)}" if named else ""
 
 
 def card(

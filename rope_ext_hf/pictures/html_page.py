@@ -22,7 +22,8 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --line: #8884; --green: #2a7d2a; --red: #b3261e; }}
+:root {{ color-scheme: light dark; --line: #8884;
+--green: light-dark(#2a7d2a, #5cc25c); --red: light-dark(#b3261e, #f2857c); }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }}
 h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
@@ -34,8 +35,7 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-sp
 th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
 th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
 td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
-@media (prefers-color-scheme: dark) {{
-:root {{ --green: #5cc25c; --red: #f2857c; }} img {{ filter: invert(.93) hue-rotate(180deg); }} }}
+@media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
 @media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
 td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}

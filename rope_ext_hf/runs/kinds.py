@@ -250,19 +250,12 @@ class Results(list[R]):
 
 
 class RunKind(ABC):
-    """The results of one kind of run, and how they are shown.
+    """The results of one kind of run, and how they are shown."""
 
-    Attributes:
-        name: in run.json, and in the names of folder and picture.
-        setting: dataclass of plain values that says how items are read.
-        items: what the items are, in words.
-        columns: of results.csv, between the method's label and its parameters.
-    """
-
-    name: ClassVar[str]
-    setting: ClassVar[type]
-    items: ClassVar[str]
-    columns: ClassVar[Sequence[str]]
+    name: ClassVar[str]  # in run.json, and in the names of folder and picture
+    setting: ClassVar[type]  # dataclass of plain values that says how items are read
+    items: ClassVar[str]  # what the items are, in words
+    columns: ClassVar[Sequence[str]]  # of results.csv, between the method's label and its parameters
 
     @abstractmethod
     def parse(self, item: str, value: Any) -> Value:
@@ -309,25 +302,15 @@ class RunKind(ABC):
 
 
 class Measurement(ABC):
-    """What is measured with each method: the items, and how one item is scored.
+    """What is measured with each method: the items, and how one item is scored."""
 
-    Attributes:
-        kind: the name of its `RunKind`.
-        items: names of the documents or trials.
-        setting: how the items are read, as results record it: a `RunKind.setting`.
-        passes: tokens of each pass through the model, with one method.
-        scored: tokens that go through the model's head, with one method.
-        after_each_pass: tokens that are read from the cache of each pass, which estimates of time count in.
-        all_cells: the cells of every item, where all have the same.
-    """
-
-    kind: ClassVar[str]
-    items: Sequence[str]
-    setting: Any
-    passes: Sequence[int]
-    scored: int
-    after_each_pass: int = 0
-    all_cells: Sequence[Cell]
+    kind: ClassVar[str]  # the name of its `RunKind`
+    items: Sequence[str]  # names of the documents or trials
+    setting: Any  # how the items are read, as results record it: a `RunKind.setting`
+    passes: Sequence[int]  # tokens of each pass through the model, with one method
+    scored: int  # tokens that go through the model's head, with one method
+    after_each_pass: int = 0  # tokens that are read from the cache of each pass, which estimates of time count in
+    all_cells: Sequence[Cell]  # the cells of every item, where all have the same
 
     def cells(self, item: int) -> Sequence[Cell]:
         """The cells that one item has values for; by default `all_cells`."""

@@ -208,8 +208,7 @@ def carry_out(
 
     Raises:
         FileError: another process is writing this run, the folder is damaged, or the disk refuses.
-        MethodError: one of the workers has another text, model, method or protocol.
-        RopeExtError: one of the workers has ended.
+        MethodError, RopeExtError: one of the workers has another text, model, method or protocol, or has ended.
     """
     workers = workers or Workers()
     measurement = plan.measurement

@@ -114,7 +114,7 @@ def test_methods_are_advised_as_far_as_they_helped_a_measured_model(folder: Path
     assert "dca" in at_32_times.choices[PYTHON]
     assert not {SERVING, PYTHON} & beyond.choices.keys()
     why = {each.method: each.why for each in beyond.methods}
-    assert why["dca"] == "not measured at this length; helped to 32x on all"
+    assert why["dca"] == "not measured at this length; helped: to 32x on all"
     assert not any(each.fits for each in beyond.methods)
 
 

@@ -384,12 +384,13 @@ def test_tasks_that_cannot_be_run(tasks: Path, tokenizer: Any) -> None:
 
 
 @pytest.mark.slow
-def test_ruler_at_the_extended_length(tokenizer: Any) -> None:
+def test_ruler_at_the_extended_length(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The one needle task whose haystack needs no network; sized with the model's own tokenizer."""
     model = load("yarn")
     found = evaluate(
         model, tokenizer, tasks=["niah_single_1"], include_path=LM_EVAL / "ruler", limit=1, log_samples=True
     )
+    assert "--metadata" not in caplog.text  # an option of lm_eval, which no command of this package has
     (sample,) = found["samples"]["niah_single_1"]
     (prompt, _), *_ = sample["arguments"]
     assert sample["doc"]["max_length"] == 1024
