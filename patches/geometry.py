@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
-from rope_ext_hf.config_keys.keys import rotated_dims, standard_keys
+from rope_ext_hf.config_keys.keys import rotated_dims, text_settings
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -149,7 +149,7 @@ def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
     """The rotary embedding of one layer type, by a text config."""
-    values = standard_keys(config.to_dict())
+    values = text_settings(config.to_dict())
     layers = [str(i) for i, kind in enumerate(values.get("layer_types") or ()) if kind == layer_type]
     values |= values.get("per_layer_config", {}).get(layers[0], {}) if layers else {}  # Gemma 4: heads of another size
     settings = rope_dict(config, layer_type)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
@@ -20,23 +21,23 @@ _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 
 
 def text_settings(config: Config) -> dict[str, Any]:
-    """The text config of a config, itself where it is not composite."""
+    """The text config of a config, itself where it is not composite.
+
+    With the usual keys, too, where its class knows them by other names: DBRX has d_model and max_seq_len.
+    """
     text = config.get("text_config", config)
     if not isinstance(text, Mapping):
         raise ServingError(f"text_config must be an object, got {type(text).__name__}")
-    return standard_keys(text)
+    own = own_keys(str(text.get("model_type")))
+    return {usual: text[key] for usual, key in own.items() if key in text} | dict(text) if own else dict(text)
 
 
-def standard_keys(text: Config) -> dict[str, Any]:
-    """A text config with the usual keys, too, where its class knows them by other names: DBRX has d_model."""
-    return {key: text[own] for key, own in own_keys(str(text.get("model_type"))).items() if own in text} | dict(text)
-
-
-def own_keys(model_type: str) -> dict[str, str]:
-    """The keys of a config.json of this model type that stand for usual ones: max_seq_len of DBRX."""
+@cache
+def own_keys(model_type: str) -> Mapping[str, str]:
+    """The keys of a config.json of this model type that stand for usual ones, by these."""
     from transformers import CONFIG_MAPPING
 
-    return dict(CONFIG_MAPPING[model_type].attribute_map) if model_type in CONFIG_MAPPING else {}
+    return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
 
 
 def rope_settings(text: Config) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def needed(settings: Config, key: str, default: float | None = None, *, above: f
 
 def length_setting(text: Config) -> int:
     """max_position_embeddings, in tokens."""
-    length = standard_keys(text).get("max_position_embeddings")
+    length = text.get("max_position_embeddings") or text_settings(text).get("max_position_embeddings")
     if not isinstance(length, (int, float)) or isinstance(length, bool) or not 0 < length <= MOST_TOKENS:
         given = "is missing" if length is None else f"is {length!r}"
         raise ServingError(f"max_position_embeddings must be a length in tokens and {given}")

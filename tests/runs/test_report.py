@@ -275,7 +275,7 @@ def test_the_page_has_the_methods_and_how_to_repeat_the_run(tmp_path: Path) -> N
     assert f"rope-ext run {shlex.quote(str(tmp_path / 'run.yaml'))}" in text
     assert text.count("data: my text.txt") == 1
     assert "data: <b>" in text
-    assert json.loads(text[text.index("{\n") :])["methods"] == [None, YARN]
+    assert json.loads(text[text.index('{\n "') :])["methods"] == [None, YARN]
 
 
 @pytest.mark.parametrize(
