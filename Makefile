@@ -219,7 +219,7 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
-	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --folder build/bench/measures --out $(RESULTS)
+	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --wide-heads-model build/bench/wide-heads-model --folder build/bench/measures --out $(RESULTS)
 	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models reference build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --method rerope --steps 100 --folder build/bench/finetuning-rerope --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --method self-extend --steps 100 --folder build/bench/finetuning-self-extend --out $(RESULTS)

@@ -1,10 +1,12 @@
 """Whether loss, LongPPL and retrieval rank methods alike, at four and eight times the context length.
 
-    python benchmarks/measures.py --docstring-model build/bench/docstring-model --folder build/bench/measures
-        [--spans 32] [--trials 32] [--models reference,reader] [--out benchmarks/results.jsonl]
+    python benchmarks/measures.py --docstring-model build/bench/docstring-model
+        --wide-heads-model build/bench/wide-heads-model --folder build/bench/measures [--spans 32] [--trials 32]
+        [--models reference,reader] [--out benchmarks/results.jsonl]
 
-Three models: the bundled one; the one of `docstring_model.py`, which is trained on no questions, so that the rank of
-the right answer among 20 counts; and the reader of `needs.py`, which needs no method. Every method has the factor 8.
+Four models: the bundled one; the one of `docstring_model.py`, which is trained on no questions, so that the rank of the
+right answer among 20 counts; that of `train_reference.py --recipe wide-heads`, which answers no questions; and the
+reader of `needs.py`, which needs no method. Every method has the factor 8.
 The tables keep the rows of a model that is not measured again.
 Key tokens are found by each model itself with rerope. What is measured is kept in --folder, so that an interrupted run
 continues with the same command. The last line is JSON.
@@ -78,13 +80,21 @@ def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
 def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--docstring-model", type=Path, required=True, help="the folder of docstring_model.py")
+    parser.add_argument("--wide-heads-model", type=Path, required=True, help="what train_reference.py wrote")
     parser.add_argument("--folder", type=Path, required=True, help="what is measured is kept here")
     parser.add_argument("--spans", type=int, default=32, help="of text, per length")
     parser.add_argument("--trials", type=int, default=32, help="questions per length")
-    parser.add_argument("--models", default="reference,docstring-model,reader", help="separated by commas")
+    parser.add_argument(
+        "--models", default="reference,docstring-model,wide-heads-model,reader", help="separated by commas"
+    )
     arguments = parser.parse_args()
     trained = arguments.folder / "reader"
-    models = {"reference": path(), "docstring-model": arguments.docstring_model, "reader": trained}
+    models = {
+        "reference": path(),
+        "docstring-model": arguments.docstring_model,
+        "wide-heads-model": arguments.wide_heads_model,
+        "reader": trained,
+    }
     asked = arguments.models.split(",")
     if "reader" in asked and not trained.exists():
         AutoTokenizer.from_pretrained(path()).save_pretrained(trained)

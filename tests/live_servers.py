@@ -21,7 +21,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -29,7 +28,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -51,6 +50,7 @@ from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.servers.baselines import compare_server, record_server
 from rope_ext_hf.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
+from tests.support.model_servers import listening
 from tests.vllm_engine import SIZES, WINDOWS
 
 ROOT = Path(__file__).parent.parent
@@ -383,13 +383,8 @@ def putting_before(url: str, ids: Sequence[int]) -> Iterator[str]:
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(Handler) as address:
+        yield address
 
 
 def log_end() -> str:
