@@ -177,7 +177,8 @@ def engine_families() -> str:
 
 def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]) -> str:
     """How an engine serves a family."""
-    engine, has_a_model = find_engine(name), family in read_result("engine-models")["models"][name]
+    engine, listed = find_engine(name), read_result("engine-models")["models"]
+    has_a_model = family in listed.get(name, (family,))  # an engine whose models were not listed yet may have it
     try:
         engine.config_for(target)
     except ServingError as error:
@@ -194,7 +195,7 @@ def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]
     how = engine.checked(family)
     if how != "read":
         return "exact"
-    if why := next((why for why, families in engine.table["unrun"].items() if family in families), None):
+    if why := next((why for why, families in engine.table.get("unrun", {}).items() if family in families), None):
         return f"read {reasons.setdefault(why, len(reasons) + 1)}"
     return "read" if has_a_model else "transformers"
 
