@@ -296,7 +296,7 @@ def tail(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Itera
 
 
 def protocol() -> None:
-    assert "tail: The last targets of each document" in page("cli")
+    assert "`tail` | The last targets of each document" in page("evaluation")
 
 
 def text_format() -> None:
