@@ -17,7 +17,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ppl": (8_000, ("--method", "yarn", "--factor", "2", "--lengths", "64", "--max-spans", "2")),
     "tasks": (9_900, ("--suite", "json-kv", "--lengths", "768", "--samples", "2", "--score", "rank")),
     "advise": (6_700, LENGTH),
-    "extend": (20_300, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
+    "extend": (31_300, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
 }
 """The most calls, and the options."""
 
