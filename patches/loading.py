@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -129,8 +130,9 @@ def from_pretrained(
         if given := [*changed, *params]:
             raise MethodError(f"{', '.join(given)} given without a method; add method=...")
     elif not (record or adapter or auto_class or kwargs.keys() - {*_HUB_ARGUMENTS, "dtype", "device_map"}):
-        empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
-        plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
+        with suppress(CheckpointError):  # of a class that is built with its weights alone: loading decides
+            empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
+            plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
     if adapter is None:
         model = _load_patched(path, config, record, auto_class, kwargs)
     else:

@@ -51,6 +51,19 @@ def test_our_loading_restores_length_dependent_methods(name: str, which: str, sa
     assert model.config.rope_parameters == build(name).config.rope_parameters
 
 
+def test_a_class_that_is_built_with_its_weights_alone_is_patched_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build("llama").save_pretrained(tmp_path)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no tensors on this device")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", refuse)
+    model = rope.from_pretrained(tmp_path, method="yarn", factor=4)
+    assert rope.describe(model).method == "yarn"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("model_type", "key"), [("dbrx", "max_seq_len"), ("bailing_hybrid", "model_max_length")])
 @pytest.mark.parametrize(("method", "stated"), [("yarn", 4), ("linear", 1)])
