@@ -337,6 +337,7 @@ def _explained(
     told: dict[str, tuple[float, float]] = {}
     fitting: dict[bool, list[str]] = {True: [], False: []}  # dtypes that explain all, by whether they are usual
     off, chance = share(theirs[0] - exact[0]) if effects else (0.0, 0.0)
+    left = _size(theirs[0] - exact[0] - off * effects[0]) if effects else 0.0  # beside a wrong softmax scale
     finest, widest = "", 0.0  # the first dtype that explains what that leaves; percent that rounding explains of it
     for batch in _roundings(model, changed, weight_bits, kv_bits):
         for name, usual, moved in batch:
@@ -347,8 +348,9 @@ def _explained(
                 bias, spread = share(moved[0])
                 noise = math.sqrt(_MARGIN**2 - 1) * _size(moved[0]) / _size(effects[1])
                 told[name] = _MARGIN * (abs(bias) + 2 * spread), noise
-                widest = widest if finest else max(widest, abs(bias) + spread)
-                finest = finest or name * (_size(theirs[0] - exact[0] - off * effects[0]) <= explained[name][0])
+                if not finest:
+                    widest = max(widest, abs(bias) + spread)
+                    finest = name if left <= explained[name][0] else ""
         if fitting[True]:
             break
     report = replace(report, explained=explained, suggested=tuple(fitting[False]))
