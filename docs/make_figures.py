@@ -22,6 +22,7 @@ from docs.figures import (  # noqa: F401, each registers its figures
     conformance,
     correctness,
     cost,
+    engine_runs,
     evidence,
     gpu,
     interface,

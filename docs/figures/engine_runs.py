@@ -1,0 +1,346 @@
+"""What engines, their classes and running servers computed, beside what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from docs.figures.registry import Row, figure, markdown_table, read_result
+from rope_ext_hf.reading.cache_memory import cached_bytes
+
+
+@figure
+def engine_classes() -> str:
+    """How the rotary classes of engines compare with what their configurations are meant to compute."""
+    results = read_result("engine-classes")["engines"]
+    columns = [_classes(result) for result in results]
+    rows = ([name, *(column.get(name, "–") for column in columns)] for name in columns[0])
+    return markdown_table(["", *(f"{result['engine']} {result['version']}" for result in results)], rows)
+
+
+def _classes(result: Row) -> dict[str, str]:
+    plugin = result.get("plugin", [])
+    every = result["rows"] + plugin
+
+    def largest(key: str) -> str:
+        measured = [row[key] for row in every if key in row]
+        return f"{max(measured):.1e}" if measured else "–"
+
+    return {
+        "configurations by its own rope types": str(len(result["rows"])),
+        "of these, the same module with the plug-in registered": str(result["untouched"]) if plugin else "–",
+        "configurations by the plug-in": str(len(plugin)) if plugin else "–",
+        "frequencies, largest relative difference (float32 tables)": largest("frequencies"),
+        "magnitude, largest relative difference": largest("magnitude"),
+        "softmax scale, largest relative difference": largest("softmax_scale"),
+        "queries rotated by M-RoPE, largest difference": largest("positions"),
+        "families not built by its factory": ", ".join(result["skipped"]) or "none",
+    }
+
+
+@figure
+def mlx_lm() -> str:
+    result = read_result("other-engines")
+    by_rope_type: dict[str, list[Row]] = {}
+    for row in result["served"]:
+        by_rope_type.setdefault(row["method"], []).append(row)
+
+    def cells(rows: list[Row]) -> tuple[str, str]:
+        measured = [row["difference"] for row in rows if "difference" in row]
+        ways = ", ".join(dict.fromkeys(row["by"] for row in rows))
+        return ways, f"{max(measured):.0e}" if measured else "–"
+
+    engine = next(row["engine"] for row in result["rows"] if row["engine"].startswith("mlx"))
+    by_way: dict[str, list[str]] = {}
+    for rope_type, rows in by_rope_type.items():
+        by_way.setdefault(cells(rows)[0], []).append(rope_type)
+    return markdown_table(
+        ["rope types", "by", f"{engine}, largest difference of a logit"],
+        (("; ".join(some), *cells([row for each in some for row in by_rope_type[each]])) for some in by_way.values()),
+        f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
+        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",
+    )
+
+
+@figure
+def llama_cpp() -> str:
+    result = read_result("llama-cpp")
+    by_name: dict[str, dict[str, list[Row]]] = {}
+    for row in result["rows"]:
+        by_name.setdefault(row["name"], {}).setdefault(row["model"], []).append(row)
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+
+    def cell(rows: list[Row]) -> str:
+        measured = [row for row in rows if "difference" in row]
+        if not measured:
+            return "–" if not rows else "not loaded" if "error" in rows[0] else "refused"
+        worst = max(value for row in measured for value in row["difference"].values())
+        text = f"{worst:.0e}" if worst <= result["agree"] else f"**{worst:.2g}**"
+        ways = dict.fromkeys(
+            row["encoding"].split()[0].replace("as", "as published") for row in measured if "encoding" in row
+        )
+        return " ".join([*ways, text])
+
+    least = min(row["without"] for row in result["rows"] if row.get("without", 0) > 0.01)
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        "*The largest difference of a logit over both lengths, by file and by flags, in standard deviations of the "
+        f"logits; passing over what is written makes {least:.1f} or more. Measured by `{result['command']}` with "
+        f"{versions}.*"
+    )
+    alike: dict[tuple[str, ...], list[str]] = {}
+    table = []
+    for name, rows in by_name.items():
+        cells = tuple(cell(rows.get(model, [])) for model in models)
+        if any("encoding" in row for of in rows.values() for row in of):
+            table.append((name, *cells))
+        else:  # metadata: a row for those that are read by the same architectures
+            alike.setdefault(tuple("" if each[0].isdigit() else each for each in cells), []).append(name)
+    for names in alike.values():
+        of_model = ([row for name in names for row in by_name[name].get(model, [])] for model in models)
+        table.append(("; ".join(names), *map(cell, of_model)))
+    return markdown_table(["method or metadata", *models], table, note)
+
+
+@figure
+def vllm_logprobs() -> str:
+    result = read_result("vllm")
+    by_method: dict[tuple[str, str], dict[tuple[str, bool], Row]] = {}
+    other = {each["family"]: each for each in result["stock"] if each.get("largest_difference", 0) > result["agree"]}
+    for row in (*result["rows"], *result["classes"]):
+        if row["family"] not in other:
+            by_method.setdefault((row["family"], row["over"]), {})[row["method"], row["plugin"]] = row
+
+    tried = {
+        plugin: list(dict.fromkeys(row["method"] for row in result["rows"] if row["plugin"] == plugin))
+        for plugin in (False, True)
+    }
+
+    def cell(rows: list[Row]) -> str:
+        if failed := [row["method"] for row in rows if "failed" in row]:
+            return f"**{', '.join(failed)} does not run**"
+        of_plugin = {row["method"] for row in rows if row["plugin"]}
+        left = [f"{name} not tried" for name in tried[True] if of_plugin and name not in {*of_plugin, "theta"}]
+        measured = [row["largest_difference"] for row in rows if "refused" not in row]
+        refused = [f"{row['method']} refused" for row in rows if "refused" in row]
+        return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused, *left]) or "–"
+
+    table = [
+        (family, over, *(cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True)))
+        for (family, over), rows in by_method.items()
+    ]
+    equal = all(each["bit_equal"] for each in result["stock"])
+    moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    by_class = " and ".join(dict.fromkeys(row["family"] for row in result["classes"]))
+    unlike = "".join(
+        f" {name} is left out: without any method this vLLM differs from transformers by "
+        f"{each['largest_difference']:.1g} nats."
+        for name, each in other.items()
+    )
+    note = (
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, `theta` only "
+        "where it does not have to go over a scaling; the methods move "
+        f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
+        f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
+        f"of vLLM's class and of transformers.{unlike} Measured by "
+        f"`make test-vllm` with {versions}.*"
+    )
+    heads = [f"{way}: {', '.join(tried[plugin])}" for way, plugin in (("stock", False), ("plug-in", True))]
+    return markdown_table(["model", "over", *heads], table, note)
+
+
+@figure
+def vllm_remapping() -> str:
+    """How far a real vLLM under remapping methods lies from the patched model, in each way of reading the prompts."""
+    result = read_result("vllm_remapping")
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    by_model: dict[str, dict[str, list[Row]]] = {}
+    methods: dict[str, dict[str, None]] = {}
+    for row in result["rows"]:
+        by_model.setdefault(row["model"], {}).setdefault(row["way"], []).append(row)
+        methods.setdefault(row["model"], {})[f"`{row['method']}`"] = None
+
+    def cell(model: str, rows: list[Row]) -> str:
+        if failed := [row["method"] for row in rows if "failed" in row]:
+            return f"**{', '.join(failed)} does not run**"
+        if not rows:
+            return "–"
+        some = ", ".join(f"`{row['method']}`" for row in rows) if 2 * len(rows) < len(methods[model]) else ""
+        return f"{max(row['largest_difference'] for row in rows):.0e}" + f" ({some})" * bool(some)
+
+    moved = [row["moved_by"] for row in result["rows"]]
+    longest, *others = result["lengths"]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*The largest difference in nats, float32, CPU, of the log-probabilities of a prompt of {longest} tokens, of "
+        f"{', '.join(map(str, others))} more beside it where there are four, and of the {result['generated']} tokens "
+        "generated after each; where a prefix is cached, of the latter. The models are for 256 tokens, and the methods "
+        f"move the former by {min(moved):.2g} to {max(moved):.2g}. Measured by `{result['command']}` with {versions}.*"
+    )
+    table = [
+        (model, ", ".join(methods[model]), *(cell(model, rows.get(way, [])) for way in ways))
+        for model, rows in by_model.items()
+    ]
+    return markdown_table(["model", "methods", *ways], table, note)
+
+
+@figure
+def vllm_perplexity() -> str:
+    """Perplexity of the bundled model by a real vLLM and by transformers."""
+    result = read_result("vllm_perplexity")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        both = f"{row['vllm']:.4f} / {row['transformers']:.4f}"
+        cells.setdefault((row["method"], f"{row['length']:,}"), {})[row["dtype"]] = both
+    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
+    table = [(*key, *(by_dtype[dtype] for dtype in dtypes)) for key, by_dtype in cells.items()]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = f"*`{result['command']}` on a CPU. Measured by `make test-vllm` with {versions}.*"
+    return markdown_table(["method", "tokens", *(f"{dtype}: vLLM / transformers" for dtype in dtypes)], table, note)
+
+
+@figure
+def vllm_drafts() -> str:
+    """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
+    result = read_result("vllm_drafts")
+
+    def cell(row: Row) -> str:
+        if "failed" in row:
+            return "**does not run**"
+        of = {which: row[which] for which in ("model", "draft")}
+        off = [f"{which} off by up to {100 * value:.0f}%" for which, value in of.items() if value >= 1e-5]
+        return ", ".join(off) or "both the same"
+
+    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
+    cells = {(row["case"], row["way"]): cell(row) for row in result["rows"]}
+    table = [(case, *(cells[case, way] for way in ways)) for case in dict.fromkeys(case for case, _ in cells)]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        "*The frequencies in the tables of a running vLLM, compared with those that were asked for (by-parts x4). "
+        f"Measured by `{result['command']}` with {versions}.*"
+    )
+    return markdown_table(["model and draft", *(f"settings in `{way}`" for way in ways)], table, note)
+
+
+@figure
+def vllm_lora() -> str:
+    return f"{max(read_result('vllm_lora')['differences'].values()):.0e}"
+
+
+@figure
+def vllm_memory() -> str:
+    """Inputs that a real vLLM has room for, by its own report and as computed here, and its processes compared."""
+    from transformers import AutoConfig
+
+    result = read_result("vllm_memory")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        settings = dict(result["models"][row["model"]])
+        config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+        width = 1 if row["keys"] == "fp8" else 4
+        ahead = result["step"] + result["block"]  # a window does not begin where a block does
+        size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
+        reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
+        computed = f"{result['bytes'] / size:.2f}"
+        of = cells.setdefault((row["model"], str(row["gpus"])), {})
+        of[row["keys"]] = reported if reported == computed else f"**{reported}**, computed {computed}"
+        if "difference" in row:
+            of["same"] = f"{row['difference']:.0e}"
+    table = [(*key, *(of.get(each, "–") for each in ("auto", "fp8", "same"))) for key, of in cells.items()]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
+        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest "
+        "difference in nats of 899 log-probabilities (float32) of "
+        f"two processes and one. Measured by `{result['command']}` with {versions}.*"
+    )
+    head = ["model", "processes", "float32", "float8", "two processes against one"]
+    return markdown_table(head, table, note)
+
+
+@figure
+def servers() -> str:
+    """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
+    result = read_result("servers")
+    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]), key=lambda each: each[0])
+    by_case: dict[str, dict[tuple[str, str], list[Row]]] = {}
+    models: dict[str, dict[str, None]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["expected"] != "as measured"):
+        name = "weights of the other pairing" if " weights " in row["expected"] else row["expected"]
+        by_case.setdefault(name, {}).setdefault((row["engine"], row["dtype"]), []).append(row)
+        models.setdefault(name, {})[row["measured"]] = None
+
+    def cell(rows: list[Row]) -> str:
+        if wrong := [row.get("runs") or "not said" for row in rows if not row.get("right")]:
+            return f"**{', '.join(wrong)}**"
+        alike = max((len(row["alike"]) for row in rows), default=0)
+        differences = [row["differences"][row["closest"]] for row in rows]
+        return f"{max(map(max, differences)):.0e}" + f" ({alike})" * bool(alike) if rows else "–"
+
+    counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = (
+        f"*The largest root mean square difference in nats from the configuration that each was taken for, over "
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256; in brackets, how "
+        f"many others at most were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. "
+        f"Measured by `{result['command']}` with {versions}.*"
+    )
+    alike: dict[tuple[str, ...], list[str]] = {}  # a row for mistakes of one model that were all told right
+    for name, cases in by_case.items():
+        right = all(row.get("right") and not row["alike"] for rows in cases.values() for row in rows)
+        every = len(cases) == len(columns)
+        alike.setdefault((*models[name],) if right and every else (*models[name], name), []).append(name)
+    table = (
+        (
+            "; ".join(names),
+            "; ".join(models[names[0]]),
+            *(cell([row for name in names for row in by_case[name].get(column, [])]) for column in columns),
+        )
+        for names in alike.values()
+    )
+    return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+
+
+@figure
+def server_baselines() -> str:
+    """What a record of a live server said after each change."""
+    result = read_result("servers")
+    rows = result.get("baselines", [])
+    if not rows:
+        return "\nNothing yet.\n"
+    columns = list({row["engine"]: (row["engine"], row["dtype"]) for row in rows}.values())  # the coarsest of each
+
+    def cell(row: Row) -> str:
+        said = "as recorded" if row["agrees"] else "; ".join(each.partition(":")[0] for each in row["changed"])
+        differs = (
+            [] if row["begins"] is None else [f"{max(row['differences']):.2g} nats from {row['begins']} tokens on"]
+        )
+        return "; ".join([*([said] if said else []), *differs, *(["refuses long prompts"] if row["refused"] else [])])
+
+    cells = {(row["change"], row["engine"], row["dtype"]): cell(row) for row in rows}
+    table = (
+        (change, *(cells.get((change, *column), "–") for column in columns))
+        for change in dict.fromkeys(row["change"] for row in rows)
+    )
+    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
+    note = f"*What the record of a right server says later. Measured by `{result['command']}` with {versions}.*"
+    return markdown_table(["what happened", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+
+
+def _report(expected: str) -> str:
+    """What check-server says of one of the servers of llama.cpp in Q8_0."""
+    from rope_ext_hf.servers.checking import ServerReport
+
+    row = next(
+        row
+        for row in read_result("servers")["rows"]
+        if (row["engine"], row["dtype"], row["measured"], row["expected"])
+        == ("llama.cpp", "Q8_0", "Llama, yarn", expected)
+    )
+    values = {item.name: row[item.name] for item in fields(ServerReport) if item.name in row}
+    return f"\n\n```\n{ServerReport(url='http://localhost:8080', **values)}\n```\n\n"
+
+
+@figure
+def check_server_wrong() -> str:
+    return _report("with no attention factor")
