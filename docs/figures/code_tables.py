@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from docs.figures.evidence import evidence
 from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
@@ -125,8 +124,7 @@ def methods_without_a_section() -> str:
         if name not in written:
             drawn = (ROOT / "docs" / "pictures" / f"{name}.png").exists()
             picture = f"![{name}](pictures/{name}.png)\n\n" if drawn else ""
-            known = evidence(name) if cls.guidance else "\n\n"
-            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}{known}{picture}")
+            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}\n\n{picture}")
     return "\n\n" + "".join(sections) if sections else "\n"
 
 
@@ -137,6 +135,18 @@ def methods() -> str:
     rows = ([f"[`{name}`](#{name})", _parameters(cls)] for name, cls in list_methods().items())
     note = f"... stands for what all remapping methods and score biases take: {_parameters(RemappingMethod)}."
     return markdown_table(["name", "parameters"], rows, note)
+
+
+@figure
+def methods_cost() -> str:
+    """Why a token takes more time than without a method, and under which methods it does."""
+    from rope_ext_hf.methods.guidance import NOTHING
+
+    slower: dict[str, list[str]] = {}
+    for name, guidance, _ in _guided():
+        if guidance.decode != NOTHING:
+            slower.setdefault(guidance.decode, []).append(f"`{name}`")
+    return "\n\n" + "".join(f"- {', '.join(names)}: {reason}\n" for reason, names in slower.items()) + "\n"
 
 
 def _families() -> dict[str, str]:
