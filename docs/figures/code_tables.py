@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.measurements import reach_text
+from rope_ext_hf.methods.measurements import measured_models, reach
 from rope_ext_hf.methods.remapping import RemappingMethod
 
 if TYPE_CHECKING:
@@ -65,15 +65,16 @@ def choosing() -> str:
 
     rows = []
     for name, guidance, methods in _guided():
-        static = answer(not method.length_dependent for method in methods)
         plain = answer(method.rope_parameters(rotary) is not None for method in methods)
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
-        helped = guidance.unmeasured or reach_text(name)
-        rows.append([f"`{name}`", guidance.when or "–", static, plain, helped, short])
-    head = ["method", "take it when", "static", "loads plainly", "helped without training", "short inputs unchanged"]
-    return markdown_table(head, rows)
+        reached = reach(name)
+        helped = guidance.unmeasured or " / ".join(reached.get(model.name, "–") for model in measured_models())
+        rows.append([f"`{name}`", guidance.when or "–", plain, helped, short])
+    head = ["method", "take it when", "loads plainly", "helped without training", "short inputs unchanged"]
+    names = ", ".join(f"the {model.name}" for model in measured_models())
+    return markdown_table(head, rows, f"*Helped*: up to how many context lengths, on {names}.")
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
