@@ -68,7 +68,9 @@ class PerplexityRuns(RunKind):
         key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`, which also has a
         second line in each cell: the interval, or the documents whose loss is not finite.
         """
-        best = _best_of_lengths(run)
+        # the methods that no other one is surely better than; none where nothing is compared
+        loss = next((m for m in run.findings.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
+        best = {length: {*run.findings.best(loss, length)} if loss else set[str]() for length in run.lengths}
         increases = {name: loss_increase(run, row[0].method) for name, row in run.by_label.items()}
         increased = any(increases.values())
         keyed = sorted({result.length for result in run.results if result.key_tokens})
@@ -218,13 +220,6 @@ def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimat
     at = {method_key(result.method): result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
     return difference(changed, plain) if plain and changed and changed is not plain else None
-
-
-def _best_of_lengths(run: Run[Result]) -> dict[int, set[str]]:
-    """The keys of the methods that no other one is surely better than, by length; none where nothing is compared."""
-    known = run.findings
-    loss = next((m for m in known.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
-    return {length: set() if loss is None else {*known.best(loss, length)} for length in run.lengths}
 
 
 def _scored_text(result: Result) -> str:

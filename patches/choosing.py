@@ -11,7 +11,7 @@ from torch import nn
 from rope_ext_hf.method_choice import MethodChoice, PatchChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, list_methods, resolve_method
-from rope_ext_hf.patches.geometry import bind, patch_geometry, stated_length
+from rope_ext_hf.patches.geometry import base_rope_of_model, stated_length
 from rope_ext_hf.patches.patching import patch
 
 
@@ -25,9 +25,9 @@ def resolve_choice(
         lengths: extended lengths that a method with a factor is fitted to instead, one after the other.
     """
     choice.check()
-    rotary = patch_geometry(model, **choice.underneath)
-    chosen = over_rotary(choice, rotary, max(longest, rotary.context_length), lengths)
-    return list(dict.fromkeys(bind(model, method, length, **choice.underneath) for method, length in chosen))
+    base = base_rope_of_model(model, **choice.underneath)
+    chosen = over_rotary(choice, base.rotary, max(longest, base.rotary.context_length), lengths)
+    return list(dict.fromkeys(base.bind(method, length) for method, length in chosen))
 
 
 def over_rotary(

@@ -43,8 +43,13 @@ class BaseRope:
 
     rotary: Rotary  # scalings included
     rule: str  # which reading of the config gave its context length
+    model_type: str
     live: tuple[PatchSpec, ...] = ()  # the live patches that stay underneath, bottom first
     saved: tuple[PatchSpec, ...] = ()  # those, or the patches of a saved folder
+
+    def bind(self, method: RopeMethod, length: int) -> RopeMethod:
+        """The method with every parameter that was not given filled in for inputs of this length, as `patch` does."""
+        return bind_to(method, self.rotary, self.model_type, length)
 
 
 def base_rope(
@@ -89,7 +94,7 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
         rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
     elif over == "own" and rotary.own is None and (published := published_length(config, rotary.context_length)):
         rotary, rule = _with_context_length(rotary, published), "as published"
-    return BaseRope(rotary, rule)
+    return BaseRope(rotary, rule, config.model_type)
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
@@ -102,7 +107,8 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
     length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
     rule = "context_length, as given" if context_length else "the extended length of the present patch"
-    return BaseRope(top.rotary.scaled(top.method, context_length=length), rule, live, saved)
+    rotary = top.rotary.scaled(top.method, context_length=length)
+    return BaseRope(rotary, rule, slots[0].config.model_type, live, saved)
 
 
 def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
@@ -164,11 +170,6 @@ def before_patches(config: Any) -> Any:
     before = copy.deepcopy(config)
     undo_saved_patch(before)
     return before
-
-
-def bind(model: nn.Module, method: RopeMethod, length: int, **underneath: Any) -> RopeMethod:
-    """The method with every parameter that was not given filled in for inputs of this length, as `patch` does it."""
-    return bind_to(method, patch_geometry(model, **underneath), find_slots(model)[0].config.model_type, length)
 
 
 def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: int | None) -> RopeMethod:

@@ -177,7 +177,10 @@ class Advice(ShownAsTables):
         told = []
         for each in self.methods:
             if each.fits and each.engines:
-                ways = _grouped([(_brief(encoding), name) for name, encoding in each.engines.items()])
+                ways = dict[str, list[str]]()
+                for name, encoding in each.engines.items():  # how it is written for the engine, in a word or two
+                    way = (encoding or "refused").partition(" in ")[0].removesuffix(" with equal lists")
+                    ways.setdefault(way, []).append(name)
                 told.append(("; ".join([f"{way} in {', '.join(names)}" for way, names in ways.items()]), each.method))
         chosen = next((name for name in self.served.values() if name), None)
         refusals = next((each.refusals for each in self.methods if each.method == chosen), {})
@@ -217,11 +220,6 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
     return groups
-
-
-def _brief(encoding: str | None) -> str:
-    """How a method is written for an engine, in one word or two."""
-    return "refused" if encoding is None else encoding.partition(" in ")[0].removesuffix(" with equal lists")
 
 
 def _size(number: int) -> str:

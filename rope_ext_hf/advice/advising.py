@@ -6,15 +6,15 @@ print(rope.advise("Qwen/Qwen3-8B", 131072))
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
-from rope_ext_hf.advice.reported import Reported, reported
+from rope_ext_hf.advice.reported import reported
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -29,13 +29,14 @@ from rope_ext_hf.patches.describing import scalings_underneath
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
 from rope_ext_hf.reading.preflight import estimate_flops
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
-from rope_ext_hf.serving.target import Model, make_target, open_model
+from rope_ext_hf.serving.target import Model, make_target, make_targets, open_model
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
@@ -55,6 +56,7 @@ def advise(
     batches: Sequence[int] = (1, 8),
     reads_to: int | None = None,
     server: GPUServer | None = None,
+    engines: Collection[str] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Advice:
@@ -68,6 +70,7 @@ def advise(
         reads_to: tokens that the model was found to read as it is (`rope_ext_hf.eval.need`), where those are more than
             it is for.
         server: the GPUs of a server, for what fits there and for its options.
+        engines: those that are asked whether they serve each method, by name; None: all.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -94,7 +97,8 @@ def advise(
     if reads_to is not None and reads_to > reached:
         reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
     on_gpus = None if server is None or not server.gpus else gpu_memory(opened.whole(), target_length, server)
-    run = _Planner(opened, name, rotary, target_length, {"over": over, "context_length": context_length})
+    given_base = {"over": over, "context_length": context_length}
+    run = _Planner(opened, name, rotary, target_length, given_base, engines or list_engines())
     needed = target_length > reached
     methods = run.methods() if needed else []
     choices = _choices(methods)
@@ -103,10 +107,15 @@ def advise(
     if specs and 2 * target_length <= reached:
         times = f"{reached / target_length:.3g} times what is asked for"
         larger = (f"The patch is for {reached:,} tokens, {times}.", *cost_notes(specs[-1].method, specs[-1].rotary))
-    note, _ = opened.layers.sliding_note(_sliding_rope(opened), target_length)
+    parameters = getattr(opened.config, "rope_parameters", None) or {}
+    apart = next((key for key, value in parameters.items() if key in SLIDING and isinstance(value, Mapping)), None)
+    sliding = None if apart is None else rope_of_layers(opened.config, apart)
+    note, _ = opened.layers.sliding_note(sliding, target_length)
     present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
+    helping = {each.method for each in methods if each.fits}
+    of_type = [each for each in reported() if opened.config.model_type in each.model_types]
     return Advice(
         model=name,
         model_type=opened.config.model_type,
@@ -122,29 +131,17 @@ def advise(
         memory=_cache_memory(opened.config, lengths, list(batches)),
         commands=run.commands(served, configs, choices, reached, server, on_gpus),
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
-        reported=_reported(methods, opened.config.model_type),
+        reported=tuple([each for each in of_type or reported() if helping & each.values.keys()]),
         on_gpus=on_gpus,
     )
 
 
-def _reported(methods: Sequence[MethodAdvice], model_type: str) -> tuple[Reported, ...]:
-    helping = {each.method for each in methods if each.fits}
-    of_type = [each for each in reported() if model_type in each.model_types]
-    return tuple([each for each in of_type or reported() if helping & each.values.keys()])
-
-
-def _sliding_rope(opened: Model) -> Any:
-    parameters = getattr(opened.config, "rope_parameters", None) or {}
-    apart = next((key for key, value in parameters.items() if key in SLIDING and isinstance(value, Mapping)), None)
-    return None if apart is None else rope_of_layers(opened.config, apart)
-
-
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
     with foreign_errors("the sizes of the heads cannot be read from this config"):
-        if not cached_layers(config):
+        if not (layers := cached_layers(config)):
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")
         sizes = {
-            (tokens, dtype): cached_bytes(config, tokens, width=width)
+            (tokens, dtype): cached_bytes(config, tokens, width=width, layers=layers)
             for tokens in lengths
             for dtype, width in _WIDTHS.items()
         }
@@ -177,17 +174,21 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     return {purpose: names for purpose, names in chosen.items() if names}
 
 
+@dataclass
 class _Planner:
     """One model on its way to one length."""
 
-    def __init__(
-        self, opened: Model, name: str, rotary: Rotary, target_length: int, underneath: dict[str, Any]
-    ) -> None:
-        self.opened, self.name, self.rotary, self.target_length = opened, name, rotary, target_length
-        self.underneath = underneath
-        self.options = {key: value for key, value in underneath.items() if value not in (None, "own")}
-        self.configs: dict[tuple[str, str], ServingConfig] = {}
-        self.refusal = ""
+    opened: Model
+    name: str
+    rotary: Rotary
+    target_length: int
+    underneath: dict[str, Any]
+    engines: Collection[str]
+    configs: dict[tuple[str, str], ServingConfig] = field(default_factory=dict)
+    refusal: str = ""
+
+    def __post_init__(self) -> None:
+        self.options = {key: value for key, value in self.underneath.items() if value not in (None, "own")}
 
     def result(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
         """The model's rotary embedding, and the method that the commands take; None: no candidate is for serving."""
@@ -217,7 +218,7 @@ class _Planner:
             why = self._why(name, guidance, rises)
             short = self._short_inputs(method, factor)
         if kind == "static":
-            engines, refusals = self._engines(name)
+            engines, refusals = self._engines(name, PatchSpec(method, self.rotary, self.target_length))
         return MethodAdvice(
             method=name,
             kind=kind,
@@ -252,16 +253,16 @@ class _Planner:
             return "change"
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
-    def _engines(self, name: str) -> tuple[dict[str, str | None], dict[str, str]]:
+    def _engines(self, name: str, spec: PatchSpec) -> tuple[dict[str, str | None], dict[str, str]]:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            target = make_target(self.opened, name, target_length=self.target_length, **self.underneath)
+            [target] = make_targets(self.opened, spec)
         except (MethodError, ServingError) as error:
-            return encodings, dict.fromkeys(list_engines(), one_line(error))
-        for engine, cls in list_engines().items():
+            return encodings, dict.fromkeys(self.engines, one_line(error))
+        for engine in self.engines:
             try:
-                config = cls().config_for(target)
+                config = find_engine(engine).config_for(target)
             except ServingError as error:
                 encodings[engine], refusals[engine] = None, one_line(error)
             else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +160,10 @@ def plan_extension(
         )
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
     server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
-    advice = advise(model, target_length, over=over, context_length=context_length, server=server, **loading)
-    chosen = _choose(advice, engine)
+    underneath: dict[str, Any] = {"over": over, "context_length": context_length}
+    ask = partial(advise, model, target_length, server=server, **underneath, **loading)
+    advice = ask(engines=[engine])
+    chosen = _choose(advice, engine, ask)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
         if advice.on_gpus.kv_bits is None:
@@ -171,7 +174,7 @@ def plan_extension(
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
         reason = f"{where}{longer}: {recipe.source}"
     folder = str(asked.out or f"{Path(model).name}-{target_length}")
-    choice = LayerChoice(method=chosen.method, target_length=target_length, over=over, context_length=context_length)
+    choice = LayerChoice(method=chosen.method, target_length=target_length, **underneath)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
     question = Perplexity(
         lengths=lengths, max_spans=asked.max_spans, data=asked.data or f"stdlib?join={_CHARACTERS * target_length}"
@@ -204,7 +207,7 @@ def plan_extension(
     )
 
 
-def _choose(advice: Advice, engine: str) -> MethodAdvice:
+def _choose(advice: Advice, engine: str, ask: Callable[[], Advice]) -> MethodAdvice:
     """The method to take for an engine: the first candidate for serving that it serves, else the first that fits."""
     if not advice.methods:
         served = advice.commands.get(f"serve with {engine}", ())
@@ -220,7 +223,8 @@ def _choose(advice: Advice, engine: str) -> MethodAdvice:
     ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
     chosen = next((each for each in ordered if each.engines.get(engine)), None)
     if chosen is None:
-        others = [name for name in list_engines() if ordered[0].engines.get(name)]
+        everywhere = next(each for each in ask().methods if each.method == ordered[0].method)  # advice on all engines
+        others = [name for name in list_engines() if everywhere.engines.get(name)]
         raise ServingError(
             f"{ordered[0].refusals[engine]}. Engines that serve {ordered[0].method}: {', '.join(others)}"
         )

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import groupby, pairwise
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -86,16 +86,16 @@ class _Attention:
         alike = len(set(left_padding)) == 1
         if not alike and query.shape[-2] < _MIN_FUSED_QUERIES:
             return self._eager(query, key, value)
-        fused = self._fused
-        if self._needs_grad(query, key, value):
+        fused, needs_grad = self._fused, self._needs_grad(query, key, value)
+        if needs_grad:
             if torch.compiler.is_exporting():  # an exported program holds the computation itself
                 return self._eager(query, key, value)
             fused = graph_break(fused)  # tiles are other ones for each length
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if alike:
-            return fused(query, key, value, left_padding[0])
+            return fused(needs_grad, query, key, value, left_padding[0])
         rows = zip(*(torch.split(x, 1) for x in (query, key, value)), left_padding, strict=True)
-        return torch.cat([fused(*row) for row in rows])
+        return torch.cat([fused(needs_grad, *row) for row in rows])
 
     def _rotation_to(self, zones: _Zones, positions: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
         """The rotation of queries from `stored_position` to their position in zones, as rows; None: none.
@@ -156,7 +156,7 @@ class _Attention:
         given = (*tensors, self.modifiers.sinks)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
-    @property
+    @cached_property
     def _max_joined(self) -> int:
         """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
         whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
@@ -164,7 +164,7 @@ class _Attention:
         total = self._total
         return total // (2 if 2 * tokens <= total else 4) if len(rows) == 1 else 0
 
-    @property
+    @cached_property
     def _total(self) -> int:
         return int(self.positions.key_positions.shape[-1])
 
@@ -174,7 +174,7 @@ class _Attention:
 
     # --- fused kernels
 
-    def _fused(self, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
+    def _fused(self, needs_grad: bool, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
         """Rows that begin with `padding` padded tokens, all others in order."""
         # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
         tokens, evicted = int(query.shape[-2]), self._total - int(key.shape[-2])
@@ -195,8 +195,7 @@ class _Attention:
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
         block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         starts = range(first - (first - grid) % step, last, -(-block_size // step) * step)
-        needs_grad, sinks = self._needs_grad(query, key, value), self.modifiers.sinks
-        whole = not padded_queries and len(starts) == 1
+        whole, sinks = not padded_queries and len(starts) == 1, self.modifiers.sinks
         # Gradients do not go through what is written into a common tensor.
         out = None if whole or needs_grad else query.new_empty(*query.shape[:-1], value.shape[-1])
         # Queries at padding have no key; their softmax would be NaN, which spreads through residual streams.
@@ -226,8 +225,7 @@ class _Attention:
         merged = MergedSoftmax(given[0], out)
         for zone in self._zones(start, first_key, *given):
             for call in zone.calls:
-                spans = zone.spans(call)
-                merged.add(spans[0], *run_kernel(*zone.rows(spans), self.scale, call.mask, call.joint))
+                merged.add(call.queries, *run_kernel(*zone.rows(call), self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
@@ -239,25 +237,23 @@ class _Attention:
         """The zones that a block sees, nearest first."""
         rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
-        # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
-        # rotated for it: (rows, kv_heads, window + queries, head_dim).
-        first_local = max(first_key, start - rule.zone_distances(stop)[0][1] + 1)
+        first_local, parts = _calls_by_zones(rule, start, stop, first_key, self._max_joined)
         queries, local_name = ("positions", start, stop), ("positions", first_local, stop)
 
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
-        for zones, calls in _calls_by_zones(rule, start, stop, first_key, self._max_joined):
+        for zones, calls in parts:
             if zones == (0,):
-                rotation, begin = local and local.last(query.shape[-2]), first_local
+                rotation = local and local.last(query.shape[-2])
                 among = slice(first_local - first_key, stop - first_key)
                 keys, values = self._rotate(local, key[:, :, among]), value[:, :, among]
             else:
-                rotation, begin, keys, values = self._rotation_to(zones, m, queries), first_key, far_key, value
+                rotation, keys, values = self._rotation_to(zones, m, queries), far_key, value
             turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
             turned = self._place_query(rotation, turned, m, zones, queries)
-            yield Zone(turned, keys, values, start, begin, calls)
+            yield Zone(turned, keys, values, calls)
 
     # --- whole scores
 
@@ -395,9 +391,16 @@ class _Attention:
 @lru_cache(maxsize=16)  # the layers of a model share them
 def _calls_by_zones(
     rule: AttentionRule, start: int, stop: int, low: int, joined: int
-) -> list[tuple[_Zones, list[KernelCall]]]:
-    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
-    return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
+) -> tuple[int, list[tuple[_Zones, list[KernelCall]]]]:
+    """The first key that the nearest zone has, and the calls of a block, counted from its first query and key."""
+    # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
+    # rotated for it: (rows, kv_heads, window + queries, head_dim).
+    first_local = max(low, start - rule.zone_distances(stop)[0][1] + 1)
+    parts: dict[_Zones, list[KernelCall]] = {}
+    for call in kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined):
+        keys = call.keys.after(first_local if call.zones == (0,) else low)
+        parts.setdefault(call.zones, []).append(call._replace(queries=call.queries.after(start), keys=keys))
+    return first_local, list(parts.items())
 
 
 class _FusedBlock(torch.autograd.Function):
@@ -421,13 +424,12 @@ class _FusedBlock(torch.autograd.Function):
         with torch.enable_grad():  # autograd takes gradients back through the rotations
             leaves = [x.detach().requires_grad_() for x in given]
             for zone in attention._zones(start, first_key, *leaves):
-                still = Zone(*(x.detach() for x in zone[:3]), *zone[3:])
+                still = zone._replace(query=zone[0].detach(), keys=zone[1].detach(), values=zone[2].detach())
                 sums = [torch.zeros_like(x, dtype=lse.dtype) for x in still[:3]]
                 for call in zone.calls:
-                    spans = zone.spans(call)
-                    grads, outs, logs = (batch_rows(x, spans[0]) for x in (grad, out, lse))
-                    parts = run_backward((grads, outs, logs), still.rows(spans), attention.scale, call.mask)
-                    for total, tokens, part in zip(sums, spans, parts, strict=True):
+                    grads, outs, logs = (batch_rows(x, call.queries) for x in (grad, out, lse))
+                    parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
+                    for total, tokens, part in zip(sums, (call.queries, call.keys, call.keys), parts, strict=True):
                         add_to_spans(total, tokens, part)
                 for x, total in zip(zone[:3], sums, strict=True):
                     x.backward(total.to(out.dtype))

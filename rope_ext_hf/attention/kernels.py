@@ -22,7 +22,7 @@ class _Fused(NamedTuple):
     """(query, key, value, scale, causal) -> output and log-sum-exp."""
     backward: Callable[[_Three, _Three, float, bool], _Three]
     """As `run_backward`, (whole, rows, scale, causal) -> gradients of the rows."""
-    supports: Callable[[Tensor, int], bool]  # (query, widest head_dim) -> whether they take these tensors
+    supports: Callable[[Tensor, int], bool] | None  # (query, widest head_dim) -> whether they take these; None: any
     head_dim_multiple: int  # head_dim is padded to a multiple of this
 
 
@@ -103,14 +103,14 @@ def _cuda_supports(query: Tensor, width: int) -> bool:
 
 
 KERNELS = {
-    "cpu": _Fused(_on_cpu, _cpu_backward, lambda query, width: True, 1),
+    "cpu": _Fused(_on_cpu, _cpu_backward, None, 1),
     "cuda": _Fused(_on_cuda, _cuda_backward, _cuda_supports, 8),
 }
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     fused = KERNELS.get(query.device.type)
-    return fused is not None and fused.supports(query, max(query.shape[-1], value.shape[-1]))
+    return fused is not None and (not fused.supports or fused.supports(query, max(query.shape[-1], value.shape[-1])))
 
 
 def run_kernel(
@@ -132,7 +132,7 @@ def run_kernel(
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal", joint)
         return out.flip(-2), lse.flip(-1)
     width, fused = value.shape[-1], KERNELS[query.device.type]
-    query, key, value = _pad_head_dims(query, key, value)
+    query, key, value = _pad_head_dims(max(query.shape[-1], width), query, key, value)
     out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, mask == "causal")
     if joint:
         # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
@@ -160,7 +160,7 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three
         dq, dk, dv = run_backward((grad, out, lse), (query, key, value), scale, "causal")
         return dq.flip(-2), dk.flip(-2), dv.flip(-2)
     widths = [x.shape[-1] for x in rows]
-    grad, out, query, key, value = _pad_head_dims(*whole[:2], *rows)
+    grad, out, query, key, value = _pad_head_dims(max(widths), *whole[:2], *rows)
     backward, alone = KERNELS[query.device.type].backward, len(query) < len(key)
     grad, out, lse, query = (x.expand(len(key), -1, -1, -1) for x in (grad, out, whole[2], query))
     dq, dk, dv = backward((grad, out, lse[..., 0]), (query, key, value), scale, mask == "causal")
@@ -168,10 +168,10 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
 
 
-def _pad_head_dims(*tensors: Tensor) -> list[Tensor]:
+def _pad_head_dims(widest: int, *tensors: Tensor) -> list[Tensor]:
     """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
-    wide = -(-max([x.shape[-1] for x in tensors]) // multiple) * multiple
+    wide = -(-widest // multiple) * multiple
     return [
         x if x.shape[-1] == wide and x.stride(-1) == 1 else nn.functional.pad(x, (0, wide - x.shape[-1])).contiguous()
         for x in tensors

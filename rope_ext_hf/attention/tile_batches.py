@@ -37,10 +37,7 @@ class KernelCall(NamedTuple):
     mask: str  # as `run_kernel` takes it
     queries: Spans  # of each row; a single span is of all rows
     keys: Spans
-
-    @property
-    def joint(self) -> bool:
-        return self.keys.times > self.queries.times
+    joint: bool = False  # several rows of the same queries
 
 
 def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
@@ -64,7 +61,7 @@ def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: i
             of_rows = tuple(zones[keys.begin + i * keys.step] for i in range(keys.times))
             if keys.times > 2:
                 same = of_rows[:1] if len(set(of_rows)) == 1 else of_rows
-                calls.append(KernelCall(same, mask, Spans(q0, size), keys))
+                calls.append(KernelCall(same, mask, Spans(q0, size), keys, joint=True))
                 continue
             for i, zone in enumerate(of_rows):
                 kinds.setdefault((zone, mask, size, width, keys.begin + i * keys.step - q0), []).append(q0)
@@ -100,8 +97,9 @@ def strided_spans(x: Tensor, spans: Spans) -> Tensor:
 
 def batch_rows(x: Tensor, spans: Spans) -> Tensor:
     """(rows x times, heads, size, dim), spans as rows of a batch; a copy where there are several rows and spans."""
-    view = strided_spans(x, spans)
-    return view if view.ndim == 4 else view.flatten(0, 1)
+    if spans.times == 1:
+        return x[:, :, spans.begin : spans.begin + spans.size]
+    return strided_spans(x, spans).flatten(0, 1)
 
 
 def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
@@ -112,22 +110,16 @@ def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
 
 
 class Zone(NamedTuple):
-    """Zones of a block: queries and keys, rotated, values, positions of the first query and key, and kernel calls."""
+    """Zones of a block: queries and keys, rotated, values, and kernel calls, counted from the first of each."""
 
     query: Tensor
     keys: Tensor
     values: Tensor
-    start: int
-    keys_from: int
     calls: list[KernelCall]
 
-    def spans(self, call: KernelCall) -> tuple[Spans, Spans, Spans]:
-        keys = call.keys.after(self.keys_from)
-        return call.queries.after(self.start), keys, keys
-
-    def rows(self, spans: tuple[Spans, Spans, Spans]) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = map(batch_rows, self[:3], spans)
-        return query, key, value
+    def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
+        keys, values = batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
+        return batch_rows(self.query, call.queries), keys, values
 
 
 class MergedSoftmax:

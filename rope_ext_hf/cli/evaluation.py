@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -364,7 +364,7 @@ def _preflight(
         needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
     else:
         needed = check_memory(empty, max(passes), dtype, device, spread=load.device_map is not None, **how)
-    work = repeats * _work(empty, plan.measurement, passes) / workers.count
+    work = repeats * _work(empty, plan.measurement, *passes) / workers.count
     seconds = work / measure_flops(device, dtype)
     if given.dry_run:
         named = [label(method.to_dict() if method else None) for method in plan.methods] or ["as loaded"]
@@ -401,7 +401,7 @@ def print_forecast(forecast: Forecast, as_json: bool) -> None:
     print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
 
-def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int]) -> float:
+def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
     """Floating-point operations of some of a measurement's passes, and of what is read after each."""
     from rope_ext_hf.reading.preflight import estimate_flops
 
@@ -434,8 +434,8 @@ def shown_progress(workers: Workers) -> Progress:
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if workers.together else workers.count)
-            self.work = partial(_work, model, plan.measurement)
-            self.bar.left.total = self.share * self.work(plan.measurement.passes)
+            self.work = cache(partial(_work, model, plan.measurement))
+            self.bar.left.total = self.share * self.work(*plan.measurement.passes)
 
         def started(self, folder: Path, done: int, units: int) -> None:
             self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
@@ -450,7 +450,7 @@ def shown_progress(workers: Workers) -> Progress:
 
         def passed(self, method: str, tokens: int) -> None:
             timed = "engine" not in self.plan.reader  # which starts in the first pass of each method
-            self.bar.advance(method, tokens, self.work([tokens]) if timed else 0.0)
+            self.bar.advance(method, tokens, self.work(tokens) if timed else 0.0)
 
         def close(self) -> None:
             self.closing.close()

@@ -398,19 +398,20 @@ class ConfigEngine(Engine):
         written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
         return {key: value for key, value in written.items() if target.config.get(key) != value}
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        """The text config that the engine reads when it is started with an encoding."""
-        return {**target.config, **self.changes(target, encoding)}
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        """The text config that the engine reads when it is started with these changes."""
+        return {**target.config, **changes}
 
     @abstractmethod
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
         """Commands and keys for an encoding that computes the same."""
 
     def config_for(self, target: Target) -> ServingConfig:
         reasons: dict[str, list[str]] = {}
         for encoding in self.encodings(target):
             try:
-                computed = self.computes(self.config(target, encoding), target.length)
+                changes = self.changes(target, encoding)
+                computed = self.computes(self.config(target, changes), target.length)
             except (ServingError, ArithmeticError) as error:
                 reasons.setdefault(str(error), []).append(encoding.name)
                 continue
@@ -420,7 +421,7 @@ class ConfigEngine(Engine):
             if reason is None:
                 reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
             if reason is None:
-                served = self.served(target, encoding, computed)
+                served = self.served(target, encoding, changes, computed)
                 lists = encoding.name == "native" and target.settings["rope_type"] == "longrope"
                 named = target.method.startswith("longrope")  # else the engine has no such method by name
                 return replace(served, encoding="longrope") if lists and not named else served

@@ -44,7 +44,7 @@ class ExLlamaV3(FormerSpellingEngine):
         settings["attention_factor"] = target.attention_factor
         later_factor(settings, changed)
 
-    def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         return encoding.config | {"rope_scaling": encoding.settings}
 
     def read(self, config: Config, length: int | None) -> RopeKeys:

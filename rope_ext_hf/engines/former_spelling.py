@@ -37,12 +37,10 @@ class FormerSpellingEngine(ConfigEngine):
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         """Change the settings of a yarn, and the further keys, so that the engine computes the target's magnitude."""
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        keys = self.keys(target, encoding)
-        return {key: value for key, value in target.config.items() if key != "rope_parameters"} | keys
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in target.config.items() if key != "rope_parameters"} | changes
 
-    def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        """The keys of the text config that carry an encoding."""
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kind = encoding.settings["rope_type"]
         if self.spells_parameters(target.model_type):
             settings = encoding.settings | {"rope_theta": encoding.config["rope_theta"]}
@@ -58,13 +56,13 @@ class FormerSpellingEngine(ConfigEngine):
         """The command line that serves FOLDER; empty where another program serves it."""
         return ()
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
         return self.serving(
             target,
             encoding.name,
             computed,
             command=self.command(target),
-            config_keys=target.placed(self.keys(target, encoding)),
+            config_keys=target.placed(changes),
             notes=(*computed.notes, self.where),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import linear, longrope_magnitude, plain, yarn_magnitude
@@ -42,8 +43,8 @@ class _Rules(ConfigEngine):
         changed.pop("rope_parameters", None)
         yield Encoding("native", target.settings, changed)
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        keys = target.placed(self.changes(target, encoding))
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
+        keys = target.placed(changes)
         note = "Write these keys into config.json (rope-ext patch does), or patch the loaded model."
         return self.serving(target, encoding.name, computed, config_keys=keys, notes=(note,))
 

@@ -37,8 +37,8 @@ class MLX(FormerSpellingEngine):
         if not target.config.get("qk_rope_head_dim"):
             write_mscale(settings, target.attention_factor)
 
-    def keys(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        keys = super().keys(target, encoding)
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        keys = super().changes(target, encoding)
         if target.model_type == "phi3" and encoding.name != "native":
             keys[_ORIGINAL] = encoding.settings[_ORIGINAL]
         return keys

@@ -72,8 +72,8 @@ class OverridingEngine(ConfigEngine):
         inv_freq, magnitude = plugin_frequencies(rope.settings)
         return Computed(inv_freq, magnitude, length, softmax_scale=softmax_scale)
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        overrides = target.placed(self.changes(target, encoding))
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
+        overrides = target.placed(changes)
         notes = computed.notes
         if encoding.name == _BY_PLUGIN:
             command = install_command("", "--no-deps")

@@ -63,11 +63,11 @@ class SGLang(OverridingEngine):
             settings = {k: v for k, v in settings.items() if k not in ("mscale", "mscale_all_dim")}
         return settings | {"attn_factor": target.attention_factor / _yarn_magnitude(settings)}
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        changes = self.changes(target, encoding)
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        config = super().config(target, changes)
         if not target.composite and "rope_parameters" in changes:
-            changes["rope_parameters"] = dict(target.config["rope_parameters"]) | changes["rope_parameters"]
-        return {**target.config, **changes}
+            config["rope_parameters"] = dict(target.config["rope_parameters"]) | changes["rope_parameters"]
+        return config
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         text = text_settings(config)

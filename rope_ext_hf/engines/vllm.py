@@ -110,12 +110,12 @@ class VLLM(OverridingEngine):
             return target.length
         return math.ceil(target.length / float(settings.get("factor", 1.0)))
 
-    def config(self, target: Target, encoding: Encoding) -> dict[str, Any]:
-        changes = self.changes(target, encoding)
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        config = super().config(target, changes)
         if target.composite and "rope_parameters" in changes:  # merged key by key
             before = dict(target.config.get("rope_parameters") or {})
-            changes["rope_parameters"] = _nested(before, changes["rope_parameters"])
-        return {**target.config, **changes}
+            config["rope_parameters"] = _nested(before, changes["rope_parameters"])
+        return config
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         text = text_settings(config)
@@ -231,8 +231,8 @@ class _VLLMWithPlugin(VLLM):
             softmax_scale = yarn_magnitude(rope.settings["factor"], rope.settings["mscale_all_dim"]) ** 2
         return self.by_plugin(rope, rope.most, softmax_scale)
 
-    def served(self, target: Target, encoding: Encoding, computed: Computed) -> ServingConfig:
-        config = super().served(target, encoding, computed)
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
+        config = super().served(target, encoding, changes, computed)
         if not target.remapping:
             return config
         note = "An experiment, in plain torch and slow: docs/vllm-sglang.md has its limits."

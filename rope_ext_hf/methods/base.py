@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
@@ -189,13 +189,13 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Annotation of a parameter -> what its value must be, for the error message, and the test for it.
-_PARAMETER_TYPES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "float": ("a number", is_number),
-    "float | None": ("a number", is_number),
-    "int | None": ("a whole number", lambda value: isinstance(value, int) and not isinstance(value, bool)),
-    "bool": ("True or False", lambda value: isinstance(value, bool)),
-    "tuple[float, ...]": ("a list of numbers", lambda value: isinstance(value, tuple) and all(map(is_number, value))),
+# Annotation of a parameter -> what its value must be, for the error message, and the type of it or of each in a tuple.
+_PARAMETER_TYPES: dict[str, tuple[str, Any]] = {
+    "float": ("a number", (int, float)),
+    "float | None": ("a number", (int, float)),
+    "int | None": ("a whole number", int),
+    "bool": ("True or False", bool),
+    "tuple[float, ...]": ("a list of numbers", (int, float)),
 }
 
 
@@ -227,9 +227,12 @@ class RopeMethod(ABC):
             value = getattr(self, item.name)
             if isinstance(value, list):  # so that a method read from JSON is hashable and equals one written in Python
                 object.__setattr__(self, item.name, value := tuple(value))
-            what, fits = _PARAMETER_TYPES.get(str(item.type), ("", None))
-            given = value is not None or item.default is not None
-            if fits is not None and not fits(value) and given:
+            what, kind = _PARAMETER_TYPES.get(str(item.type), ("", object))
+            given, several = value is not None or item.default is not None, str(item.type).startswith("tuple")
+            fits = isinstance(value, tuple) or not several
+            for each in value if fits and several else (value,):
+                fits = fits and isinstance(each, kind) and isinstance(each, bool) is (kind is bool)
+            if what and given and not fits:
                 raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
             numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
             if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):

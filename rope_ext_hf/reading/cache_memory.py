@@ -40,17 +40,18 @@ class _LayerMemory(NamedTuple):
     shards: int  # GPUs that can have a part of the keys and values each; on more of them, parts are kept twice
 
 
-def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0) -> int:
+def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahead: int = 0, layers: Any = None) -> int:
     """Bytes of the cache of one input, on one of several GPUs that share the heads (tensor parallelism).
 
     Layers with a sliding window keep that many tokens, and while a step is computed also its tokens, which are `ahead`;
     latent attention keeps what it makes keys and values from; layers that share the keys and values of an earlier one
     keep none; linear attention and Mamba keep a state. A number of keys and values has `width` bytes.
+    `layers`: what `cached_layers` returns, where it is known.
     """
     return sum(
         layer.per_token * min(tokens, (layer.window or tokens) + ahead) * width // min(gpus, layer.shards)
         + layer.state * _STATE_WIDTH // gpus
-        for layer in cached_layers(config)
+        for layer in layers or cached_layers(config)
     )
 
 

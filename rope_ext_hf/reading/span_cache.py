@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
@@ -78,8 +78,10 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
     """A cache whose keys and values go through `stored` before they are kept, e.g. to be rounded; None: they do not."""
 
     stored: Callable[[Tensor], Tensor] | None = None
+    updated = 0  # the index of the layer that keys were added to last
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated = layer_idx
         if self.stored is not None:
             key_states, value_states = self.stored(key_states), self.stored(value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -108,7 +110,6 @@ class SpanCache(StoringCache):
         ]
         # Some decoders have more layers of attention than their config says.
         self.layer_class_to_replicate = lambda: self._layer(DynamicLayer())
-        self.updated = 0
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
@@ -125,10 +126,6 @@ class SpanCache(StoringCache):
         layer.__dict__ |= {"capacity": self.capacity, "offload": self.offload, "filled": 0}
         return layer
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        self.updated = layer_idx
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
     def see(self, reach: int | None) -> None:
         """Note that a query may see so many of the keys that were added last; None: all."""
         self.seen.setdefault(self.updated, set()).add(reach)
@@ -144,25 +141,21 @@ class SpanCache(StoringCache):
 
     def state(self) -> list[dict[str, Any]]:
         """The state that `restore` goes back to: how many keys and values count, and copies of all other states."""
-        return [_copied(_changing(layer)) for layer in self.layers]
+        states = []
+        for layer in self.layers:
+            kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
+            changing = {name: value for name, value in vars(layer).items() if name not in kept}
+            states.append(tree_map_only(Tensor, Tensor.clone, changing))
+        return states
 
     def restore(self, state: list[dict[str, Any]]) -> None:
         """Go back to a state of this cache; keys and values before it must not have been written over since."""
         del self.layers[len(state) :]
         for layer, saved in zip(self.layers, state, strict=True):
-            layer.__dict__ |= _copied(saved)  # copied, because transformers updates states in place
+            layer.__dict__ |= tree_map_only(
+                Tensor, Tensor.clone, saved
+            )  # copied, because transformers updates states in place
 
 
 _CONSTANT = "_sliding_window_tensor"
 """An attribute of transformers' layers with a window, which goes to the device at first use and then stays there."""
-
-
-def _changing(layer: Any) -> dict[str, Any]:
-    """The attributes of a layer, without keys and values in memory allocated once."""
-    kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
-    return {name: value for name, value in vars(layer).items() if name not in kept}
-
-
-def _copied(state: dict[str, Any]) -> dict[str, Any]:
-    copied: dict[str, Any] = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, state)
-    return copied

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from itertools import repeat
 from operator import attrgetter, itemgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,10 +47,18 @@ def model_digest(model: nn.Module) -> str:
     """A digest, 64 hexadecimal digits, of a model with its weights on any devices; live patches do not count."""
     sha, of_tensor = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
-        for config in _configs(model):
-            _add(sha, of_tensor, {"config": config})
+        values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
         for name, module in _modules(model):
-            _add_module(sha, of_tensor, name, module)
+            if any(map(attrgetter("is_meta"), module.parameters(recurse=False))):  # accelerate keeps them elsewhere
+                from accelerate.utils import align_module_device
+
+                _add(sha, of_tensor, values)
+                with align_module_device(module):
+                    _add(sha, of_tensor, _values(name, module))
+                values = []
+            else:
+                values += _values(name, module)
+        _add(sha, of_tensor, values)
     return sha.hexdigest()
 
 
@@ -70,25 +77,16 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(modules.values())
 
 
-def _add_module(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, name: str, module: nn.Module) -> None:
-    """Add a module's class, settings, parameters and buffers, those that are not saved included."""
+def _values(name: str, module: nn.Module) -> list[tuple[str, Any]]:
+    """A module's class, settings, parameters and buffers, those that are not saved included, with their names."""
     # what the last input left behind in such a module does not count
     follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
-    added: dict[str, Any] = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
-    offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))
-    with _on_device(module) if offloaded else nullcontext():
-        values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
-            if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
-                added[key] = values[key]
-        _add(sha, of_tensor, added)
-
-
-def _on_device(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside, parameters that accelerate keeps in main memory or on disk are there."""
-    from accelerate.utils import align_module_device
-
-    return cast("AbstractContextManager[None]", align_module_device(module))
+    kept: list[tuple[str, Any]] = [(f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}")]
+    values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
+        if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
+            kept.append((key, values[key]))
+    return kept
 
 
 def _configs(model: nn.Module) -> list[dict[str, Any]]:
@@ -130,24 +128,21 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
     return written
 
 
-class _Bracket(Enum):
-    """What ends a collection."""
-
-    LIST = "]"
-    MAPPING = "}"
+class _Bracket(str):
+    """The end of a collection."""
 
 
-def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Mapping[str, Any]) -> None:
+def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
     """Add named values; objects other than tensors, numbers, texts and collections of these are passed over.
 
     Each is its name and a text, of a tensor its digest; a collection stands between brackets that carry its name.
     """
-    waiting: list[tuple[str, Any]] = [*values.items()][::-1]
+    waiting = [*values][::-1]
     while waiting:
         name, value = waiting.pop()
         match value:
             case _Bracket():
-                text = value.value
+                text = str(value)
             case Tensor():
                 if value not in of_tensor:  # tied weights are read once
                     of_tensor[value] = _digest_of_tensor(value, of_tensor)
@@ -156,10 +151,10 @@ def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Mapping
                 text = repr(value)
             case Mapping():
                 inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
-                waiting += [(name, _Bracket.MAPPING), *inner[::-1]]
+                waiting += [(name, _Bracket("}")), *inner[::-1]]
                 text = "{"
             case list() | tuple():
-                waiting += [(name, _Bracket.LIST), *zip(repeat(""), value[::-1])]
+                waiting += [(name, _Bracket("]")), *zip(repeat(""), value[::-1])]
                 text = "["
             case set() | frozenset():
                 text = repr(sorted(map(repr, value)))
@@ -173,12 +168,12 @@ def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Mapping
 def _digest_of_tensor(tensor: Tensor, of_tensor: WeakTensorKeyDictionary) -> str:
     """A SHA-256 of a shape and of the SHA-256 of each block of bits."""
     sha = hashlib.sha256()
-    _add(sha, of_tensor, {"shape": [str(tensor.dtype), *tensor.shape]})
+    _add(sha, of_tensor, [("shape", [str(tensor.dtype), *tensor.shape])])
     if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
-        _add(sha, of_tensor, {"quant_state": vars(tensor.quant_state)})  # type: ignore[attr-defined]
+        _add(sha, of_tensor, [("quant_state", vars(tensor.quant_state))])  # type: ignore[attr-defined]
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        _add(sha, of_tensor, {"context": context} | {name: getattr(tensor, name) for name in names})
+        _add(sha, of_tensor, [("context", context), *((name, getattr(tensor, name)) for name in names)])
     elif tensor.numel() and tensor.device.type != "meta":
         dense = tensor.detach()
         if dense.is_quantized:

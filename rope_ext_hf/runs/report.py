@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import warnings
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,49 +30,32 @@ from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.run_file import how_to_repeat
 
 
-@dataclass(frozen=True)
-class _Files:
-    """What `write_files` wrote: JSON, CSV, the HTML page, and the picture (None: there is none)."""
-
-    json: Path
-    csv: Path
-    page: Path
-    picture: Path | None
-
-
-def write_files(run: Run[Any]) -> _Files:
-    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
-    results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
-    table = write_text(run.folder / "results.csv", _csv(run))
-    picture = _draw(run, run.folder / f"{run.kind.name}.png")
-    page = write_text(run.folder / "report.html", _page(run))
-    return _Files(results, table, page, picture)
-
-
-def _csv(run: Run[Any]) -> str:
+def write_files(run: Run[Any]) -> Path:
+    """Write results.json, results.csv, a picture and report.html, whose path it is, each whole or not at all."""
+    write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, run.columns)
     table.writeheader()
     table.writerows(run.rows())
-    return text.getvalue()
+    write_text(run.folder / "results.csv", text.getvalue())
+    _draw(run, run.folder / f"{run.kind.name}.png")
+    return write_text(run.folder / "report.html", _page(run))
 
 
-def _draw(run: Run[Any], path: Path) -> Path | None:
-    """The picture's path; None where there is nothing to draw, or no way to."""
+def _draw(run: Run[Any], path: Path) -> None:
+    """Write the picture, where there is something to draw, and a way to."""
     if run.chart is None:
-        return None
+        return
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
             run.chart.draw(part, run.title)
     except ImportError:
-        return None
+        pass
     except FileError:
         raise
     except Exception as error:  # matplotlib raises anything on what it cannot draw
         warnings.warn(f"the picture {path.name} could not be drawn: {one_line(error)}", stacklevel=3)
-        return None
-    return path
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -80,7 +63,11 @@ def _draw(run: Run[Any], path: Path) -> Path | None:
 
 def _page(run: Run[Any]) -> str:
     settings, kind = run.settings, run.kind
-    others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
+    pictures = []
+    for path in plain_files(run.folder, "*.png"):
+        if path.name != f"{kind.name}.png":
+            with suppress(FileError):
+                pictures.append(embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES)))
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
     speed = kind.speed(run)
     by = f"by {settings['engine']} on" if "engine" in settings else "on"
@@ -94,16 +81,9 @@ def _page(run: Run[Any]) -> str:
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
-        *(_embedded(path) for path in others),
+        *pictures,
         "" if table is None else html_table(table),
         paragraph(summary),
         command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
-
-
-def _embedded(path: Path) -> str:
-    try:
-        return embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES))
-    except FileError:
-        return ""

@@ -223,7 +223,8 @@ def carry_out(
             kind = run_kind(measurement.kind)
             return Run(None, settings, results_from_records(kind, measurement.setting, measurement.contents, records))
         settings = check_settings(json.loads(json.dumps(settings)))
-        workers.agree(_in_words(settings, job))
+        if workers.count > 1:
+            workers.agree(_in_words(settings, job))
         folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -101,6 +101,7 @@ def gpu_memory(
     if server.weight_bits is None and getattr(whole, "quantization_config", None):
         raise MethodError("the weights of this model are quantised: give --weight-bits")
     config, gpus, bits = whole.get_text_config(), server.gpus or 1, server.weight_bits or 16
+    layers = cached_layers(config)
 
     def on(parts: int) -> GPUMemory:
         weights, sizes, longest = weight_bytes(model, bits=bits, gpus=parts), dict[int, int](), dict[int, int]()
@@ -108,7 +109,8 @@ def gpu_memory(
         for each in kv_bits:
 
             def size(blocks: int, width: int = each // 8) -> int:
-                return cached_bytes(config, blocks * _BLOCK, width=width, gpus=parts, ahead=_STEP + _BLOCK)
+                ahead = _STEP + _BLOCK
+                return cached_bytes(config, blocks * _BLOCK, width=width, gpus=parts, ahead=ahead, layers=layers)
 
             sizes[each] = size(math.ceil(tokens / _BLOCK))
             longest[each] = max(0, bisect_right(range(MOST_TOKENS // _BLOCK), room, key=size) - 1) * _BLOCK

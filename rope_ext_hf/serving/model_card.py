@@ -14,7 +14,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,6 @@ CARD_COLUMNS = 100
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")  # files with conditions, by how they begin
 _ROWS = ("method", "over", "context length", "extended length", "saved as", "published", "short inputs", "note")
 """What the card says of what `describe` does."""
-
-
-@dataclass(frozen=True)
-class _Card:
-    """A card that is there: its metadata, its author's text, and what was written here of the source and of runs."""
-
-    values: dict[str, Any]
-    text: str
-    origin: str = ""
-    measured: str = ""
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -103,28 +93,29 @@ def write_card(
 
     file, folder = Path(folder) / CARD, Path(folder).resolve()
     name = name or folder.name
-    card = _read_card(folder if source is None else Path(source), own=source is None)
+    described = folder if source is None else Path(source)  # by the card that is kept
+    values, author, origin, known = _read_card(described, own=source is None)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     model, adapter = load_empty(folder, **trust), find_adapter(folder) is not None
     given = list(_checked(folder, model, runs, **trust))
-    measured = "".join(_measured_text(*each) for each in given) or card.measured
+    measured = "".join(_measured_text(*each) for each in given) or known
     specs = present_specs(model)
-    values = dict(card.values)
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
     new = ["rope", "long-context", *(spec.method.name for spec in specs[-1:])]
     values["tags"] = [*tags, *(tag for tag in new if tag not in tags)]
     values.setdefault("library_name", "peft" if adapter else "transformers")
     if base_model is not None:
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
-    named = base_model or (source and Path(source).name)
-    origin = f"The weights come from {_plain(named)}. " if named else card.origin
+    named = base_model or (source and described.name)
+    origin = f"The weights come from {_plain(named)}. " if named else origin
     made = _made_text(folder, model, name, origin, **trust)
-    text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + card.text
+    text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + author
     own = f"{_BEGIN}\n{made}\n{_MEASURED}{measured}{_END}"
     head = ModelCardData(**values).to_yaml(original_order=list(values))
     with disk_errors(folder):
-        if source is not None:
-            _copy_licences(Path(source), folder)
+        for licence in list_files(described) if source is not None else ():
+            if licence.lower().startswith(_LICENCES) and not (folder / licence).exists():
+                shutil.copyfile(resolve_inside(described, licence), folder / licence)
         if given:
             _write_results(folder / RESULTS, given)
     return write_text(file, str(ModelCard(f"---\n{head.strip()}\n---\n\n{own}\n{text}")))
@@ -133,8 +124,8 @@ def write_card(
 # --- the card that is there -------------------------------------------------------------------------------------------
 
 
-def _read_card(folder: Path, *, own: bool) -> _Card:
-    """The card of a folder.
+def _read_card(folder: Path, *, own: bool) -> tuple[dict[str, Any], str, str, str]:
+    """The card of a folder: its metadata, its author's text, and what was written here of the source and of runs.
 
     With `own` it is of the model itself; else its results are left out, as another model's, and metadata that cannot be
     read cost a warning.
@@ -142,7 +133,7 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if not (folder / CARD).exists():
-        return _Card({}, "")
+        return {}, "", "", ""
     file = resolve_inside(folder, CARD)
     with disk_errors(file):
         if file.stat().st_size > _MOST_BYTES:
@@ -169,7 +160,7 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
         if own:
             made, _, measured = made.partition(_MEASURED)
             origin = "".join(_ORIGIN.findall(made)[:1])
-    return _Card(values, text, origin, measured)
+    return values, text, origin, measured
 
 
 def _metadata(text: str) -> dict[str, Any]:
@@ -184,12 +175,6 @@ def _metadata(text: str) -> dict[str, Any]:
         raise ValueError(f"{short(taken)!r} is no name of theirs")
     ModelCardData(**values)
     return values
-
-
-def _copy_licences(source: Path, folder: Path) -> None:
-    for file in list_files(source):
-        if file.lower().startswith(_LICENCES) and not (folder / file).exists():
-            shutil.copyfile(resolve_inside(source, file), folder / file)
 
 
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------

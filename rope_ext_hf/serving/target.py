@@ -118,7 +118,7 @@ def make_target(model: Model, method: str | RopeMethod | None = None, **params: 
 
 def make_targets(
     model: Model,
-    method: str | RopeMethod | None = None,
+    method: str | RopeMethod | PatchSpec | None = None,
     *,
     factor: float | None = None,
     target_length: Length | None = None,
@@ -131,7 +131,9 @@ def make_targets(
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
-    if method is None and model.specs and over == "own" and context_length is None:
+    if isinstance(method, PatchSpec):
+        spec = method
+    elif method is None and model.specs and over == "own" and context_length is None:
         spec = model.specs[-1]
     else:
         base = base_rope_of_config(model.described, over, context_length, config)

@@ -26,7 +26,7 @@ from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.describing import describe
-from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.questions import forward
@@ -189,7 +189,7 @@ class _Search:
 
     def _fitted(self, name: str) -> RopeMethod:
         method = resolve_method(name, self.rotary, target_length=self.target)
-        return bind(self.reader.model, method, self.target, **self.reader.underneath)
+        return base_rope_of_model(self.reader.model, **self.reader.underneath).bind(method, self.target)
 
     @property
     def best(self) -> Candidate | None:

@@ -82,7 +82,7 @@ def test_tiles_of_the_same_queries_share_a_call() -> None:
     ]
     near, far, last = kernel_calls(tiles, 0, 100, 100)
     assert near == KernelCall((0,), "full", Spans(20, 1), Spans(15, 6))
-    assert far == KernelCall((3, 2, 1), "full", Spans(20, 1), Spans(3, 4, 4, 3))
+    assert far == KernelCall((3, 2, 1), "full", Spans(20, 1), Spans(3, 4, 4, 3), joint=True)
     assert last == KernelCall((4,), "full", Spans(20, 1), Spans(0, 3))
     assert [call.joint for call in (near, far, last)] == [False, True, False]
     assert len(kernel_calls(tiles, 0, 100)) == 5

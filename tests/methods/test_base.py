@@ -18,7 +18,7 @@ from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import NTK, Default, Factors, Linear, Theta, Yarn
-from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from tests.support.contracts import MethodContract
 from tests.support.method_checks import GEOMETRY, LLAMA2, assert_native, assert_same, with_factor
 from tests.support.method_examples import example_method, example_methods
@@ -201,9 +201,9 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     given = {} if temperature is None else {"temperature": temperature}
     example = example_method(list_methods()[name], rotary, **given)
     try:
-        method = bind(llama, example, 16 * TRAINED)
+        method = base_rope_of_model(llama).bind(example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far
-        method = bind(llama, example, TRAINED)
+        method = base_rope_of_model(llama).bind(example, TRAINED)
     longest = method.unchanged_length(rotary)
     ids = torch.randint(3, 60, (1, 2 * TRAINED), generator=torch.Generator().manual_seed(0))
 

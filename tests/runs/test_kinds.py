@@ -24,7 +24,7 @@ from rope_ext_hf.eval import passkey, perplexity, sweep
 from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.geometry import bind
+from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
@@ -140,7 +140,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> RunPlan[GuessMeasurement]:
     monkeypatch.setattr(kinds, "_KINDS", dict(kinds._KINDS))
     register_run_kind(GuessRuns)
     texts = torch.randint(3, 90, (3, 128), generator=torch.Generator().manual_seed(0))
-    yarn: RopeMethod = bind(build("llama"), Yarn(factor=2.0), 128)
+    yarn: RopeMethod = base_rope_of_model(build("llama")).bind(Yarn(factor=2.0), 128)
     return RunPlan(GuessMeasurement(list(texts), [64, 128]), "random tokens", methods=(None, yarn))
 
 
