@@ -30,7 +30,7 @@ from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
@@ -90,7 +90,7 @@ def main() -> None:
     base: Result | None = None
     for name, factor, method in chosen:
         until = factor * trained if factor else longest
-        bound = None if method is None else bind(model, method, longest)
+        bound = None if method is None else base_rope_of_model(model).bind(method, longest)
         with patched(model, bound) if bound else nullcontext():
             measurement = PerplexityMeasurement(up_to(plan, until))
             results: Sequence[Result] = carry_out(model, RunPlan(measurement, arguments.data)).results

@@ -21,7 +21,7 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.perplexity_results import difference
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.geometry import bind, patch_geometry
+from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Tokens
@@ -90,7 +90,8 @@ def main() -> None:
     lengths = [rotary.context_length * scale for scale in SCALES]
     methods: list[RopeMethod | None] = [None]
     for name, parameters in BIASES if arguments.biases else METHODS:
-        methods.append(bind(model, resolve_method(name, rotary, **parameters), lengths[-1]))
+        method = resolve_method(name, rotary, **parameters)
+        methods.append(base_rope_of_model(model).bind(method, lengths[-1]))
     base: list[Result] = []
     rows: list[dict[str, Any]] = []
     for method in methods:

@@ -24,7 +24,7 @@ from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.perplexity_results import DocumentLoss
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.methods import resolve_method
-from rope_ext_hf.patches.geometry import bind
+from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare
 from rope_ext_hf.runs.kinds import RunPlan
@@ -81,7 +81,8 @@ def main() -> None:
         name, parameters = parse_method(asked)
         for temperature in arguments.temperatures.split(",") if arguments.temperatures else (None,):
             given = parameters if temperature is None else parameters | {"temperature": temperature}
-            method = bind(model, resolve_method(name, rotary, target_length=lengths[-1], **given), lengths[-1])
+            method = resolve_method(name, rotary, target_length=lengths[-1], **given)
+            method = base_rope_of_model(model).bind(method, lengths[-1])
             with patched(model, method):
                 results = perplexity(model, tokens, lengths=lengths, out=arguments.folder, data="stdlib", **options)
             used = method.to_dict().get("temperature", temperature)

@@ -52,7 +52,7 @@ class PerplexityRuns(RunKind):
         return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {method_key(r.method): loss_increase(run, r.method) for r in run.results}
+        increases = {key: loss_increase(run, key) for key in run.names}
         for r in run.results:
             increase = increases[method_key(r.method)]
             yield [
@@ -71,7 +71,7 @@ class PerplexityRuns(RunKind):
         # the methods that no other one is surely better than; none where nothing is compared
         loss = next((m for m in run.findings.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
         best = {length: {*run.findings.best(loss, length)} if loss else set[str]() for length in run.lengths}
-        increases = {name: loss_increase(run, row[0].method) for name, row in run.by_label.items()}
+        increases = {name: loss_increase(run, key) for key, name in run.names.items()}
         increased = any(increases.values())
         keyed = sorted({result.length for result in run.results if result.key_tokens})
         keyed = keyed if detailed else keyed[-1:]
@@ -214,11 +214,10 @@ def _items(
     return {key: row for key, row in found.items() if row}
 
 
-def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
+def loss_increase(run: Run[Result], key: str) -> Estimate | None:
     """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
-    length = run.context_length
-    at = {method_key(result.method): result for result in run.results if result.length == length}
-    plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
+    of_key, of_loaded = (run.by_length.get(each, {}) for each in (key, method_key(run.settings["loaded"])))
+    [changed], [plain] = (row.get(run.context_length, [None]) for row in (of_key, of_loaded))
     return difference(changed, plain) if plain and changed and changed is not plain else None
 
 

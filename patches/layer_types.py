@@ -84,8 +84,8 @@ class AttentionLayers:
         without = {key for key, value in settings.items() if value is None}
         # 0 in either where a layer does not rotate, though no_rope_layers is named for the contrary (Llama 4, SmolLM3)
         stated = [each for key in ("no_rope_layers", "layer_rope_theta") if (each := getattr(config, key, None))]
-        rotating = [index for index in full if self._rope_keys[index] not in without]
-        return sum(all(each[index] for each in stated) for index in rotating), len(full)
+        rotating = {index for index in full if self._rope_keys[index] not in without}
+        return len(rotating - {index for each in stated for index in rotating if not each[index]}), len(full)
 
     @cached_property
     def _rope_keys(self) -> list[str]:
@@ -99,8 +99,8 @@ class AttentionLayers:
         """
         if list(keys) == [None]:
             thetas = getattr(self.config, "layer_rope_theta", None) if theta is not None else None
-            return {None: tuple(i for i in range(len(self.types)) if thetas is None or thetas[i] == theta)}
-        return {key: tuple(i for i, each in enumerate(self._rope_keys) if each == key) for key in keys}
+            return {None: tuple([i for i in range(len(self.types)) if thetas is None or thetas[i] == theta])}
+        return {key: tuple([i for i, each in enumerate(self._rope_keys) if each == key]) for key in keys}
 
     def choose(self, served: _Served, asked: Layers | None = None) -> tuple[LayerType, ...]:
         """The embeddings of those `served` that a method changes; `asked` None: of layers that attend to everything."""

@@ -7,10 +7,10 @@ its mask and its attention's keywords. Whatever is more than causality with a wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -50,6 +50,7 @@ class MaskRule:
     chunk: int | None
     past: int  # tokens before the queries
     keys: int  # keys that the layer's cache hands out, those of the queries included
+    placed: dict[Hashable, TokenPositions] = field(default_factory=dict, compare=False)  # of the first layer, for all
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")
@@ -110,7 +111,7 @@ def chunked_attention(
         seen(rule.window or rule.chunk)
     given["dropout"] = 0.0  # whatever mode the model is in
     if rule.chunk is None:
-        return _attend(rule.window, query, key, value, given)
+        return _attend(rule, rule.window, query, key, value, given)
     # Chunks of attention: the queries of each see keys from its beginning on, causally and nothing else.
     first_key = rule.past + tokens - keys  # a sliding-window cache has dropped those before
     parts = []
@@ -120,17 +121,19 @@ def chunked_attention(
         stop = min(begin + rule.chunk, end)
         here = slice(begin - first_key, stop - first_key)
         some = query[:, :, start - rule.past : stop - rule.past]
-        parts.append(_attend(None, some, key[:, :, here], value[:, :, here], given)[0])
+        parts.append(_attend(rule, None, some, key[:, :, here], value[:, :, here], given)[0])
         start = stop
     return torch.cat(parts, dim=1), None
 
 
 def _attend(
-    window: int | None, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
+    rule: MaskRule, window: int | None, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor, None]:
-    positions = torch.arange(key.shape[-2], device=query.device)[None]  # what counts is their distance
-    every = TokenPositions(positions[:, -query.shape[-2] :], positions, (0,) * len(query), None)
-    return attend_from_kwargs(LocalAttention(window), None, every, query, key, value, None, **given)
+    tokens, entry = query.shape[-2], (query.device, *query.shape[::2], key.shape[-2])
+    if entry not in rule.placed:
+        positions = torch.arange(key.shape[-2], device=query.device)[None]  # what counts is their distance
+        rule.placed[entry] = TokenPositions(positions[:, -tokens:], positions, (0,) * len(query), None)
+    return attend_from_kwargs(LocalAttention(window), None, rule.placed[entry], query, key, value, None, **given)
 
 
 def reading_in_chunks(

@@ -63,6 +63,15 @@ def serve(folder: Path, length: int) -> tuple[str, float]:
     return name, float(factor)
 
 
+def test_one_engine_is_told_as_among_all() -> None:
+    alone, every = (rope.advise("reference", K, engines=engines).methods for engines in (["vllm"], None))
+    assert [each.method for each in alone] == [each.method for each in every]
+    for one, of_all in zip(alone, every, strict=True):
+        assert one.engines == {name: how for name, how in of_all.engines.items() if name == "vllm"}
+        assert one.refusals == {name: why for name, why in of_all.refusals.items() if name == "vllm"}
+    assert any(each.engines.get("vllm") for each in alone)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_methods_lengths_memory_and_commands_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, RunPlan
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
@@ -82,13 +82,13 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     expected = perplexity(model, corpus(), lengths=LENGTHS, bos=False)
     assert [r for r in found.results if r.method == Yarn(factor=4.0).to_dict()] == expected
     plain = perplexity(build("llama"), corpus(), lengths=LENGTHS, bos=False)
-    cost = loss_increase(found, Yarn(factor=4.0).to_dict())
+    cost = loss_increase(found, method_key(Yarn(factor=4.0).to_dict()))
     assert cost is not None
     assert cost.value == pytest.approx(expected[0].loss - plain[0].loss)  # 64 is the trained length
     assert cost.low is not None
     assert cost.high is not None
     assert cost.low <= cost.value <= cost.high
-    assert loss_increase(found, None) is None
+    assert loss_increase(found, method_key(None)) is None
 
 
 @pytest.mark.slow

@@ -192,6 +192,7 @@ def test_results_by_length_stand_in_the_card_and_in_files(longer: Path, measured
     ]  # fmt: skip
     results = [each for each in read_run(measured).results if label(each.method) == "yarn x4"]
     text = card_of(folder).text
+    assert "The weights come from source. Written by" in text  # as the card before said
     for each in results:
         assert each.low is not None
         assert each.high is not None
