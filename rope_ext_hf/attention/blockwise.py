@@ -124,7 +124,7 @@ class _Attention:
     ) -> Tensor:
         """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled."""
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
-            return self._scale_query(self._rotate(rotation, query), m, name)
+            return self._scale_query(query if rotation is None else self._rotate(rotation, query), m, name)
         rotations, table = self.positions.rotations, self.rotation.table
         entry = (self.rule, table, self.device, "scaled", zones, name)
         # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
@@ -248,7 +248,8 @@ class _Attention:
             if zones == (0,):
                 rotation = local and local.last(query.shape[-2])
                 among = slice(first_local - first_key, stop - first_key)
-                keys, values = self._rotate(local, key[:, :, among]), value[:, :, among]
+                keys, values = key[:, :, among], value[:, :, among]
+                keys = keys if local is None else self._rotate(local, keys)
             else:
                 rotation, keys, values = self._rotation_to(zones, m, queries), far_key, value
             turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query

@@ -11,7 +11,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -150,7 +150,7 @@ def fill(
             raise too_short(task, wanted.length)
         return of_size(size)
 
-    return [filled(partial(sample, index)) for index in range(wanted.count)]
+    return [filled(cache(partial(sample, index))) for index in range(wanted.count)]
 
 
 class _TooShortError(MethodError):

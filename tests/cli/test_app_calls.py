@@ -14,10 +14,10 @@ from tests.support.own_calls import calls_of_this_package
 
 LENGTH = ("--target-length", "1k")
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "ppl": (8_000, ("--method", "yarn", "--factor", "2", "--lengths", "64", "--max-spans", "2")),
-    "tasks": (9_900, ("--suite", "json-kv", "--lengths", "768", "--samples", "2", "--score", "rank")),
-    "advise": (6_700, LENGTH),
-    "extend": (31_300, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
+    "ppl": (5_500, ("--method", "yarn", "--factor", "2", "--lengths", "64", "--max-spans", "2")),
+    "tasks": (6_650, ("--suite", "json-kv", "--lengths", "768", "--samples", "2", "--score", "rank")),
+    "advise": (6_000, LENGTH),
+    "extend": (16_400, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
 }
 """The most calls, and the options."""
 
