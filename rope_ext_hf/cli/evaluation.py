@@ -131,9 +131,9 @@ class ReaderOptions(_ProcessOptions):
 
 def demo(
     out: Out = _RESULTS,
-    spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
-    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
+    spans: int = asked(8, "Spans of text per length; more is slower and steadier.", least=1),
+    trials: int = asked(3, "Retrieval prompts per length, each with five questions.", least=1),
+    device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
     """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
@@ -231,9 +231,7 @@ def report(
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page of several runs. Default: comparison.html beside the first folder.")
-    ] = None,
+    out: Path | None = asked(None, "The page of several runs. Default: comparison.html beside the first folder."),
     as_json: Json = False,
 ) -> None:
     """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.

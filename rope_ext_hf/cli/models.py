@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +16,7 @@ from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
+from rope_ext_hf.questions import asked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,14 +97,10 @@ def explain(
         typer.Argument(help="A folder or Hub id, or 'reference'. Without one, the geometry that the options state."),
     ] = None,
     out: Out = Path("rope-ext-explanation"),
-    dim: Annotated[int | None, typer.Option(help="Without a model: rotated dims per head. Default: 128.")] = None,
-    theta: Annotated[float | None, typer.Option(help="Without a model: the base. Default: 10000.")] = None,
-    trained_length: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Without a model: the trained length. Default: 4k.")
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Also draw the scores of the model's own queries and keys.")
-    ] = True,
+    dim: int | None = asked(None, "Without a model: rotated dims per head. Default: 128."),
+    theta: float | None = asked(None, "Without a model: the base. Default: 10000."),
+    trained_length: str | None = asked(None, "Without a model: the trained length. Default: 4k.", metavar="TOKENS"),
+    weights: bool = asked(True, "Also draw the scores of the model's own queries and keys."),
     as_json: Json = False,
 ) -> None:
     """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
@@ -233,22 +230,12 @@ def diff(
 
 def patch(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
     methods: LayerChoice,
     source: SourceOptions,
     publish: PublishOptions,
-    native: Annotated[
-        bool,
-        typer.Option(
-            "--native", help="Save in transformers' own form even where transformers then computes other results."
-        ),
-    ] = False,
-    as_code: Annotated[
-        bool,
-        typer.Option(
-            "--as-code", help="Add code, so that plain transformers loads the folder with trust_remote_code=True."
-        ),
-    ] = False,
+    out: Path = asked(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
+    native: bool = asked(False, "Save in transformers' own form even where transformers then computes other results."),
+    as_code: bool = asked(False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
