@@ -32,7 +32,7 @@ from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_
 from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.runs.tables import beyond_mark, length_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -222,7 +222,7 @@ class PerplexityRuns(RunKind):
         second line in each cell: the interval, or the documents whose loss is not finite.
         """
         best = _best_of_lengths(run)
-        increases = {name: loss_increase(run, row[0].method) for name, row in by_method(run.results).items()}
+        increases = {name: loss_increase(run, row[0].method) for name, row in run.by_label.items()}
         increased = any(increases.values())
         keyed = sorted({result.length for result in run.results if result.key_tokens})
         keyed = keyed if detailed else keyed[-1:]
@@ -240,7 +240,7 @@ class PerplexityRuns(RunKind):
         for length in keyed:
             tokens = next(r.key_tokens for r in run.results if r.length == length and r.key_tokens)
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
-        for name, row in by_method(run.results).items():
+        for name, row in run.by_label.items():
             at = {result.length: result for result in row}
             cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in best]
             if increase := increases[name]:
@@ -253,7 +253,7 @@ class PerplexityRuns(RunKind):
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        rows = by_method(run.results).items()
+        rows = run.by_label.items()
         lines = {name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)] for name, row in rows}
         return LineChart(lines, run.context_length, "Bits per byte; lower is better")
 

@@ -32,7 +32,7 @@ from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
 from rope_ext_hf.runs.labels import Method
 from rope_ext_hf.runs.measures import Evidence, Measure
-from rope_ext_hf.runs.tables import add_rows, beyond_mark, by_method, length_table
+from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
 from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class RetrievalRuns(RunKind):
         )
         panels = {
             name: {(r.depth, r.length): HeatCell(r.exact_match, r.rank, not r.above_chance) for r in row}
-            for name, row in by_method(run.results).items()
+            for name, row in run.by_label.items()
         }
         return HeatMaps(panels, run.context_length, note)
 

@@ -29,7 +29,7 @@ from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_
 from rope_ext_hf.runs.labels import Method, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
-from rope_ext_hf.runs.tables import beyond_mark, by_method, length_table
+from rope_ext_hf.runs.tables import beyond_mark, length_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.suites.base import Sample, count_tokens
 from rope_ext_hf.suites.base import suite as find_suite
@@ -132,7 +132,7 @@ class TaskRuns(RunKind):
         caption = f"{one.samples} prompts per task and length{luck}. {_MEANING}"
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
-        for name, row in by_method(run.results).items():
+        for name, row in run.by_label.items():
             key = method_key(row[0].method)
             mean, reach = means[key], lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
@@ -157,7 +157,7 @@ class TaskRuns(RunKind):
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
         """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
         means, reaches = _suite_scores(run), effective_lengths(run)
-        names = {name: method_key(row[0].method) for name, row in by_method(run.results).items()}
+        names = {name: method_key(row[0].method) for name, row in run.by_label.items()}
         return {
             "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
             "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},

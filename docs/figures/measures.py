@@ -81,6 +81,8 @@ def _ranking(benchmark: str) -> str:
     cells: dict[str, dict[str, str]] = {}
     for row in _compared(benchmark):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
+        if len(measures) < 2:
+            continue  # nothing to agree with; the page has its losses in another table
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)

@@ -21,38 +21,6 @@ LUCK = 0.05
 """The share of right answers that rank first among 20 by luck."""
 
 
-def _named(row: Row) -> str:
-    """The method of a row, with its temperature."""
-    temperature = row["temperature"]
-    return str(
-        row["method"] if temperature is None or temperature in row["method"] else f"{row['method']} {temperature}"
-    )
-
-
-@figure
-def reference() -> str:
-    """Bits per byte by length, with one factor for all lengths."""
-    result = last_line("reference")
-    rows = [row | {"method": _named(row)} for row in result["rows"]]
-    note = _other_windows() + stamp(result | {"rows": []}, f"benchmarks/reference.py --spans {result['spans']}")
-    return length_table("bits per byte at", result | {"rows": rows}, "{bits_per_byte:.2f}", after=note)
-
-
-def _other_windows() -> str:
-    """Why the bundled model as loaded has another loss in each table."""
-    tables = {"reference": "choosing a method", "hybrids": "score biases"}
-    losses = [
-        f"{row['bits_per_byte']:.2f} ({page}, {line['scored_tokens']:,} bytes)"
-        for benchmark, page in tables.items()
-        for line in lines_of(benchmark)[-1:]
-        for row in line["rows"][:1]
-    ]
-    return (
-        f"The loss as loaded at the context length differs between pages, {', '.join(losses)}: the longest length and "
-        "the number of windows decide which bytes are scored. Compare numbers within a table. "
-    )
-
-
 @figure
 def reference_setting() -> str:
     result = last_line("reference")

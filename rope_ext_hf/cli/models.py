@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.patches.describing import Description
+    from rope_ext_hf.runs.kinds import Run
 
 
 def methods(as_json: Json = False) -> None:
@@ -255,9 +257,16 @@ def patch(
 
 
 def write_patched(
-    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False, as_code: bool = False
+    model: str,
+    out: Path,
+    methods: LayerChoice,
+    source: SourceOptions,
+    *,
+    native: bool = False,
+    as_code: bool = False,
+    runs: Sequence[Run[Any]] = (),
 ) -> Description:
-    """Write a copy of a model folder that carries a method, and describe it."""
+    """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.choosing import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
@@ -268,7 +277,7 @@ def write_patched(
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
         origin = made_from(model, **source.version)
-        finish = partial(write_card, name=out.name, **origin)
+        finish = partial(write_card, runs=runs, name=out.name, **origin)
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)
         return _describe(empty, model, source)

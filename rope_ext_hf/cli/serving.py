@@ -55,7 +55,7 @@ def extend(
     from rope_ext_hf.advice.extending import carries, judge, plan_extension
     from rope_ext_hf.runs.run_file import run_file
     from rope_ext_hf.serving.configs import serving_config
-    from rope_ext_hf.serving.model_card import write_card
+    from rope_ext_hf.serving.model_card import CARD, write_card
 
     publish.check()
     quiet_transformers()
@@ -87,10 +87,13 @@ def extend(
                 raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
         if not written:
             print_text(f"\n$ {plan.commands['patch']}")
-            print_text(f"{write_patched(model, Path(plan.out), plan.patch, load)}\n  written to        {plan.out}")
+            described = write_patched(model, Path(plan.out), plan.patch, load, runs=runs)
+            print_text(f"{described}\n  written to        {plan.out}")
         if runs:
             print_text(f"\n$ {command_line('card', plan.out, *(run.folder for run in runs))}")
-            print_text(f"  written to        {write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)}")
+            if written:
+                write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)
+            print_text(f"  written to        {Path(plan.out) / CARD}")
         run_file(question, model, load, out=plan.out).write(Path(plan.out))
         serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
