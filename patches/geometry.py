@@ -18,6 +18,7 @@ from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     PATCH_KEY,
     ConfigRope,
+    PatchSpec,
     original_settings,
     read_rope,
     recorded_specs,
@@ -27,7 +28,6 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs

@@ -146,7 +146,8 @@ def test_the_values_of_a_table_are_possible_ones(entry: str) -> None:
     known, names = family(entry), list(tables())
     assert "like" not in tables()[entry] or tables()[entry]["like"] in names[: names.index(entry)], "`like`: one above"
     assert known.config_keys.keys() <= {*CONFIG_KEYS}
-    for at, alternatives in {**known.rotated, **known.config_keys}.items():
+    every: dict[str, Any] = {**known.rotated, **known.config_keys}
+    for at, alternatives in every.items():
         conditions = [each.when for each in alternatives]
         assert conditions[-1] is None, f"{at}: the last alternative has no `when`"
         assert None not in conditions[:-1], f"{at}: every alternative but the last must have `when`"
