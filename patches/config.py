@@ -92,18 +92,15 @@ class PatchSpec:
         except (KeyError, TypeError) as error:
             raise MethodError(f"not a saved patch: {error!r}") from error
         whole = type(target_length) is int and 0 < target_length <= MOST_TOKENS
+        listed = isinstance(layers, list | tuple) and all(type(each) in (int, str) for each in layers)
         for key, value, right, kind in (
             ("target_length", target_length, target_length is None or whole, "a positive whole number or null"),
             ("native", native, isinstance(native, bool), "true or false"),
-            ("layers", layers, layers is None or _is_layers(layers), "a list of layer numbers and layer types"),
+            ("layers", layers, layers is None or listed, "a list of layer numbers and layer types"),
         ):
             if not right:
                 raise MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
         return cls(method, rotary, target_length, native, layers and tuple(layers))
-
-
-def _is_layers(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(type(each) in (int, str) for each in value)
 
 
 @dataclass(frozen=True)
