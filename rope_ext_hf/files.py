@@ -408,10 +408,8 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
         staging.unlink()
     begun = None
     if resume and (staging / _PLAN_FILE).is_file():
-        try:
+        with suppress(FileError):  # interrupted while it was written
             begun = read_json(staging / _PLAN_FILE)
-        except FileError:  # interrupted while it was written
-            begun = None
     if begun is None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()

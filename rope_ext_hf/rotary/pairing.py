@@ -46,10 +46,10 @@ def to_pairing(
     rotated = head_dim - start if rotary_dim is None else rotary_dim
     if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
         raise ValueError(f"{rotated} rotated dims from {start} on are not pairs within a head of {head_dim} dims")
-    by_head = tensor.unflatten(dim, (heads, head_dim))
+    by_head = torch.unflatten(tensor, dim, (heads, head_dim))
     # The rotated dims are a (pairs, 2) or (2, pairs) array in disguise: the other pairing is its transpose.
     sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)
-    pairs = by_head.narrow(dim + 1, start, rotated).unflatten(dim + 1, sizes)
+    pairs = torch.unflatten(by_head.narrow(dim + 1, start, rotated), dim + 1, sizes)
     moved = pairs.transpose(dim + 1, dim + 2)
     if rotated == head_dim:
         whole: Tensor = moved.reshape(tensor.shape)
@@ -57,7 +57,7 @@ def to_pairing(
     out = torch.empty_like(by_head, memory_format=torch.contiguous_format)
     for begin, length in ((0, start), (start + rotated, head_dim - start - rotated)):
         out.narrow(dim + 1, begin, length).copy_(by_head.narrow(dim + 1, begin, length))
-    out.narrow(dim + 1, start, rotated).unflatten(dim + 1, sizes[::-1]).copy_(moved)
+    torch.unflatten(out.narrow(dim + 1, start, rotated), dim + 1, sizes[::-1]).copy_(moved)
     return out.view(tensor.shape)
 
 
