@@ -90,21 +90,6 @@ def plan_patch(
     return _plan(model, chosen, make_spec, over=over, context_length=parse_length(context_length))
 
 
-def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
-    """Work out what patching a model as saved or earlier specs ask, bottom first, would change."""
-    *below, top = specs
-
-    def make_spec(base: BaseRope) -> PatchSpec:
-        if base.rotary.dim != top.rotary.dim:
-            raise CheckpointError(
-                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
-                f"{base.rotary.dim}; it was made for another model"
-            )
-        return top
-
-    return _plan(model, top.layers, make_spec, below=tuple(below))
-
-
 def _plan(
     model: nn.Module,
     layers: tuple[str | int, ...] | None,
@@ -238,7 +223,17 @@ def _check_softmax_scale(slot: Slot, config: Any, encoding: ConfigEncoding) -> N
 
 def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
     """Patch a model as saved or earlier specs ask, bottom first; the last one is on top."""
-    apply_plan(plan_replay(model, specs))
+    *below, top = specs
+
+    def make_spec(base: BaseRope) -> PatchSpec:
+        if base.rotary.dim != top.rotary.dim:
+            raise CheckpointError(
+                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
+                f"{base.rotary.dim}; it was made for another model"
+            )
+        return top
+
+    apply_plan(_plan(model, top.layers, make_spec, below=tuple(below)))
     return model
 
 
