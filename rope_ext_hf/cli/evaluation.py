@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,6 +33,7 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.eval.key_token_runs import KeyRanges
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
@@ -130,9 +131,9 @@ class ReaderOptions(_ProcessOptions):
 
 def demo(
     out: Out = _RESULTS,
-    spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
-    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
+    spans: int = asked(8, "Spans of text per length; more is slower and steadier.", least=1),
+    trials: int = asked(3, "Retrieval prompts per length, each with five questions.", least=1),
+    device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
     """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
@@ -230,9 +231,7 @@ def report(
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page of several runs. Default: comparison.html beside the first folder.")
-    ] = None,
+    out: Path | None = asked(None, "The page of several runs. Default: comparison.html beside the first folder."),
     as_json: Json = False,
 ) -> None:
     """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
@@ -315,29 +314,25 @@ def _with_keys(
     plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
-    from rope_ext_hf.eval.key_token_runs import KEYS_FILE
-    from rope_ext_hf.eval.perplexity_plans import with_keys
+    from rope_ext_hf.eval.key_token_runs import KEYS_FILE, keys_of_run, plan_keys, with_keys
 
     evaluator = replace(load, revision=None)  # that one is of the measured model
 
-    def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
+    def find(source: str) -> KeyRanges | None:
         empty = evaluator.empty_model(source)
-        of_keys = planned(empty, evaluator.tokenizer(source))
+        of_keys = plan_keys(empty, evaluator.tokenizer(source), plan, question.key_window)
         forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
         if forecast is not None:
             print_forecast(forecast, given.as_json)
-            raise _DryRunError
+            return None
         run = _measure(file, evaluator.model(source), of_keys, given.out, workers)
         if workers.rank == 0:
             (found,) = run.results
             text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
             print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
-        return run, of_keys
+        return keys_of_run(run, of_keys)
 
-    try:
-        return with_keys(plan, question, find, write=workers.rank == 0)
-    except _DryRunError:
-        return plan  # which reads as much
+    return with_keys(plan, question, find)
 
 
 def _preflight(
@@ -391,10 +386,6 @@ def _preflight(
             "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
         )
     return None
-
-
-class _DryRunError(Exception):
-    """Ends what a dry run leaves out."""
 
 
 def print_forecast(forecast: Forecast, as_json: bool) -> None:

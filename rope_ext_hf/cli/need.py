@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
@@ -14,7 +12,7 @@ from rope_ext_hf.cli.options import EvalOptions, Json, Model
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval.questions import Need
 from rope_ext_hf.files import json_text, read_json, write_json
-from rope_ext_hf.questions import command_line
+from rope_ext_hf.questions import asked, command_line
 
 if TYPE_CHECKING:
     from rope_ext_hf.eval.need_verdicts import NeedReport
@@ -26,14 +24,12 @@ def need(
     model: Model,
     load: EvalOptions,
     question: Need,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where the result is kept; the same command continues there. Default: a folder of this model's own in "
-            "rope-ext-results.",
-        ),
-    ] = None,
+    out: Path | None = asked(
+        None,
+        "Where the result is kept; the same command continues there. Default: a folder of this model's own in "
+        "rope-ext-results.",
+        metavar="FOLDER",
+    ),
     as_json: Json = False,
 ) -> None:
     """Find out whether a model needs extending, how far it reads as it is, and what in its architecture says so.

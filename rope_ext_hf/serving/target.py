@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
+from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -58,6 +59,12 @@ class Model:
         self.whole: Callable[[], Any] = lambda: empty_model(config)
         self.layers = AttentionLayers(config)
         self.described, self.layer_types = rope_of_config(self.layers)
+
+    @cached_property
+    def saved(self) -> dict[str, Any] | None:
+        """What the config.json of its folder states; None: it has none."""
+        file = Path(self.name) / "config.json"
+        return read_json(file) if file.is_file() else None
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
