@@ -102,12 +102,19 @@ def retrieval_tasks() -> str:
     lengths = sorted({length for _, length in cells})
     tasks = list(next(iter(cells.values()))["exact_by"]["task"])
     rows = (
-        [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]
+        [
+            f"`{name}`",
+            *(
+                " / ".join(
+                    f"{cell['exact_by']['task'][task]:.0%}" if (cell := cells.get((name, length))) else "–"
+                    for length in lengths
+                )
+                for task in tasks
+            ),
+        ]
         for name in dict.fromkeys(name for name, _ in cells)
-        for task in tasks
-        for of_length in [[cells.get((name, length)) for length in lengths]]
     )
-    head = ["one key, by task", "", *length_heads(lengths, lines[-1]["context_length"])]
+    head = [f"one key, at {' / '.join(length_heads(lengths, lines[-1]['context_length']))}", *tasks]
     questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
@@ -120,17 +127,14 @@ def retrieval_ranks() -> str:
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
     scales = sorted({length // context[model] for model, _, length in cells})
-    rows = [
-        [
-            NAMES[model],
-            f"`{name}`",
-            *(
-                "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
-                for c in (cells.get((model, name, scale * context[model])) for scale in scales)
-            ),
-        ]
-        for model, name in dict.fromkeys(key[:2] for key in cells)
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model, name in dict.fromkeys(key[:2] for key in cells):
+        texts = (
+            "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
+            for c in (cells.get((model, name, scale * context[model])) for scale in scales)
+        )
+        alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+    rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
     lucky = [

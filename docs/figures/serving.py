@@ -73,29 +73,29 @@ def _served_ways(engine: str) -> list[str | None]:
 
 @figure
 def engines() -> str:
-    """Every engine with its version, its section, and how many of the configurations it serves."""
+    """Every engine: its section, how many of the configurations it serves, and how its rules were checked.
+
+    Checked by families that were run, computed by the engine's own classes, or read alone.
+    """
     rows = []
     for name, engine in list_engines().items():
         served = _served_ways(name)
         link = _sections().get(_figure_of(name), f"#{anchor(name)}")
         section = f"[{engine.title or name}]({link})"
         count = f"{sum(each is not None for each in served)} of {len(served)}"
-        rows.append((f"`{name}`", section, engine.version, count))
-    return markdown_table(["`--engine`", "section", "rules read in", "served"], rows)
+        rows.append((f"`{name}`", section, engine.version, count, *_checks(engine)))
+    heads = ["`--engine`", "section", "version", "served", "families run", "by its own classes", "read, not run"]
+    dates = {engine.table["when"] for engine in list_engines().values() if not (engine.reference or engine.rules_of)}
+    return markdown_table(heads, rows, f"Checked on {' and '.join(sorted(dates))}.")
 
 
-@figure
-def engine_checks() -> str:
-    """How the rules of each engine were checked: families that were run, computed by its own classes, or read alone."""
-    rows = []
-    for name, engine in list_engines().items():
-        if not (engine.reference or engine.rules_of):
-            table = engine.table
-            counts = [len(table["run"]), len(set(table["classes"]) - set(table["run"]))]
-            read = [family for family in table["families"] if engine().checked(family) == "read"]
-            others = "all others" if not table["families"] else str(len(read))
-            rows.append((engine.title or name, engine.version, *map(str, counts), others, table["when"]))
-    return markdown_table(["engine", "version", "families run", "by its own classes", "read, not run", "when"], rows)
+def _checks(engine: type[Engine]) -> tuple[str, ...]:
+    if engine.reference or engine.rules_of:
+        return "–", "–", "–"
+    table = engine.table
+    read = [family for family in table["families"] if engine().checked(family) == "read"]
+    counts = len(table["run"]), len(set(table["classes"]) - set(table["run"]))
+    return *map(str, counts), "all others" if not table["families"] else str(len(read))
 
 
 @figure
