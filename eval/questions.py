@@ -221,9 +221,7 @@ class Tasks(LengthsQuestion):
     )
     samples: int = asked(20, "Prompts per task and length.", least=1, most=10_000)
     haystack: Any = asked(
-        "stdlib",
-        "The text that facts are hidden in, named as in --data of ppl; some tasks use none.",
-        parse=anything,
+        "stdlib", "The text that facts are hidden in, named as in --data of ppl; some tasks use none.", parse=anything
     )
     score: str | None = asked(
         None,

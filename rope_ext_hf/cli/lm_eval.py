@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files import disk_errors, json_text
@@ -114,9 +114,9 @@ def lm_eval(
 def _keep(tracker: Any, path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
     """Have lm-eval write results and samples, in which it says nothing of errors; the files."""
     folder = path.parent if path.suffix == ".json" else path
-    make_folder(folder)
-    before = set(folder.rglob("*.json*"))
     with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        before = set(folder.rglob("*.json*"))
         tracker.save_results_aggregated(results=dict(results), samples=samples)
         for task, own in samples.items():
             tracker.save_results_samples(task_name=task, samples=own)

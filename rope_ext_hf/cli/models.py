@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
 from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
 from rope_ext_hf.questions import asked
 
@@ -136,7 +136,8 @@ def explain(
         trained, note = _trained_spectra(model, source) if weights else (None, "")
     drawn, length = _methods_to_draw(methods, rotary, own)
     title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
-    make_folder(out)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     by_label = {label(method.to_dict()): method for method in drawn}
     try:
         words: dict[str, Any] = {"title": title, "note": note}

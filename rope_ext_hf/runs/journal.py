@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object, write_text
-from rope_ext_hf.locks import locked
+from rope_ext_hf.files import disk_errors, fsync_path, locked, parse_json_object, write_text
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.labels import method_key
 
