@@ -334,10 +334,11 @@ def suite() -> None:
     assert [sample.references for sample in samples] == [("red",), ("red",)]
 
 
-LEVEL = """    "level": Task(
-        name=_identifier, value=_number, held_out=(Wording("\\n{name}: level {value}.\\n", "\\n{name}: level"),)
-    ),
-    "needle": Task(
+LEVEL = """
+[tasks.level]
+name = "identifier"
+value = "number"
+held_out = [["\\n{name}: level {value}.\\n", "\\n{name}: level"]]
 """
 
 
@@ -592,10 +593,10 @@ CHANGES = (
         [('    ".ndjson": _json_lines,\n', '    ".ndjson": _json_lines,\n    ".lines": _json_lines,\n')],
     ),
     Change("a suite of tasks", f"{SUITES}/colours.py", suite, at_end(SUITE)),
-    Change("a retrieval task", f"{SUITES}/statements.py", retrieval, [('    "needle": Task(\n', LEVEL)]),
+    Change("a retrieval task", f"{SUITES}/retrievals.toml", retrieval, at_end(LEVEL)),
     Change(
         "the wording of a suite",
-        f"{SUITES}/babilong_wordings.toml",
+        f"{SUITES}/wordings.toml",
         wording,
         [
             (

@@ -9,19 +9,16 @@ from __future__ import annotations
 
 import random
 import re
-import tomllib
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, NamedTuple
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite, wordings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
-_WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
+_WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in wordings("babilong").items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
 _PEOPLE = ("Daniel", "John", "Mary", "Sandra")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -114,6 +116,11 @@ class Suite(ABC):
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
+def wordings(suite: str) -> dict[str, Any]:
+    """The wording of a suite as wordings.toml has it."""
+    return dict(tomllib.loads(files(__package__).joinpath("wordings.toml").read_text(encoding="utf-8"))[suite])
+
+
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
     """Tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
@@ -177,8 +184,8 @@ def register_suite(cls: S) -> S:
 
 def suite_names() -> list[str]:
     """The names of all suites, by those of their files, without loading them."""
-    files = {file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)])}
-    return sorted(name.replace("_", "-") for name in files - {"base", "statements"})
+    modules = {each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)])}
+    return sorted(name.replace("_", "-") for name in modules - {"base", "statements"})
 
 
 def list_suites() -> dict[str, Suite]:

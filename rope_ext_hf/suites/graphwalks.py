@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite, wordings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,58 +20,7 @@ _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
 _SMALLEST = 8  # nodes
 _ROOM = 32  # tokens that an answer may have beyond the right one
-
-_PROMPT = """\
-You will be given a graph as a list of directed edges. All nodes are at least degree 1. You will also get a \
-description of an operation to perform on the graph.
-Your job is to execute the operation on the graph and return the set of nodes that the operation results in. If \
-asked for a breadth-first search (BFS), only return the nodes that are at exactly that depth, do not return the \
-starting node and do not return nodes at a smaller depth. If asked for the parents of a node, only return the nodes \
-that have an edge leading to the given node, do not return the given node itself.
-
-Here is an example:
-<begin example>
-The graph has the following edges:
-uvwx -> alke
-abcd -> uvwx
-abcd -> efgh
-efgh -> uvwx
-
-Example 1:
-Operation:
-Perform a BFS from node abcd with depth 1.
-Final Answer: [uvwx, efgh]
-
-Example 2:
-Operation:
-Perform a BFS from node alke with depth 1.
-Final Answer: []
-
-Example 3:
-Operation:
-Find the parents of node uvwx.
-Final Answer: [abcd, efgh]
-
-Example 4:
-Operation:
-Find the parents of node abcd.
-Final Answer: []
-<end example>
-
-Here is the graph to operate on:
-The graph has the following edges:
-{edges}
-
-Operation:
-{operation}
-
-You should immediately return the set of nodes that the operation results in, with no additional text. Return your \
-final answer as a list of nodes in the very last line of your response. For example, if the operation returns the \
-set of nodes [node1, node2, node3], your response should be:
-Final Answer: [node1, node2, node3]
-If the operation returns the empty set, your response should be:
-Final Answer: []
-"""
+_PROMPT: str = wordings("graphwalks")["prompt"]
 
 
 @register_suite

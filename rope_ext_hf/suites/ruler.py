@@ -46,6 +46,7 @@ from rope_ext_hf.suites.base import (
     largest_fitting,
     register_suite,
     too_short,
+    wordings,
 )
 
 if TYPE_CHECKING:
@@ -69,33 +70,7 @@ class _Template:
     budget: int
 
 
-_NIAH = _Template(
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
-    "text?",
-    " The special magic {kind} for {query} mentioned in the provided text are",
-    128,
-)
-_VT = _Template(
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
-    "all variables that are assigned the value {query} in the text above.",
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {query}, they are: ",
-    30,
-)
-_CWE = _Template(
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
-    " Answer: The top 10 words that appear most often in the list are:",
-    120,
-)
-_FWE = _Template(
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
-    "three most frequently appeared words in the above coded text?",
-    " Answer: According to the coded text above, the three most frequently appeared words are:",
-    50,
-)
+_TEMPLATES = {name: _Template(**saved) for name, saved in wordings("ruler").items()}
 
 
 @dataclass
@@ -326,18 +301,18 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     return samples
 
 
-_RULER_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
-    "niah_single_1": (_NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
-    "niah_single_2": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
-    "niah_single_3": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
-    "niah_multikey_1": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
-    "niah_multikey_2": (_NIAH, _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
-    "niah_multikey_3": (_NIAH, _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
-    "niah_multivalue": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
-    "niah_multiquery": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
-    "vt": (_VT, _variable_tracking, {}),
-    "cwe": (_CWE, _common_words, {}),
-    "fwe": (_FWE, _frequent_words, {}),
+_RULER_TASKS: dict[str, tuple[str, Callable[..., list[Sample]], dict[str, Any]]] = {
+    "niah_single_1": ("niah", _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
+    "niah_single_2": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
+    "niah_single_3": ("niah", _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
+    "niah_multikey_1": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
+    "niah_multikey_2": ("niah", _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
+    "niah_multikey_3": ("niah", _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
+    "niah_multivalue": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
+    "niah_multiquery": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
+    "vt": ("vt", _variable_tracking, {}),
+    "cwe": ("cwe", _common_words, {}),
+    "fwe": ("fwe", _frequent_words, {}),
 }
 
 
@@ -354,7 +329,7 @@ class Ruler(Suite):
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
         generator = _Generator(
-            task, template, wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
+            task, _TEMPLATES[template], wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
         )
         return make(generator, wanted.count, **parameters)
 
