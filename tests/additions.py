@@ -256,7 +256,7 @@ values = { "as loaded" = [1.0], "yarn" = [2.0] }
 
 
 def reported() -> None:
-    from rope_ext_hf.advice.reported import reported as tables
+    from rope_ext_hf.advice.advice import reported as tables
 
     assert tables()[-1].source == "Nobody et al."
     assert "Nobody et al." in page("choosing")
@@ -588,7 +588,7 @@ CHANGES = (
     Change("an evaluation protocol", "rope_ext_hf/reading/protocols.py", protocol, at_end(PROTOCOL)),
     Change(
         "a format of text files",
-        "rope_ext_hf/reading/text_files.py",
+        "rope_ext_hf/reading/documents.py",
         text_format,
         [('    ".ndjson": _json_lines,\n', '    ".ndjson": _json_lines,\n    ".lines": _json_lines,\n')],
     ),

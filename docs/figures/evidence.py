@@ -75,7 +75,7 @@ def _by_scale(values: dict[int, str]) -> str:
 
 
 def _papers(name: str) -> list[str]:
-    from rope_ext_hf.advice.reported import reported
+    from rope_ext_hf.advice.advice import reported
 
     return list(dict.fromkeys(table.source for table in reported() if name in table.values))
 

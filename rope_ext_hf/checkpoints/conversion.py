@@ -17,8 +17,7 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.detection import consumers
 from rope_ext_hf.checkpoints.detection_sources import weights_from_source
-from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
-from rope_ext_hf.checkpoints.meta_source import open_checkpoint
+from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer

@@ -37,11 +37,13 @@ def engine_table(file: str) -> dict[str, Any]:
 
     `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
     run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
-    of all others were read in its source; `unrun` holds those that could not be run, by the reason.
+    of all others were read in its source; `unrun` holds those that could not be run, by the reason. `usual` has the
+    numbers that the engine takes for missing keys, by rope type.
     """
     path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return {"families": {}, "refused": {}, "unrun": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
+    usual = {"families": {}, "refused": {}, "unrun": {}, "usual": {}, "run": [], "classes": [], "when": ""}
+    return usual | tomllib.loads(text)
 
 
 @dataclass(frozen=True, eq=False)

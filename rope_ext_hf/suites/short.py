@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_ext_hf.errors import CorpusError, MethodError, one_line
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.reading.text_files import set_to
+from rope_ext_hf.reading.documents import set_to
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, register_suite
 
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {

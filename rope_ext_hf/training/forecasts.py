@@ -21,8 +21,8 @@ from rope_ext_hf.reading.preflight import (
     measure_flops,
     widest_activation,
 )
+from rope_ext_hf.training.candidates import scored_tokens
 from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, doubling, lengths_and_texts
-from rope_ext_hf.training.passages import scored_tokens
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 from rope_ext_hf.training.run_folder import split_texts
 from rope_ext_hf.training.search_space import fixed_methods

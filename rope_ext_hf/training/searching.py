@@ -40,9 +40,11 @@ from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.terminal import as_wide_as
-from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
-from rope_ext_hf.training.passages import (
+from rope_ext_hf.training.candidates import (
+    Candidate,
     Passage,
+    Reader,
+    best_candidate,
     best_of,
     key_passages,
     pieces,

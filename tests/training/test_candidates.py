@@ -14,10 +14,12 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Factors, Linear, Yarn
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.runs.statistics import estimate
-from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
-from rope_ext_hf.training.passages import (
+from rope_ext_hf.training.candidates import (
     LEAST_READ,
+    Candidate,
     Passage,
+    Reader,
+    best_candidate,
     short_passages,
 )
 from rope_ext_hf.training.search_space import two_lists
