@@ -8,14 +8,13 @@ What papers report stands in reported.toml, with the source of each number; noth
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from rope_ext_hf.engines.base import usual_server
+from rope_ext_hf.files import package_table
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
 from rope_ext_hf.serving.gpu_memory import GPUMemory
@@ -51,9 +50,8 @@ class Reported:
 
 @cache
 def reported() -> tuple[Reported, ...]:
-    text = resources.files("rope_ext_hf.advice").joinpath("reported.toml").read_text(encoding="utf-8")
     tables = []
-    for saved in tomllib.loads(text)["reported"]:
+    for saved in package_table("rope_ext_hf.advice", "reported.toml")["reported"]:
         saved["values"] = {method: tuple(numbers) for method, numbers in saved["values"].items()}
         saved |= {key: tuple(saved[key]) for key in ("model_types", "lengths")}
         tables.append(Reported(**saved))

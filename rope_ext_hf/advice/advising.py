@@ -365,7 +365,5 @@ def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingCon
     yield command_line("serve-config", model, **asked, engine=engine)
     if config.gguf_keys:
         yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)
-    complete = config.command and (config.overrides is not None or not config.config_keys)
-    if complete:
-        variables = "".join(f"{key}={shlex.quote(value)} " for key, value in config.environment.items())
-        yield variables + shlex.join(config.command)
+    if config.command and (config.overrides is not None or not config.config_keys):
+        yield shlex.join(config.command)

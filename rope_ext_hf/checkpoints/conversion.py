@@ -10,6 +10,7 @@ Weight files are copied in ranges of bytes inside the kernel; tensors that rotat
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -168,10 +169,7 @@ class _PairingConversion(Conversion):
 
     def _write_file(self, file: WeightFile, target: Path, advance: Callable[[int], None]) -> None:
         """Write one weight file, unless an interrupted conversion has written it."""
-
-        def read(tensor: str) -> Tensor:
-            return self._read_converted(file, tensor)
-
+        read = partial(self._read_converted, file)
         if file_matches(target, file.tensors, read, header=file.header):
             advance(size_of(file.tensors))
             return

@@ -13,7 +13,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,6 @@ CARD_COLUMNS = 100
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")  # files with conditions, by how they begin
 _ROWS = ("method", "over", "context length", "extended length", "saved as", "published", "short inputs", "note")
 """What the card says of what `describe` does."""
-
-
-@dataclass(frozen=True)
-class _Card:
-    """A card that is there: its metadata, what was written of measurements here, and its author's text."""
-
-    values: dict[str, Any]
-    measured: str
-    text: str
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -98,13 +89,12 @@ def write_card(
 
     file, folder = Path(folder) / CARD, Path(folder).resolve()
     name = name or folder.name
-    card = _read_card(folder if source is None else Path(source), own=source is None)
+    values, earlier, before = _read_card(folder if source is None else Path(source), own=source is None)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     model, adapter = load_empty(folder, **trust), find_adapter(folder) is not None
     given = list(_checked(folder, model, runs, **trust))
-    measured = "".join(_measured_text(*each) for each in given) or card.measured
+    measured = "".join(_measured_text(*each) for each in given) or earlier
     specs = present_specs(model)
-    values = dict(card.values)
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
     new = ["rope", "long-context", *(spec.method.name for spec in specs[-1:])]
     values["tags"] = [*tags, *(tag for tag in new if tag not in tags)]
@@ -112,12 +102,14 @@ def write_card(
     if base_model is not None:
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
     made = _made_text(folder, model, name, base_model or (None if source is None else Path(source).name), **trust)
-    text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + card.text
+    text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + before
     own = f"{_BEGIN}\n{made}\n{_MEASURED}{measured}{_END}"
     head = ModelCardData(**values).to_yaml(original_order=list(values))
     with disk_errors(folder):
         if source is not None:
-            _copy_licences(Path(source), folder)
+            for each in list_files(Path(source)):
+                if each.lower().startswith(_LICENCES) and not (folder / each).exists():
+                    shutil.copyfile(resolve_inside(Path(source), each), folder / each)
         if given:
             _write_results(folder / RESULTS, given)
     return write_text(file, str(ModelCard(f"---\n{head.strip()}\n---\n\n{own}\n{text}")))
@@ -126,8 +118,8 @@ def write_card(
 # --- the card that is there -------------------------------------------------------------------------------------------
 
 
-def _read_card(folder: Path, *, own: bool) -> _Card:
-    """The card of a folder.
+def _read_card(folder: Path, *, own: bool) -> tuple[dict[str, Any], str, str]:
+    """The card of a folder: its metadata, what was written of measurements here, and its author's text.
 
     With `own` it is of the model itself; else its results are left out, as another model's, and metadata that cannot be
     read cost a warning.
@@ -135,7 +127,7 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if not (folder / CARD).exists():
-        return _Card({}, "", "")
+        return {}, "", ""
     file = resolve_inside(folder, CARD)
     with disk_errors(file):
         if file.stat().st_size > _MOST_BYTES:
@@ -160,7 +152,7 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
     if begins and not before.strip():
         made, _, text = rest.partition(f"{_END}\n")
         measured = made.partition(_MEASURED)[2] if own else ""
-    return _Card(values, measured, text)
+    return values, measured, text
 
 
 def _metadata(text: str) -> dict[str, Any]:
@@ -175,12 +167,6 @@ def _metadata(text: str) -> dict[str, Any]:
         raise ValueError(f"{short(taken)!r} is no name of theirs")
     ModelCardData(**values)
     return values
-
-
-def _copy_licences(source: Path, folder: Path) -> None:
-    for file in list_files(source):
-        if file.lower().startswith(_LICENCES) and not (folder / file).exists():
-            shutil.copyfile(resolve_inside(source, file), folder / file)
 
 
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------

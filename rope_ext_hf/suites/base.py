@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.files import package_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +54,9 @@ class PromptSettings:
     def room(self) -> int:
         """Tokens of prompt and generation without the chat template."""
         return self.length - self.reserved
+
+    def tokens(self, text: str) -> int:
+        return count_tokens(self.tokenizer, text)
 
 
 class Suite(ABC):
@@ -118,7 +120,7 @@ class Suite(ABC):
 
 def wordings(suite: str) -> dict[str, Any]:
     """The wording of a suite as wordings.toml has it."""
-    return dict(tomllib.loads(files(__package__).joinpath("wordings.toml").read_text(encoding="utf-8"))[suite])
+    return dict(package_table("rope_ext_hf.suites", "wordings.toml")[suite])
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:

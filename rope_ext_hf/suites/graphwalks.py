@@ -9,12 +9,8 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite, wordings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite, wordings
 
 _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
@@ -32,7 +28,7 @@ class GraphWalks(Suite):
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
         def sample(index: int, nodes: int) -> Sample:
-            return _sample(task, wanted.tokenizer, random.Random(f"{task} {wanted.seed} {index}"), nodes)
+            return _sample(task, wanted, random.Random(f"{task} {wanted.seed} {index}"), nodes)
 
         return fill(task, wanted, sample, _SMALLEST, 2 * _SMALLEST)
 
@@ -53,7 +49,7 @@ def _nodes(text: str) -> set[str] | None:
     return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
 
 
-def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> Sample:
+def _sample(task: str, wanted: PromptSettings, rng: random.Random, count: int) -> Sample:
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
     start, depth = rng.random(), rng.choice(_DEPTHS)
     reached = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}
@@ -61,12 +57,13 @@ def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, c
     if task == "bfs":
         operation, right = f"Perform a BFS from node {node} with depth {depth}.", _at_depth(reached, node, depth)
     else:
-        operation, right = f"Find the parents of node {node}.", _parents(reached, node)
+        right = [one for one, others in reached.items() if node in others]
+        operation = f"Find the parents of node {node}."
     edges = "\n".join(f"{one} -> {other}" for one, others in reached.items() for other in others)
     answer = f"Final Answer: [{', '.join(right)}]"
     prompt = _PROMPT.format(edges=edges, operation=operation)
-    budget = count_tokens(tokenizer, answer) + _ROOM
-    return Sample(prompt, "", (answer,), budget, count_tokens(tokenizer, prompt) + budget)
+    budget = wanted.tokens(answer) + _ROOM
+    return Sample(prompt, "", (answer,), budget, wanted.tokens(prompt) + budget)
 
 
 def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
@@ -76,7 +73,3 @@ def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> l
         frontier = list(dict.fromkeys(other for node in frontier for other in reached[node] if other not in seen))
         seen.update(frontier)
     return frontier
-
-
-def _parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
-    return [one for one, others in reached.items() if node in others]

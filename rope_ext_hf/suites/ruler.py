@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
@@ -42,15 +42,11 @@ from rope_ext_hf.suites.base import (
     PromptSettings,
     Sample,
     Suite,
-    count_tokens,
     largest_fitting,
     register_suite,
     too_short,
     wordings,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -79,29 +75,23 @@ class _Generator:
 
     task: str
     template: _Template
-    tokenizer: PreTrainedTokenizerBase
-    length: int  # tokens of prompt and generation together
-    room: int  # of these, beside a chat template's
-    seed: int
-    haystack: str
+    wanted: PromptSettings
+    room: int  # tokens of prompt and generation together
 
     def __post_init__(self) -> None:  # upstream seeds both streams
-        self.random, self.numbers = random.Random(self.seed), numpy.random.RandomState(self.seed)
-
-    def tokens(self, text: str) -> int:
-        return count_tokens(self.tokenizer, text)
+        self.random, self.numbers = random.Random(self.wanted.seed), numpy.random.RandomState(self.wanted.seed)
 
     def shuffle(self, items: list[Any]) -> list[Any]:
         """Shuffle in place, each time from the seed."""
-        random.Random(self.seed).shuffle(items)
+        random.Random(self.wanted.seed).shuffle(items)
         return items
 
     def size(self, make: Callable[[int], _Made], size: int) -> int:
         """The tokens of a prompt, without its budget."""
         for _ in range(_TRIES):
             if (made := self.attempt(make, size)) is not None:
-                return self.tokens(made[0])
-        raise too_short(self.task, self.length)
+                return self.wanted.tokens(made[0])
+        raise too_short(self.task, self.wanted.length)
 
     def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
         """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
@@ -124,12 +114,12 @@ class _Generator:
         """A prompt of this size, or of less by steps until it fits."""
         for _ in range(_TRIES + size // step):
             if (made := self.attempt(make, size)) is not None:
-                length = self.tokens(made[0]) + self.template.budget
+                length = self.wanted.tokens(made[0]) + self.template.budget
                 if length <= self.room:
                     return self.sample(*made, length)
             if size > step:
                 size -= step
-        raise too_short(self.task, self.length)
+        raise too_short(self.task, self.wanted.length)
 
     def sample(self, text: str, right: Sequence[str], wrong: Sequence[str], length: int) -> Sample:
         at = text.rfind(self.template.prefix[:10])
@@ -141,7 +131,7 @@ def _niah(
     g: _Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
-    keys, words = max(keys, queries), re.sub(r"\s+", " ", g.haystack).split(" ")
+    keys, words = max(keys, queries), re.sub(r"\s+", " ", g.wanted.haystack).split(" ")
     draws: dict[str, Callable[[], str]] = {
         "words": lambda: g.random.choice(_pairs()),
         "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
@@ -183,7 +173,7 @@ def _niah(
         wrong += [it for some in held for it in some]
         return template.format(kind=kind, context=context, query=query), right, wrong
 
-    step = 500 if hay == "essay" else 5 if g.length < 4096 else 25
+    step = 500 if hay == "essay" else 5 if g.wanted.length < 4096 else 25
     per_unit = g.size(make, step) / step
     size = g.search(make, step, int(g.room / per_unit * 3))
     return [g.draw(make, size, step) for _ in range(count)]
@@ -220,15 +210,15 @@ def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Samp
             text = text.replace(old, name(len(old)))
         return text.replace("12345", str(g.numbers.randint(10000, 99999)))
 
-    room = 500 - g.length + g.room
+    room = 500 - g.wanted.reserved
     of_example = replace(g, template=replace(g.template, budget=0), room=room)
     per_unit = g.size(lambda size: make(size, True), 5) / 5
     size = of_example.search(lambda size: make(size, True), 5, int(room / per_unit * 3))
     example = of_example.draw(lambda size: make(size, True), size, 5)
     shown = f"{example.prompt}{example.prefix} {' '.join(example.references)}\n"
-    step = 5 if g.length < 4096 else 10
+    step = 5 if g.wanted.length < 4096 else 10
     per_unit = g.size(make, step) / step
-    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.tokens(shown))
+    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.wanted.tokens(shown))
 
     def with_example(size: int) -> _Made:
         text, right, _ = make(size)
@@ -244,13 +234,13 @@ def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample
     template = g.template.text + g.template.prefix
 
     def listed(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
-        chosen = g.random.sample(words if size <= len(words) else _many_words(g.length), size)
+        chosen = g.random.sample(words if size <= len(words) else _many_words(g.wanted.length), size)
         every = g.shuffle(chosen[:common] * often + chosen[common:] * seldom)
         return " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)), chosen[:common], chosen[common:]
 
     def make(size: int) -> _Made:
-        example, answer, _ = listed(20, 3, 1) if g.length < 4096 else listed(40, 10, 3)
-        context, right, wrong = listed(size, 6, 1) if g.length < 4096 else listed(size, 30, 3)
+        example, answer, _ = listed(20, 3, 1) if g.wanted.length < 4096 else listed(40, 10, 3)
+        context, right, wrong = listed(size, 6, 1) if g.wanted.length < 4096 else listed(size, 30, 3)
         answers = " ".join(f"{i + 1}. {word}" for i, word in enumerate(answer))
         return f"{template.format(context=example)} {answers}\n{template.format(context=context)}", right, wrong
 
@@ -264,7 +254,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
     if kinds < 4:
-        raise too_short(g.task, g.length)
+        raise too_short(g.task, g.wanted.length)
 
     def make(size: int) -> tuple[_Made, int]:
         def word() -> str:
@@ -282,14 +272,14 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
             every = g.shuffle([word for word, often in zip(coded, counts, strict=True) for _ in range(often)])
             return (g.template.text + g.template.prefix).format(context=" ".join(every))
 
-        if g.tokens(text(0)) >= room:
-            raise too_short(g.task, g.length)
+        if g.wanted.tokens(text(0)) >= room:
+            raise too_short(g.task, g.wanted.length)
         if size > 0:
-            while g.tokens(text(size)) > room:
+            while g.wanted.tokens(text(size)) > room:
                 size -= step
         else:
             size = room // letters
-            while g.tokens(text(size)) < room:
+            while g.wanted.tokens(text(size)) < room:
                 size += step
             size -= step
         return (text(size), coded[1:4], coded[4:]), size
@@ -297,7 +287,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     size, samples = make(0)[1], []
     for _ in range(count):
         text, right, wrong = make(size)[0]
-        samples.append(g.sample(text, right, wrong, g.tokens(text) + g.template.budget))
+        samples.append(g.sample(text, right, wrong, g.wanted.tokens(text) + g.template.budget))
     return samples
 
 
@@ -328,10 +318,7 @@ class Ruler(Suite):
         template, make, parameters = _RULER_TASKS[task]
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
-        generator = _Generator(
-            task, _TEMPLATES[template], wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
-        )
-        return make(generator, wanted.count, **parameters)
+        return make(_Generator(task, _TEMPLATES[template], wanted, wanted.room), wanted.count, **parameters)
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import random
-import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
-_SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("retrievals.toml").read_text(encoding="utf-8"))
+from rope_ext_hf.files import package_table
+
+_SAVED = package_table("rope_ext_hf.suites", "retrievals.toml")
 
 
 def _listed(table: str, kind: str) -> tuple[str, ...]:

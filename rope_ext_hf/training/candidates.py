@@ -11,12 +11,13 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval.key_token_runs import find_keys
@@ -32,9 +33,6 @@ from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.suites.statements import RETRIEVALS
 from rope_ext_hf.training.run_folder import cut
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LARGEST_LOSS = 100.0  # nats per token; what a loss that is not finite counts as
 LEAST_READ = 4  # passages before the reading of a candidate may be stopped
@@ -183,13 +181,6 @@ class Candidate:
     parameters: dict[str, Any]  # the values that made it, for the search to go on from
     seconds: float  # of its reading
     cpu_seconds: float
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Candidate:
-        return cls(**saved | {"losses": tuple(saved["losses"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def holds(self, bound: float) -> bool:
         """Whether it surely loses no more than this at the context length; not if it was stopped."""

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, duration
@@ -42,10 +43,7 @@ from rope_ext_hf.terminal import as_wide_as, text_table, wrapped
 from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
-from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rope_ext_hf.training.run_folder import open_run, save_model, settings_of, split_texts
 
 _HELD_OUT = 10  # one document of so many is measured on instead of trained on
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
@@ -266,17 +264,12 @@ class _FinetuningRun:
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
         self.trained[name] = train(
+            asked,
             learner,
             _load(asked).requires_grad_(False) if asked.guard else None,
             Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
-            Budget(asked.minutes, asked.steps),
-            learning_rate=asked.learning_rate,
             batch=asked.batch * (1 if extended else round(self.long / self.short)),
-            accumulate=asked.accumulate,
-            guard=asked.guard,
-            device="cpu" if next(model.parameters()).device.type == "cpu" else asked.device,
-            report_to=asked.report_to,
             checks=None if asked.report_to == "none" else self._measuring(length),
             report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,

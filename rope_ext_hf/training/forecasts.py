@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
@@ -26,9 +27,6 @@ from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, doubling, lengths_
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 from rope_ext_hf.training.run_folder import split_texts
 from rope_ext_hf.training.search_space import fixed_methods
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def forecast(asked: OfModel, out: Path) -> Forecast:
