@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
@@ -228,17 +229,22 @@ class MetaImport(Conversion):
         )
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
-        shards = _shards(self.view.tensors, MAX_SHARD_BYTES)
-        for name, shard in shards.items():
+        split = split_state_dict_into_shards_factory(
+            dict(self.view.tensors),
+            get_storage_size=lambda info: info.size,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=MAX_SHARD_BYTES,
+        )
+        for name, tensors in split.filename_to_tensors.items():
+            shard = {tensor: self.view.tensors[tensor] for tensor in tensors}
             if file_matches(staging / name, shard, self.view.read):
                 advance(size_of(shard))
                 continue
             with atomic_file(staging / name, fsync=False) as part:
                 write_safetensors(part, shard, self.view.read, advance)
             copy_mode(self.source.parts[0].path, staging / name)
-        if len(shards) > 1:
-            weight_map = {tensor: name for name, shard in shards.items() for tensor in shard}
-            index = {"metadata": {"total_size": self.report.bytes}, "weight_map": weight_map}
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_json(staging / "model.safetensors.index.json", index)
         written = [*(part.path.name for part in self.source.parts), "params.json", "config.json", "checklist.chk"]
         skipped = copy_other_files(self.folder, staging, written)
@@ -249,18 +255,6 @@ class MetaImport(Conversion):
         copy = TensorView.from_files(map(SafetensorsFile, sorted(staging.glob("*.safetensors"))))
         tensors = rotary_tensors(self.config, self.source.llama.head_dim)
         return compare_views(tensors, self.source.view(), copy, "interleaved", self.to)
-
-
-def _shards(tensors: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, dict[str, TensorInfo]]:
-    """Divide tensors into weight files, in order; return the tensors of each by its name."""
-    shards: list[dict[str, TensorInfo]] = [{}]
-    for name, info in tensors.items():
-        if shards[-1] and size_of(shards[-1]) + info.size > max_bytes:
-            shards.append({})
-        shards[-1][name] = info
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
 class MetaExport(Conversion):

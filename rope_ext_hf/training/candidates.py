@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -57,13 +58,9 @@ class Passage(NamedTuple):
 def pieces(documents: Sequence[Tokens], length: int, count: int) -> list[Tokens]:
     """At most `count` pieces of `length` tokens, spread over each document; those of different documents in turn."""
     room = [len(each.ids) // length for each in documents]
-    taken = [0] * len(documents)
-    order: list[tuple[int, int]] = []
-    while len(order) < count and (left := [i for i, most in enumerate(room) if taken[i] < most]):
-        for index in left[: count - len(order)]:
-            order.append((index, taken[index]))
-            taken[index] += 1
-    made = []
+    rounds = range(max(room, default=0))
+    order = [(index, number) for number in rounds for index, most in enumerate(room) if number < most][:count]
+    taken, made = Counter(index for index, _ in order), []
     for index, number in order:  # spread evenly over the document
         start = (2 * number + 1) * room[index] // (2 * taken[index]) * length
         made.append(cut(documents[index], start, start + length, f"{documents[index].name}, from token {start:,}"))

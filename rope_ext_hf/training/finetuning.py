@@ -162,10 +162,6 @@ def finetune(
     """
     fields, of_method = Finetuning.apart(asked)
     question = Finetuning(model=str(model), parameters=of_method, **fields)
-    if not question.train_all and find_spec("peft") is None:
-        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
-    if question.report_to not in ("none", *get_available_reporting_integrations()):
-        raise ImportError(f"report_to={question.report_to!r} needs its package: pip install {question.report_to}")
     return _answer(question, Path(out), report or (lambda line: None), progress)
 
 
@@ -193,6 +189,10 @@ def _answer(
 
 def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
     """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
+    if not asked.train_all and find_spec("peft") is None:
+        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
+    if asked.report_to not in ("none", *get_available_reporting_integrations()):
+        raise ImportError(f"report_to={asked.report_to!r} needs its package: pip install {asked.report_to}")
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
     described = describe(patch(load_empty(asked.model, **asked.source), **asked.arguments_of_patch))
@@ -259,7 +259,7 @@ class _FinetuningRun:
         asked, extended = self.asked, name == "trained"
         model = patch(_load(asked), **asked.arguments_of_patch) if extended else _load(asked)
         torch.manual_seed(asked.seed)
-        learner = model if asked.train_all else _with_adapters(model, asked.rank)
+        learner = model if asked.train_all else with_adapters(model, asked.rank)
         learner.train()
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
@@ -320,7 +320,7 @@ def doubling(short: int, long: int) -> list[int]:
     return lengths
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def with_adapters(model: Any, rank: int) -> Any:
     """A model with LoRA on all linear layers, and its norms and token embeddings trained whole.
 
     LongLoRA (Chen et al. 2023, arXiv 2309.12307, sec. 3.3): adapters alone fall short of training all weights here.
