@@ -162,7 +162,16 @@ def finetune(
     """
     fields, of_method = Finetuning.apart(asked)
     question = Finetuning(model=str(model), parameters=of_method, **fields)
+    check_packages(question)
     return _answer(question, Path(out), report or (lambda line: None), progress)
+
+
+def check_packages(asked: Finetuning) -> None:
+    """Raise ImportError where a package is missing that the training needs."""
+    if not asked.train_all and find_spec("peft") is None:
+        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
+    if asked.report_to not in ("none", *get_available_reporting_integrations()):
+        raise ImportError(f"report_to={asked.report_to!r} needs its package: pip install {asked.report_to}")
 
 
 @holds_folder
@@ -189,10 +198,6 @@ def _answer(
 
 def lengths_and_texts(asked: Finetuning) -> tuple[int, int, PreTrainedTokenizerBase, tuple[list[Tokens], list[Tokens]]]:
     """The context length and the extended one, the tokenizer, and the texts that are trained on and measured."""
-    if not asked.train_all and find_spec("peft") is None:
-        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
-    if asked.report_to not in ("none", *get_available_reporting_integrations()):
-        raise ImportError(f"report_to={asked.report_to!r} needs its package: pip install {asked.report_to}")
     if is_adapter(asked.model, revision=asked.revision):
         raise MethodError(f"{asked.model!r} is an adapter; merge it into its model first, and train that")
     described = describe(patch(load_empty(asked.model, **asked.source), **asked.arguments_of_patch))

@@ -22,7 +22,7 @@ from rope_ext_hf.reading.preflight import (
     widest_activation,
 )
 from rope_ext_hf.training.candidates import scored_tokens
-from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, doubling, lengths_and_texts, with_adapters
+from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, check_packages, doubling, lengths_and_texts, with_adapters
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 from rope_ext_hf.training.run_folder import split_texts
 from rope_ext_hf.training.search_space import fixed_methods
@@ -38,6 +38,7 @@ def forecast(asked: OfModel, out: Path) -> Forecast:
 
 
 def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
+    check_packages(asked)
     short, long, tokenizer, (_, held_out) = lengths_and_texts(asked)
     model = load_empty(asked.model, **asked.source)
     apply_choice(asked, model)
