@@ -24,8 +24,8 @@ from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.loading_code import without_loading_code
 from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay
+from rope_ext_hf.patches.saving import without_loading_code
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:

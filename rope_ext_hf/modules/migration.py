@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
