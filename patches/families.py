@@ -56,6 +56,10 @@ class Family:
     config_keys: dict[str, list[ConfigNumber]] = field(default_factory=dict)
     remote_attention: str | None = None
     rope_types: list[str] | None = None
+    angle_table: str | None = None
+    learned_log_multiplier: str | None = None
+    linear_extended: bool = False
+    alpha_is_ntk: bool = False
     rotates_values: str | None = None
     softmax_mscale: bool = False
     own_temperature: bool = False

@@ -5,21 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.families import family
 
 # -- its classes -------------------------------------------------------------------------------------------------------
-
-
-def angle_table(model_type: str) -> str | None:
-    """The module that holds sin and cos of every position as a table in the weights, rows [sin | cos].
-
-    Its class has no rotary module, and its models take static methods only. None: all other families.
-    """
-    return "embed_positions" if model_type == "roformer" else None
-
-
-def learned_log_multiplier(model_type: str) -> str | None:
-    """The buffer of its rotary module, learned, whose exponential multiplies the inverse frequencies."""
-    return "alpha" if model_type == "mistral_large4_text" else None
 
 
 def rotates_back(model_type: str) -> bool:
@@ -60,16 +48,12 @@ def check_architecture(text: Any) -> None:
 
 # -- its scalings ------------------------------------------------------------------------------------------------------
 
-LINEAR_EXTENDED = frozenset({"gemma3_text", "roformer"})
-"""Where max_position_embeddings beside a linear scaling is the extended length (RoFormer's table has that many rows);
-elsewhere it is the original length, which engines multiply by the factor."""
-
 
 def linear_is_extended(model_type: str, theta: float, max_position_embeddings: int) -> bool:
     """Whether max_position_embeddings beside a linear scaling is the extended length already, not the original."""
     if model_type == "llama":  # as in deepseek-coder and others, but not in Vicuna-16k and LongChat
         return theta != 10_000 or max_position_embeddings > 4096
-    return model_type in LINEAR_EXTENDED
+    return family(model_type).linear_extended
 
 
 def original_length_of_linear(model_type: str, extended: int, factor: float) -> int:
@@ -77,11 +61,6 @@ def original_length_of_linear(model_type: str, extended: int, factor: float) -> 
     if model_type == "gemma3_text":  # technical report, arXiv 2503.19786, sec. 2; no config has it
         return 32_768
     return round(extended / factor)
-
-
-def runs_alpha(model_type: str) -> bool:
-    """Whether its class runs a `dynamic` scaling with `alpha` as a static ntk of that factor."""
-    return model_type in ("hunyuan_v1_dense", "hunyuan_v1_moe")
 
 
 def runs_short_list(model_type: str, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:

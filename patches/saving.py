@@ -26,7 +26,7 @@ from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
-from rope_ext_hf.patches.family_hooks import angle_table
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
@@ -212,7 +212,7 @@ def save_patched_folder(
             copied, or the disk refuses; nothing is left of `out` then.
     """
     config = model.config.get_text_config()
-    if angle_table(config.model_type) is not None:
+    if family(config.model_type).angle_table:
         raise CheckpointError(
             f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
