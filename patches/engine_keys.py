@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from rope_ext_hf.engines.base import expected_of, other_engines, reference_engine, runs_otherwise
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.families import Family, family
-from rope_ext_hf.patches.family_hooks import former_key
+from rope_ext_hf.patches.families import Family, family, former_key
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""

@@ -25,24 +25,21 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.patches.forward_context import ForwardContext, arguments, own_cache, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot, patch_state, tables_of
-from rope_ext_hf.rotary.cache_state import (
+from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
+from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, push, running, state_of_table
+from rope_ext_hf.rotary.kv_cache import (
     CacheState,
+    KeyLayout,
     KeyOrigin,
+    KeyRotation,
+    Layers,
     RowState,
     check_origin,
     discard_state,
     follow_rows,
     has_origin,
-    packed_error,
-)
-from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
-from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running, state_of_table
-from rope_ext_hf.rotary.graphs import graph_break
-from rope_ext_hf.rotary.kv_cache import (
-    KeyLayout,
-    KeyRotation,
-    Layers,
     infer_key_layout,
+    packed_error,
     rotate_cached_keys_,
     rotate_keys_on_read,
 )

@@ -27,8 +27,7 @@ from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, 
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_hooks import rotates_back
+from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers

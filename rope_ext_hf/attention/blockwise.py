@@ -23,7 +23,7 @@ from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, Sco
 from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zone, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
-from rope_ext_hf.rotary.graphs import graph_break
+from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 
 _MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks

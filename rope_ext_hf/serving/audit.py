@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed
-from rope_ext_hf.config_keys.keys import rope_settings, text_settings, unread_settings
+from rope_ext_hf.config_keys.keys import Computed, rope_settings, text_settings, unread_settings
 from rope_ext_hf.engines.base import (
     Engine,
     NotCheckedError,
