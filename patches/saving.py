@@ -14,7 +14,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -278,44 +280,7 @@ def _left_out(name: Path) -> bool:
 # --- code by which plain transformers loads a patched folder -------------------------------------------------------
 
 _MODULE = "modeling_rope_ext_hf"
-
-_CODE = '''"""Loads this folder with its RoPE method, {method}. It needs the package rope_ext_hf.
-
-    {auto}.from_pretrained(FOLDER, trust_remote_code=True)
-"""
-
-try:
-    import rope_ext_hf
-except ImportError as error:
-    raise ImportError(
-        "this model reads with the RoPE method {method}, which needs the package rope_ext_hf; install it first, as "
-        "its README says"
-    ) from error
-
-
-class Patched:
-    """What the Auto classes of transformers call; the model is of their own class, patched."""
-
-    auto_class: str
-
-    @classmethod
-    def from_pretrained(cls, path, *args, config, trust_remote_code=None, adapter_kwargs=None, **kwargs):
-        # Settings given to the Auto class stand in `config` alone.
-        kwargs.setdefault("attn_implementation", config._attn_implementation)
-        saved = type(config).from_pretrained(path).to_dict()
-        changed = {{key: value for key, value in config.to_dict().items() if saved.get(key) != value}}
-        return rope_ext_hf.from_pretrained(path, auto_class=cls.auto_class, **{{**changed, **kwargs}})
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class=None):
-        """Saving the loaded model copies no code."""
-'''
-
-_CLASS = """
-
-class Patched{auto}(Patched):
-    auto_class = "{auto}"
-"""
+"""The module of that code, made of loading_code.txt."""
 
 
 def write_loading_code(folder: str | Path) -> None:
@@ -336,7 +301,9 @@ def write_loading_code(folder: str | Path) -> None:
     config_class = transformers.AutoConfig.for_model(config["model_type"]).__class__
     names = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
     autos = [name for name in names if config_class in getattr(transformers, name)._model_mapping]
-    code = _CODE.format(method=method, auto=autos[0]) + "".join(_CLASS.format(auto=name) for name in autos)
+    template = files("rope_ext_hf.patches").joinpath("loading_code.txt").read_text(encoding="utf-8")
+    classes = [f'\n\nclass Patched{name}(Patched):\n    auto_class = "{name}"\n' for name in autos]
+    code = Template(template).substitute(method=method, auto=autos[0]) + "".join(classes)
     Path(folder, f"{_MODULE}.py").write_text(code, encoding="utf-8")
     others = config.get("auto_map") or {}
     write_json(file, config | {"auto_map": others | {name: f"{_MODULE}.Patched{name}" for name in autos}})
