@@ -263,10 +263,10 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
     "dynamic-yarn": (41, 44, 98),
     "rerope": (45, 50, 65),
     "leaky-rerope": (45, 50, 57),
-    "self-extend": (45, 50, 67),
+    "self-extend": (45, 50, 71),
     "stairs": (46, 56, 50),
-    "dca": (46, 52, 65),
-    "dynamic-self-extend": (45, 49, 84),
+    "dca": (46, 52, 66),
+    "dynamic-self-extend": (45, 49, 88),
     "jet-long": (44, 48, 64),
 }
 
