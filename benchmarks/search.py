@@ -26,7 +26,7 @@ import torch
 from record import with_machine
 
 from rope_ext_hf.eval import sweep
-from rope_ext_hf.eval.perplexity_results import difference
+from rope_ext_hf.eval.perplexity_runs import difference
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry

@@ -23,7 +23,6 @@ from docs.figures import (  # noqa: F401, each registers its figures
     correctness,
     cost,
     engine_runs,
-    evidence,
     gpu,
     interface,
     measurements,

@@ -19,7 +19,7 @@ from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval.measuring import passkey, tasks
 from rope_ext_hf.eval.need_verdicts import ALL_TASKS, NeedReport, share_text, tells
-from rope_ext_hf.eval.perplexity_results import Result, difference
+from rope_ext_hf.eval.perplexity_runs import Result, difference
 from rope_ext_hf.eval.questions import Need, Perplexity
 from rope_ext_hf.hub import load_tokenizer, model_by_name
 from rope_ext_hf.patches.describing import Description, describe

@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS
-from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method, rotary_from_dict
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
 from rope_ext_hf.patches.families import Family, family
 from rope_ext_hf.patches.family_hooks import (
@@ -29,7 +30,6 @@ from rope_ext_hf.patches.family_hooks import (
     runs_short_list,
 )
 from rope_ext_hf.patches.family_settings import config_number
-from rope_ext_hf.patches.patch_spec import PatchSpec
 
 PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"  # the config key that states in which pairing the weights are, where they were converted
@@ -61,6 +61,46 @@ _ORIGINAL_KEY = "original_max_position_embeddings"
 """At the top level of a config it overrides the one in rope_parameters (Phi-3)."""
 SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_position_embeddings", "head_dim")
 """Every config key that a patch may change."""
+
+
+@dataclass(frozen=True)
+class PatchSpec:
+    """One patch, with every parameter of its method filled in."""
+
+    method: RopeMethod
+    rotary: Rotary  # what it is applied to, scalings underneath included
+    target_length: int | None = None  # tokens that were asked for; None: the method's own
+    native: bool = False  # whether a native form that behaves otherwise is accepted
+    layers: tuple[str | int, ...] | None = None  # as asked for; None: those that attend to everything before them
+
+    def to_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {
+            "method": self.method.to_dict(),
+            "rotary": self.rotary.to_dict(),
+            "target_length": self.target_length,
+            "native": self.native,
+        }
+        return saved if self.layers is None else saved | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PatchSpec:
+        """The inverse of `to_dict`; other keys are left alone."""
+        try:
+            method = method_from_dict(saved["method"])
+            rotary = rotary_from_dict(saved["rotary"])
+            layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
+        except (KeyError, TypeError) as error:
+            raise MethodError(f"not a saved patch: {error!r}") from error
+        whole = type(target_length) is int and 0 < target_length <= MOST_TOKENS
+        listed = isinstance(layers, list | tuple) and all(type(each) in (int, str) for each in layers)
+        for key, value, right, kind in (
+            ("target_length", target_length, target_length is None or whole, "a positive whole number or null"),
+            ("native", native, isinstance(native, bool), "true or false"),
+            ("layers", layers, layers is None or listed, "a list of layer numbers and layer types"),
+        ):
+            if not right:
+                raise MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
+        return cls(method, rotary, target_length, native, layers and tuple(layers))
 
 
 @dataclass(frozen=True)

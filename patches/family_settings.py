@@ -18,8 +18,9 @@ _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"
 def check_sizes(config: Any) -> None:
     """Check that a model of this config can be built in reasonable time and memory, even without weights."""
     for part in _parts(config):
-        layers = max(_number_or_zero(part, key) for key in _LAYERS)
-        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", _head_width(part))):
+        layers, heads = max(_number_or_zero(part, key) for key in _LAYERS), _number_or_zero(part, "num_attention_heads")
+        width = _number_or_zero(part, "head_dim") or (heads and _number_or_zero(part, "hidden_size") / heads)
+        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", width)):
             if value > (most := limit(name)):
                 raise CheckpointError(
                     f"the config of this {part.model_type!r} has {value:,.0f} {words}; at most {most:,} are supported. "
@@ -54,11 +55,6 @@ def _parts(config: Any) -> Iterator[Any]:
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):
             yield from _parts(value)
-
-
-def _head_width(config: Any) -> float:
-    heads = _number_or_zero(config, "num_attention_heads")
-    return _number_or_zero(config, "head_dim") or (_number_or_zero(config, "hidden_size") / heads if heads else 0)
 
 
 def _number_or_zero(config: Any, key: str) -> float:

@@ -1,6 +1,6 @@
 """Put a method into a live model, and take it out again.
 
-What changes is planned first (planning.py), then applied (applying.py). A model may be given by its name.
+What changes is planned first, then applied (planning.py). A model may be given by its name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, is_number
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
-from rope_ext_hf.patches.planning import plan_patch
+from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay, take_off
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 

@@ -19,9 +19,9 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
-from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.patches.family_hooks import angle_table
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.loading_code import write_loading_code
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
@@ -208,7 +208,7 @@ def save_patched_folder(
             copied, or the disk refuses; nothing is left of `out` then.
     """
     config = model.config.get_text_config()
-    if keeps_angles_in_weights(config):
+    if angle_table(config.model_type) is not None:
         raise CheckpointError(
             f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
@@ -253,11 +253,9 @@ def _is_copy(file: Path, copied: Path) -> bool:
     """Whether a file has the same bytes in a patched copy; where the copy changes a key, the same JSON besides."""
     if not copied.is_file() or file.name not in _CHANGED_COPIES:
         return copied.is_file() and filecmp.cmp(file, copied, shallow=False)
-    kept = [
-        {key: value for key, value in read_json(path).items() if key.partition(":")[0] != _CHANGED_COPIES[file.name]}
-        for path in (file, copied)
-    ]
-    return kept[0] == kept[1]
+    changed = _CHANGED_COPIES[file.name]
+    one, two = ({k: v for k, v in read_json(path).items() if k.partition(":")[0] != changed} for path in (file, copied))
+    return one == two
 
 
 def _raise_tokenizer_length(file: Path, extended: int | None) -> None:

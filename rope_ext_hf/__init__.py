@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.modules.migration import migrate_to_rope as migrate_to_rope
     from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
-    from rope_ext_hf.patches.applying import apply_plan as apply_plan
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
+    from rope_ext_hf.patches.planning import apply_plan as apply_plan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.servers.baselines import BaselineReport as BaselineReport

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from docs.figures.evidence import evidence
 from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.measurements import reach_text
+from rope_ext_hf.methods.measurements import measured_models, reach
 from rope_ext_hf.methods.remapping import RemappingMethod
 
 if TYPE_CHECKING:
@@ -66,15 +65,16 @@ def choosing() -> str:
 
     rows = []
     for name, guidance, methods in _guided():
-        static = answer(not method.length_dependent for method in methods)
         plain = answer(method.rope_parameters(rotary) is not None for method in methods)
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
-        helped = guidance.unmeasured or reach_text(name)
-        rows.append([f"`{name}`", guidance.when or "–", static, plain, helped, short])
-    head = ["method", "take it when", "static", "loads plainly", "helped without training", "short inputs unchanged"]
-    return markdown_table(head, rows)
+        reached = reach(name)
+        helped = guidance.unmeasured or " / ".join(reached.get(model.name, "–") for model in measured_models())
+        rows.append([f"`{name}`", guidance.when or "–", plain, helped, short])
+    head = ["method", "take it when", "loads plainly", "helped without training", "short inputs unchanged"]
+    names = ", ".join(f"the {model.name}" for model in measured_models())
+    return markdown_table(head, rows, f"*Helped*: up to how many context lengths, on {names}.")
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
@@ -101,10 +101,13 @@ def reported_by_papers() -> str:
     rows = []
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
-        by = f"[{table.source}]({table.url}), {table.place}"
+        by = f"[{table.source}]({table.url}), {table.place.replace('as others quote it', 'quoted')}"
+        unit, _, better = table.unit.partition(", ")
+        assert better == ("lower is better" if unit == "perplexity" else "higher is better"), table
         numbers = numbers.replace(" / ", ", ")
-        rows.append([table.model, f"{table.benchmark} ({table.unit})", ", ".join(table.lengths), numbers, by])
-    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
+        rows.append([table.model, f"{table.benchmark} ({unit})", ", ".join(table.lengths), numbers, by])
+    note = "Higher is better, but for a perplexity. *quoted*: as others quote it, the source itself was not at hand."
+    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows, note)
 
 
 def _code(method: str) -> str:
@@ -125,8 +128,7 @@ def methods_without_a_section() -> str:
         if name not in written:
             drawn = (ROOT / "docs" / "pictures" / f"{name}.png").exists()
             picture = f"![{name}](pictures/{name}.png)\n\n" if drawn else ""
-            known = evidence(name) if cls.guidance else "\n\n"
-            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}{known}{picture}")
+            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}\n\n{picture}")
     return "\n\n" + "".join(sections) if sections else "\n"
 
 
@@ -137,6 +139,18 @@ def methods() -> str:
     rows = ([f"[`{name}`](#{name})", _parameters(cls)] for name, cls in list_methods().items())
     note = f"... stands for what all remapping methods and score biases take: {_parameters(RemappingMethod)}."
     return markdown_table(["name", "parameters"], rows, note)
+
+
+@figure
+def methods_cost() -> str:
+    """Why a token takes more time than without a method, and under which methods it does."""
+    from rope_ext_hf.methods.guidance import NOTHING
+
+    slower: dict[str, list[str]] = {}
+    for name, guidance, _ in _guided():
+        if guidance.decode != NOTHING:
+            slower.setdefault(guidance.decode, []).append(f"`{name}`")
+    return "\n\n" + "".join(f"- {', '.join(names)}: {reason}\n" for reason, names in slower.items()) + "\n"
 
 
 def _families() -> dict[str, str]:

@@ -27,7 +27,8 @@ def commands() -> str:
     panels: dict[str, list[Any]] = {}
     for command in typer.main.get_command(app).commands.values():  # type: ignore[attr-defined]
         panels.setdefault(command.rich_help_panel, []).append(command)
-    counts = Counter(row for listed in panels.values() for command in listed for row in _rows(command.params))
+    every = [command for listed in panels.values() for command in listed]
+    counts = Counter(row for command in every for row in _rows(command.params))
     shared: dict[str, _Row] = {}  # by name: of two options of one name, the more common one
     for row, count in counts.most_common():
         if count > 1:
@@ -36,21 +37,26 @@ def commands() -> str:
         f"## {panel}\n\n" + "".join(_command(command, shared.values()) for command in listed)
         for panel, listed in panels.items()
     )
-    common = [row for row in counts if row in shared.values()]
+    common = [row for row in counts if row in shared.values() and _option(row) != JSON]
+    without = [f"`{each.name}`" for each in every if JSON not in (name for of in each.params for name in of.opts)]
     grouped = {name for names in GROUPS.values() for name in names}
     lists = [
         f"**{title}**:\n\n{_listed(row for row in common if _option(row) in names)}" for title, names in GROUPS.items()
     ]
     lists.append(f"**Others**:\n\n{_listed(row for row in common if _option(row) not in grouped)}")
-    return f"\n\n## Options of several commands\n\n{''.join(lists)}" + "".join(parts)
+    text = f"\n\n## Options of several commands\n\nEvery command but {' and '.join(without)} takes `{JSON}`"
+    return f"{text}, which prints JSON instead of text.\n\n{''.join(lists)}" + "".join(parts)
 
 
+JSON = "--json"
+"""An option of nearly every command, which their lists leave out."""
 GROUPS = {
     "Method": ("--method", "--factor", "--target-length", "--over", "--context-length"),
     "Loading": ("--revision", "--trust-remote-code"),
     "Running": ("--dtype", "--device", "--device-map"),
     "Memory": ("--tokens-per-pass", "--offload-cache"),
     "Upload": ("--push-to-hub", "--public", "--yes"),
+    "Runs": ("--lengths", "--processes", "--out", "--dry-run"),
     "Spans": ("--data", "--protocol", "--targets", "--stride", "--max-spans", "--bos", "--keys-by", "--key-window"),
     "GPUs": ("--gpus", "--gpu-memory", "--weight-bits"),
 }
@@ -73,7 +79,7 @@ def _command(command: Any, shared: Collection[_Row]) -> str:
     summary = inspect.cleandoc(command.help).partition("\n\n")[0]
     rows = list(_rows(command.params))
     own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
-    names = [name for row in rows if row in shared and (name := _option(row))]
+    names = [name for row in rows if row in shared and (name := _option(row)) not in ("", JSON)]
     whole = {title: of for title, of in GROUPS.items() if set(of) <= set(names)}
     single = [f"`{name}`" for name in names if not any(name in of for of in whole.values())]
     words = ", ".join([*whole, *single])

@@ -103,13 +103,13 @@ def _note() -> str:
     for model, line in lines.items():
         by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
     stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
-    further = [
-        f"beyond that, on other text and by the same command with `--longest {_longest(other)} --spans "
-        f"{other['spans']}`, {other['scored_bytes']:,} bytes of the {NAMES[model]}"
+    further = ", ".join(
+        f"{other['scored_bytes']:,} bytes of the {NAMES[model]} "
+        f"(`--longest {_longest(other)} --spans {other['spans']}`)"
         for model, line in lines.items()
         for other in line["longer"]
-    ]
-    scored = "; ".join([tokens, *further])
+    )
+    scored = tokens + f"; at lengths beyond, on other text, {further}" * bool(further)
     return f"95% intervals over the documents; scored at every length: {scored}. {' '.join(stamps)}"
 
 

@@ -34,7 +34,7 @@ def _model(row: Row) -> str:
 def interval_coverage() -> str:
     """How often each interval holds the mean, by distribution and number of documents."""
     line = last_line("intervals")
-    methods = [name for name in line["rows"][0] if name not in ("losses", "documents")]
+    methods = ("here", "percentile")
     table = [
         [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
         for row in line["rows"]
@@ -81,6 +81,8 @@ def _ranking(benchmark: str) -> str:
     cells: dict[str, dict[str, str]] = {}
     for row in _compared(benchmark):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
+        if len(measures) < 2:
+            continue  # nothing to agree with; the page has its losses in another table
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)

@@ -21,38 +21,6 @@ LUCK = 0.05
 """The share of right answers that rank first among 20 by luck."""
 
 
-def _named(row: Row) -> str:
-    """The method of a row, with its temperature."""
-    temperature = row["temperature"]
-    return str(
-        row["method"] if temperature is None or temperature in row["method"] else f"{row['method']} {temperature}"
-    )
-
-
-@figure
-def reference() -> str:
-    """Bits per byte by length, with one factor for all lengths."""
-    result = last_line("reference")
-    rows = [row | {"method": _named(row)} for row in result["rows"]]
-    note = _other_windows() + stamp(result | {"rows": []}, f"benchmarks/reference.py --spans {result['spans']}")
-    return length_table("bits per byte at", result | {"rows": rows}, "{bits_per_byte:.2f}", after=note)
-
-
-def _other_windows() -> str:
-    """Why the bundled model as loaded has another loss in each table."""
-    tables = {"reference": "choosing a method", "hybrids": "score biases"}
-    losses = [
-        f"{row['bits_per_byte']:.2f} ({page}, {line['scored_tokens']:,} bytes)"
-        for benchmark, page in tables.items()
-        for line in lines_of(benchmark)[-1:]
-        for row in line["rows"][:1]
-    ]
-    return (
-        f"The loss as loaded at the context length differs between pages, {', '.join(losses)}: the longest length and "
-        "the number of windows decide which bytes are scored. Compare numbers within a table. "
-    )
-
-
 @figure
 def reference_setting() -> str:
     result = last_line("reference")
@@ -134,12 +102,19 @@ def retrieval_tasks() -> str:
     lengths = sorted({length for _, length in cells})
     tasks = list(next(iter(cells.values()))["exact_by"]["task"])
     rows = (
-        [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]
+        [
+            f"`{name}`",
+            *(
+                " / ".join(
+                    f"{cell['exact_by']['task'][task]:.0%}" if (cell := cells.get((name, length))) else "–"
+                    for length in lengths
+                )
+                for task in tasks
+            ),
+        ]
         for name in dict.fromkeys(name for name, _ in cells)
-        for task in tasks
-        for of_length in [[cells.get((name, length)) for length in lengths]]
     )
-    head = ["one key, by task", "", *length_heads(lengths, lines[-1]["context_length"])]
+    head = [f"one key, at {' / '.join(length_heads(lengths, lines[-1]['context_length']))}", *tasks]
     questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
@@ -152,17 +127,14 @@ def retrieval_ranks() -> str:
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
     scales = sorted({length // context[model] for model, _, length in cells})
-    rows = [
-        [
-            NAMES[model],
-            f"`{name}`",
-            *(
-                "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
-                for c in (cells.get((model, name, scale * context[model])) for scale in scales)
-            ),
-        ]
-        for model, name in dict.fromkeys(key[:2] for key in cells)
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model, name in dict.fromkeys(key[:2] for key in cells):
+        texts = (
+            "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
+            for c in (cells.get((model, name, scale * context[model])) for scale in scales)
+        )
+        alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+    rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
     lucky = [

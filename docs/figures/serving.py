@@ -73,29 +73,29 @@ def _served_ways(engine: str) -> list[str | None]:
 
 @figure
 def engines() -> str:
-    """Every engine with its version, its section, and how many of the configurations it serves."""
+    """Every engine: its section, how many of the configurations it serves, and how its rules were checked.
+
+    Checked by families that were run, computed by the engine's own classes, or read alone.
+    """
     rows = []
     for name, engine in list_engines().items():
         served = _served_ways(name)
         link = _sections().get(_figure_of(name), f"#{anchor(name)}")
         section = f"[{engine.title or name}]({link})"
         count = f"{sum(each is not None for each in served)} of {len(served)}"
-        rows.append((f"`{name}`", section, engine.version, count))
-    return markdown_table(["`--engine`", "section", "rules read in", "served"], rows)
+        rows.append((f"`{name}`", section, engine.version, count, *_checks(engine)))
+    heads = ["`--engine`", "section", "version", "served", "families run", "by its own classes", "read, not run"]
+    dates = {engine.table["when"] for engine in list_engines().values() if not (engine.reference or engine.rules_of)}
+    return markdown_table(heads, rows, f"Checked on {' and '.join(sorted(dates))}.")
 
 
-@figure
-def engine_checks() -> str:
-    """How the rules of each engine were checked: families that were run, computed by its own classes, or read alone."""
-    rows = []
-    for name, engine in list_engines().items():
-        if not (engine.reference or engine.rules_of):
-            table = engine.table
-            counts = [len(table["run"]), len(set(table["classes"]) - set(table["run"]))]
-            read = [family for family in table["families"] if engine().checked(family) == "read"]
-            others = "all others" if not table["families"] else str(len(read))
-            rows.append((engine.title or name, engine.version, *map(str, counts), others, table["when"]))
-    return markdown_table(["engine", "version", "families run", "by its own classes", "read, not run", "when"], rows)
+def _checks(engine: type[Engine]) -> tuple[str, ...]:
+    if engine.reference or engine.rules_of:
+        return "–", "–", "–"
+    table = engine.table
+    read = [family for family in table["families"] if engine().checked(family) == "read"]
+    counts = len(table["run"]), len(set(table["classes"]) - set(table["run"]))
+    return *map(str, counts), "all others" if not table["families"] else str(len(read))
 
 
 @figure
@@ -156,25 +156,37 @@ _BECAUSE = {
 
 @figure
 def engine_families() -> str:
-    """Families x engine, a row for those that are served alike: YaRN x4 over the model as it is."""
-    names = [name for name, engine in list_engines().items() if not (engine.reference or engine.rules_of)]
-    reasons: dict[str, int] = {}
-    alike: dict[tuple[str, ...], list[str]] = {}
+    """For each engine its families, by how it serves them: YaRN x4 over the model as it is."""
+    lists = []
+    for name, engine in list_engines().items():
+        if engine.reference or engine.rules_of:
+            continue
+        ways: dict[str, list[str]] = {}
+        for family, target in _families().items():
+            ways.setdefault(_way(name, family, target), []).append(family)
+        ways.pop("none", None)
+        order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
+        lines = (f"- *{way}*: {', '.join(f'`{family}`' for family in some)}\n" for way, some in order)
+        lists.append(f"**{engine.title or name}**\n\n{''.join(lines)}\n")
+    return "\n\n" + "".join(lists)
+
+
+_ORDER = ("exact", "plug-in", "read", "transformers", "refused", "unchecked")
+
+
+@cache
+def _families() -> dict[str, Target]:
+    """What an engine is to compute for each family that takes the method."""
+    found = {}
     for family in sorted(WITH_A_CLASS):
-        try:
-            target = make_target(Model("MODEL", small_config(family), composite=False, specs=[]), "yarn", factor=4.0)
-        except RopeExtError:
-            continue  # which the page says above
-        cells = tuple(_family_cell(name, family, target, reasons) for name in names)
-        alike.setdefault(cells, []).append(f"`{family}`")
-    notes = "".join(f"{number}. {reason}\n" for reason, number in reasons.items())
-    heads = ["families", *(find_engine(name).title or name for name in names)]
-    rows = ([", ".join(families), *cells] for cells, families in alike.items())
-    return markdown_table(heads, rows) + f"Refused, or read and not run, because:\n\n{notes}\n"
+        with suppress(RopeExtError):  # those that take none are on the page, too
+            model = Model("MODEL", small_config(family), composite=False, specs=[])
+            found[family] = make_target(model, "yarn", factor=4.0)
+    return found
 
 
-def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]) -> str:
-    """How an engine serves a family."""
+def _way(name: str, family: str, target: Target) -> str:
+    """How an engine serves a family, and why not where it does not."""
     engine, listed = find_engine(name), read_result("engine-models")["models"]
     has_a_model = family in listed.get(name, (family,))  # an engine whose models were not listed yet may have it
     try:
@@ -188,13 +200,12 @@ def _family_cell(name: str, family: str, target: Target, reasons: dict[str, int]
         if "not checked" in message or "not in the table" in message:
             return "unchecked" if has_a_model else "none"
         stated = message.rpartition(" model (")[2].removesuffix(")")
-        reason = next((text for words, text in _BECAUSE.items() if words in message), stated)
-        return f"refused {reasons.setdefault(reason, len(reasons) + 1)}"
+        return f"refused, because {next((text for words, text in _BECAUSE.items() if words in message), stated)}"
     how = engine.checked(family)
     if how != "read":
         return "exact"
     if why := next((why for why, families in engine.table.get("unrun", {}).items() if family in families), None):
-        return f"read {reasons.setdefault(why, len(reasons) + 1)}"
+        return f"read, because {why}"
     return "read" if has_a_model else "transformers"
 
 

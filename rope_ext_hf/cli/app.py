@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, publishing, run_files, serving, training
+from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, publishing, run_files, serving, training
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
@@ -26,7 +26,7 @@ from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, publishing.card),
     "Measurements": (
-        need.need,
+        evaluation.need,
         evaluation.demo,
         evaluation.ppl,
         evaluation.sweep,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated
 
@@ -13,29 +14,24 @@ from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, Model, SourceOptions
 from rope_ext_hf.errors import CheckpointError, one_line, short
 from rope_ext_hf.files import json_text
+from rope_ext_hf.questions import asked
 
 
 def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
-    to: Annotated[str, typer.Option(help="half, interleaved, or meta (Meta's own format).")],
     source: SourceOptions,
-    source_pairing: Annotated[
-        str | None,
-        typer.Option("--from", help="Pairing of the weights now. Default: by the config, else by the family."),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Convert weights that the config says are in that pairing already.")
-    ] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue after an interruption.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Compare the new folder with the source.")] = False,
-    model_parallel: Annotated[int, typer.Option(min=1, help="Parts, with --to meta: consolidated.00.pth, ...")] = 1,
-    context_length: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TOKENS", help="The length that weights in Meta's format are for. Default: by their sizes."
-        ),
-    ] = None,
+    to: str = asked(MISSING, "half, interleaved, or meta (Meta's own format)."),
+    source_pairing: str | None = asked(
+        None, "Pairing of the weights now. Default: by the config, else by the family.", names=("--from",)
+    ),
+    force: bool = asked(False, "Convert weights that the config says are in that pairing already."),
+    resume: bool = asked(False, "Continue after an interruption."),
+    verify: bool = asked(False, "Compare the new folder with the source."),
+    model_parallel: int = asked(1, "Parts, with --to meta: consolidated.00.pth, ...", least=1),
+    context_length: str | None = asked(
+        None, "The length that weights in Meta's format are for. Default: by their sizes.", metavar="TOKENS"
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
@@ -69,10 +65,9 @@ def convert(
 def detect(
     model: Model,
     source: SourceOptions,
-    text: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="A text to compare the loss of under both pairings; loads the model."),
-    ] = None,
+    text: Path | None = asked(
+        None, "A text to compare the loss of under both pairings; loads the model.", metavar="FILE"
+    ),
     as_json: Json = False,
 ) -> None:
     """Determine from its weights which pairing a checkpoint is in, layer by layer; "undecided" where it is unclear.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar, quiet_transformers
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
 from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import json_text
+from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
+from rope_ext_hf.questions import asked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.patches.describing import Description
+    from rope_ext_hf.runs.kinds import Run
 
 
 def methods(as_json: Json = False) -> None:
@@ -96,14 +99,10 @@ def explain(
         typer.Argument(help="A folder or Hub id, or 'reference'. Without one, the geometry that the options state."),
     ] = None,
     out: Out = Path("rope-ext-explanation"),
-    dim: Annotated[int | None, typer.Option(help="Without a model: rotated dims per head. Default: 128.")] = None,
-    theta: Annotated[float | None, typer.Option(help="Without a model: the base. Default: 10000.")] = None,
-    trained_length: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Without a model: the trained length. Default: 4k.")
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Also draw the scores of the model's own queries and keys.")
-    ] = True,
+    dim: int | None = asked(None, "Without a model: rotated dims per head. Default: 128."),
+    theta: float | None = asked(None, "Without a model: the base. Default: 10000."),
+    trained_length: str | None = asked(None, "Without a model: the trained length. Default: 4k.", metavar="TOKENS"),
+    weights: bool = asked(True, "Also draw the scores of the model's own queries and keys."),
     as_json: Json = False,
 ) -> None:
     """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
@@ -137,7 +136,8 @@ def explain(
         trained, note = _trained_spectra(model, source) if weights else (None, "")
     drawn, length = _methods_to_draw(methods, rotary, own)
     title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
-    make_folder(out)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     by_label = {label(method.to_dict()): method for method in drawn}
     try:
         words: dict[str, Any] = {"title": title, "note": note}
@@ -233,22 +233,12 @@ def diff(
 
 def patch(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
     methods: LayerChoice,
     source: SourceOptions,
     publish: PublishOptions,
-    native: Annotated[
-        bool,
-        typer.Option(
-            "--native", help="Save in transformers' own form even where transformers then computes other results."
-        ),
-    ] = False,
-    as_code: Annotated[
-        bool,
-        typer.Option(
-            "--as-code", help="Add code, so that plain transformers loads the folder with trust_remote_code=True."
-        ),
-    ] = False,
+    out: Path = asked(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
+    native: bool = asked(False, "Save in transformers' own form even where transformers then computes other results."),
+    as_code: bool = asked(False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
@@ -268,9 +258,16 @@ def patch(
 
 
 def write_patched(
-    model: str, out: Path, methods: LayerChoice, source: SourceOptions, *, native: bool = False, as_code: bool = False
+    model: str,
+    out: Path,
+    methods: LayerChoice,
+    source: SourceOptions,
+    *,
+    native: bool = False,
+    as_code: bool = False,
+    runs: Sequence[Run[Any]] = (),
 ) -> Description:
-    """Write a copy of a model folder that carries a method, and describe it."""
+    """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.choosing import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
@@ -281,7 +278,7 @@ def write_patched(
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
         origin = made_from(model, **source.version)
-        finish = partial(write_card, name=out.name, **origin)
+        finish = partial(write_card, runs=runs, name=out.name, **origin)
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)
         return _describe(empty, model, source)

@@ -3,9 +3,9 @@
 A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
 
     @expand_options
-    def ppl(model: Model, question: Perplexity, methods: MethodChoice, load: LoadOptions) -> None: ...
+    def describe(model: Model, methods: LayerChoice, colour: bool = asked(False, "In colours.")) -> None: ...
 
-The fields of a `Question` say how they are asked for; other dataclasses are annotated for typer.
+The fields of a `Question` say how they are asked for, as options of a command alone do; others are annotated for typer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import Field, dataclass
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -148,8 +148,12 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     if isinstance(group, type) and issubclass(group, Question):
         return [_option(each, how, _panel(group, each.name)) for each, how in group.how_asked() if how.option]
     types = get_type_hints(group, include_extras=True)
+    own = {each.name: each for each in _options_of(_question_alone(group))}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(group).parameters.items():
+        if name in own:
+            parameters.append(own[name])
+            continue
         if dataclasses.is_dataclass(types[name]):
             parameters += _options_of(types[name])
             continue
@@ -157,6 +161,14 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
             option.rich_help_panel = group.PANEL
         parameters.append(parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY))
     return parameters
+
+
+@cache
+def _question_alone(command: Callable[..., Any]) -> type[Question]:
+    """The options that are parameters of a command itself, as a question: those with a default by `asked`."""
+    parameters = inspect.signature(command).parameters.values()
+    fields = [(each.name, each.annotation, each.default) for each in parameters if type(each.default) is Field]
+    return dataclasses.make_dataclass(command.__name__, fields, bases=(Question,), frozen=True, kw_only=True)
 
 
 def _panel(group: type[Question], name: str) -> str | None:
@@ -167,7 +179,7 @@ def _panel(group: type[Question], name: str) -> str | None:
 _TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}
 
 
-def _option(field: dataclasses.Field[Any], how: Asked, panel: str | None) -> inspect.Parameter:
+def _option(field: Field[Any], how: Asked, panel: str | None) -> inspect.Parameter:
     """The option of one field of a question; what is parsed comes as text."""
     default = field.default if how.typed is ... else how.typed
     kind: Any = str if how.parse else _TYPES.get(kind_of(field), str)
@@ -206,8 +218,8 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
             words = rf"^({fields})(?= (must|takes|is))|(?<=; give )({fields})(?=,)|(?<= what )({fields})(?= names)"
             raise MethodError(re.sub(words, lambda m: f"--{m[0].replace('_', '-')}", str(error))) from error
     types = get_type_hints(group)
-    arguments: dict[str, Any] = {}
-    for name in inspect.signature(group).parameters:
+    arguments: dict[str, Any] = _call(_question_alone(group), values).arguments
+    for name in inspect.signature(group).parameters.keys() - arguments.keys():
         arguments[name] = _call(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
     return group(**arguments)
 

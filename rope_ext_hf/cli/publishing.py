@@ -74,12 +74,8 @@ def card(
         list[Path] | None,
         typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
     ] = None,
-    base_model: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="The model on the Hub that it was made from.")
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the Python code that comes with the model.")
-    ] = False,
+    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
+    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
     as_json: Json = False,
 ) -> None:
     """Write the model card of a folder: how it is loaded and served, and the results of runs by length.

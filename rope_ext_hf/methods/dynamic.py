@@ -164,13 +164,10 @@ class LongRoPE(RopeMethod):
         short = constant(self.short_factor, length.device)
         long = constant(self.long_factor, length.device)
         divisors = torch.where(length > rotary.context_length, long, short) if self.length_dependent else long
-        return rotary.inv_freq(length.device) / divisors, self._attention_factor(rotary)
-
-    def _attention_factor(self, rotary: Rotary) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        assert self.factor is not None
-        return math.sqrt(1 + math.log(self.factor) / math.log(rotary.context_length))
+        attention_factor = self.attention_factor
+        if attention_factor is None:
+            attention_factor = math.sqrt(1 + math.log(self.factor or 1.0) / math.log(rotary.context_length))
+        return rotary.inv_freq(length.device) / divisors, attention_factor
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if not self.length_dependent:

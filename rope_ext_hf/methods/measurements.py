@@ -104,21 +104,28 @@ def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
 
 
 @cache
-def reach_text(method: str) -> str:
-    """Where a method helped, model by model, in words; models do not agree, and what decides it is not known."""
+def reach(method: str) -> dict[str, str]:
+    """Where a method helped, by the name of a model; models do not agree, and what decides it is not known."""
     models, fitted, _ = _measurements()
     scales = [scale for name, scale in fitted if name == method and scale > 1]
-    if not scales:
-        return "not measured"
     known = {rise.model for scale in scales for rise in fitted[method, scale]}
-    reached, helping = dict.fromkeys([model for model in models if model in known], "no"), known
+    reached, helping = {model.name: "no" for model in models if model in known}, known
     for scale in scales:
         helping = helping & set(helped(fitted[method, scale]))  # only up to the first length where it does not help
-        reached |= dict.fromkeys(helping, f"to {scale:g}x")
+        reached |= {model.name: f"{scale:g}x" for model in helping}
+    return reached
+
+
+def reach_text(method: str) -> str:
+    """What `reach` returns, in words."""
+    reached = reach(method)
+    if not reached:
+        return "not measured"
     on: dict[str, list[str]] = {}
     for model, how in reached.items():
-        on.setdefault(how, []).append(f"the {model.name}")
-    everywhere = {"no": "any"}.get(next(iter(on)), "all") if len(reached) == len(models) and len(on) == 1 else ""
+        on.setdefault(how if how == "no" else f"to {how}", []).append(f"the {model}")
+    alike = len(on) == 1 and len(reached) == len(measured_models())
+    everywhere = {"no": "any"}.get(next(iter(on)), "all") if alike else ""
     return ", ".join(f"{how} on {everywhere or ' and '.join(names)}" for how, names in on.items())
 
 

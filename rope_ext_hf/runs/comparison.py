@@ -19,17 +19,8 @@ from rich.text import Text
 
 from rope_ext_hf.errors import FileError, multiple_text, printable
 from rope_ext_hf.files import write_text
+from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import draw_side_by_side
-from rope_ext_hf.pictures.html_page import (
-    as_json,
-    collapsed,
-    command_section,
-    heading,
-    html_page,
-    html_table,
-    paragraph,
-    side_by_side,
-)
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.measures import Measure, kendall_tau
@@ -204,19 +195,19 @@ class Comparison:
     def write_page(self, path: str | Path) -> Path:
         """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
         agreement = self.agreement_table()
-        page = html_page(
+        page = html.html_page(
             self._title,
             str(self.conclusion),
-            html_table(self.table(detailed=True)),
-            side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
-            "" if agreement is None else html_table(agreement),
-            heading("The runs"),
+            html.html_table(self.table(detailed=True)),
+            html.side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
+            "" if agreement is None else html.html_table(agreement),
+            html.heading("The runs"),
             *map(_run_section, self.runs),
         )
         return write_text(Path(path), page)
 
     def _repr_html_(self) -> str:
-        return paragraph(str(self.conclusion)) + html_table(self.table(detailed=True))
+        return html.paragraph(str(self.conclusion)) + html.html_table(self.table(detailed=True))
 
     @property
     def _title(self) -> str:
@@ -258,10 +249,10 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
 def _run_section(run: Run[Any]) -> str:
     """A run on the page: what it says by itself, its commands, and what its numbers depend on."""
     table = run.table(detailed=True)
-    return collapsed(
+    return html.collapsed(
         f"{run.kind.name}: {run.title}, {run.folder}",
-        paragraph(str(run.conclusion)),
-        "" if table is None else html_table(table),
-        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
-        as_json(run.settings),
+        html.paragraph(str(run.conclusion)),
+        "" if table is None else html.html_table(table),
+        html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
+        html.as_json(run.settings),
     )

@@ -67,7 +67,7 @@ class Run(Generic[R_co]):
             raise ValueError("this run was measured without files; give out=... to keep it in a folder")
         return self.path
 
-    @property
+    @cached_property
     def kind(self) -> RunKind:
         """What was measured, and how it is shown."""
         return run_kind(self.settings["kind"])
@@ -108,6 +108,19 @@ class Run(Generic[R_co]):
         return sorted({result.length for result in self.results})
 
     @cached_property
+    def names(self) -> dict[str, str]:
+        """The label of each method that has results, by its key."""
+        return labels(result.method for result in self.results)
+
+    @cached_property
+    def by_label(self) -> dict[str, list[R_co]]:
+        """The results by the label of their method, in the order they came."""
+        rows: dict[str, list[R_co]] = {}
+        for result in self.results:
+            rows.setdefault(self.names[method_key(result.method)], []).append(result)
+        return rows
+
+    @cached_property
     def by_length(self) -> dict[str, dict[int, list[R_co]]]:
         """The results by the method's key and the length: one each, or one per depth, distance or task."""
         rows: dict[str, dict[int, list[R_co]]] = {}
@@ -139,13 +152,14 @@ class Run(Generic[R_co]):
         by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
         for result in self.results:
             by_method.get(method_key(result.method), []).append(result)
-        return replace(self, results=[result for results in by_method.values() for result in results])
+        chosen = [result for results in by_method.values() for result in results]
+        return self if chosen == self.results else replace(self, results=chosen)
 
     def table(self, *, detailed: bool = False) -> Table | None:
         """The results as a table of a terminal, `detailed` as in the HTML page; None where nothing is complete."""
         return self.kind.table(self, detailed=detailed) if self.results else None
 
-    @property
+    @cached_property
     def chart(self) -> Chart | None:
         """The results as a chart; None where nothing is complete, or the kind of run has none."""
         return self.kind.chart(self) if self.results else None
@@ -157,9 +171,8 @@ class Run(Generic[R_co]):
 
     def rows(self) -> list[dict[str, Any]]:
         """The results as results.csv has them: per result the values of its columns."""
-        names = labels(result.method for result in self.results)
         return [
-            {"method": names[method_key(result.method)]}
+            {"method": self.names[method_key(result.method)]}
             | dict(zip(self.kind.columns, row, strict=True))
             | {"extended_length": self.extended_lengths[method_key(result.method)]}
             | {"beyond_extended_length": self.beyond(result), "parameters": json.dumps(result.method)}

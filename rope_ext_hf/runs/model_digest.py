@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -46,12 +46,13 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, 
 
 def model_digest(model: nn.Module) -> str:
     """A digest, 64 hexadecimal digits, of a model with its weights on any devices; live patches do not count."""
-    digest = _Digest()
+    sha, of_tensor = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
-        _add_configs(digest, model)
+        for config in _configs(model):
+            _add(sha, of_tensor, {"config": config})
         for name, module in _modules(model):
-            _add_module(digest, name, module)
-    return digest.hexdigest()
+            _add_module(sha, of_tensor, name, module)
+    return sha.hexdigest()
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -64,20 +65,23 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
             module = module.replaced
         if id(module) not in modules:
             modules[id(module)] = name, module
-            waiting += [(f"{name}.{attribute}", child) for attribute, child in module.named_children()][::-1]
+            for attribute, child in reversed(list(module.named_children())):
+                waiting.append((f"{name}.{attribute}", child))
     return list(modules.values())
 
 
-def _add_module(digest: _Digest, name: str, module: nn.Module) -> None:
+def _add_module(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, name: str, module: nn.Module) -> None:
     """Add a module's class, settings, parameters and buffers, those that are not saved included."""
     # what the last input left behind in such a module does not count
     follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
-    kind = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
+    added: dict[str, Any] = {f"module {name}": f"{type(module).__module__}.{type(module).__qualname__}"}
     offloaded = any(map(attrgetter("is_meta"), module.parameters(recurse=False)))
     with _on_device(module) if offloaded else nullcontext():
         values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        kept = sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES)
-        digest.add(kind | {k: values[k] for k in kept if not (follows_the_input and _LEFT_BEHIND.fullmatch(k))})
+        for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
+            if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
+                added[key] = values[key]
+        _add(sha, of_tensor, added)
 
 
 def _on_device(module: nn.Module) -> AbstractContextManager[None]:
@@ -87,8 +91,8 @@ def _on_device(module: nn.Module) -> AbstractContextManager[None]:
     return cast("AbstractContextManager[None]", align_module_device(module))
 
 
-def _add_configs(digest: _Digest, model: nn.Module) -> None:
-    """Add every config that a module of the model holds: of a patched one the original, with what its user changed."""
+def _configs(model: nn.Module) -> list[dict[str, Any]]:
+    """Every config that a module of the model holds: of a patched one the original, with what its user changed."""
     swaps = {id(swap.patched): swap for slot in patched_slots(model) for swap in slot.state.configs}
     changed: dict[int, dict[str, Any]] = {}
     configs: dict[int, Any] = {}
@@ -123,66 +127,69 @@ def _add_configs(digest: _Digest, model: nn.Module) -> None:
     for config in configs.values():
         if (values := settings(config)) not in written:
             written.append(values)
-            digest.add({"config": values})
+    return written
 
 
-class _Digest:
-    """A SHA-256 of names and values; of a tensor the SHA-256 of each block of its bits is what goes in."""
+class _Bracket(Enum):
+    """What ends a collection."""
 
-    def __init__(self) -> None:
-        self._sha = hashlib.sha256()
-        self._of_tensor: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    LIST = "]"
+    MAPPING = "}"
 
-    def hexdigest(self) -> str:
-        return self._sha.hexdigest()
 
-    def add(self, values: Mapping[str, Any]) -> None:
-        """Add named values; objects other than tensors, numbers, texts and collections of these are passed over."""
-        for part in self._parts(values.items()):
+def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Mapping[str, Any]) -> None:
+    """Add named values; objects other than tensors, numbers, texts and collections of these are passed over.
+
+    Each is its name and a text, of a tensor its digest; a collection stands between brackets that carry its name.
+    """
+    waiting: list[tuple[str, Any]] = [*values.items()][::-1]
+    while waiting:
+        name, value = waiting.pop()
+        match value:
+            case _Bracket():
+                text = value.value
+            case Tensor():
+                if value not in of_tensor:  # tied weights are read once
+                    of_tensor[value] = _digest_of_tensor(value, of_tensor)
+                text = of_tensor[value]
+            case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
+                text = repr(value)
+            case Mapping():
+                inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
+                waiting += [(name, _Bracket.MAPPING), *inner[::-1]]
+                text = "{"
+            case list() | tuple():
+                waiting += [(name, _Bracket.LIST), *zip(repeat(""), value[::-1])]
+                text = "["
+            case set() | frozenset():
+                text = repr(sorted(map(repr, value)))
+            case _:
+                continue
+        for part in (name, text):
             data = part.encode("utf-8", "surrogatepass")
-            self._sha.update(f"{len(data)}:".encode() + data)
+            sha.update(f"{len(data)}:".encode() + data)
 
-    def _parts(self, values: Iterable[tuple[str, Any]]) -> list[str]:
-        """Names and values as texts, in turn; a collection stands between brackets that carry its name."""
-        parts: list[str] = []
-        for name, value in values:
-            match value:
-                case Tensor():
-                    if value not in self._of_tensor:  # tied weights are read once
-                        self._of_tensor[value] = self._tensor(value)
-                    parts += name, self._of_tensor[value]
-                case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
-                    parts += name, repr(value)
-                case Mapping():
-                    inner = sorted(zip(map(repr, value), value.values(), strict=True), key=itemgetter(0))
-                    parts += name, "{", *self._parts(inner), name, "}"
-                case list() | tuple():
-                    parts += name, "[", *self._parts(zip(repeat(""), value)), name, "]"
-                case set() | frozenset():
-                    parts += name, repr(sorted(map(repr, value)))
-        return parts
 
-    def _tensor(self, tensor: Tensor) -> str:
-        inner = _Digest()
-        inner.add({"shape": [str(tensor.dtype), *tensor.shape]})
-        if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
-            inner.add({"quant_state": vars(tensor.quant_state)})  # type: ignore[attr-defined]
-        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
-            names, context = tensor.__tensor_flatten__()
-            inner.add({"context": context} | {name: getattr(tensor, name) for name in names})
-        elif tensor.numel() and tensor.device.type != "meta":
-            inner._add_bits(tensor.detach())
-        return inner.hexdigest()
-
-    def _add_bits(self, tensor: Tensor) -> None:
-        if tensor.is_quantized:
-            tensor = tensor.dequantize()
-        if tensor.layout is not torch.strided:
-            tensor = tensor.to_dense()
-        blocks = torch.split(tensor.contiguous().reshape(-1).view(torch.uint8), BLOCK_BYTES)
+def _digest_of_tensor(tensor: Tensor, of_tensor: WeakTensorKeyDictionary) -> str:
+    """A SHA-256 of a shape and of the SHA-256 of each block of bits."""
+    sha = hashlib.sha256()
+    _add(sha, of_tensor, {"shape": [str(tensor.dtype), *tensor.shape]})
+    if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
+        _add(sha, of_tensor, {"quant_state": vars(tensor.quant_state)})  # type: ignore[attr-defined]
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
+        names, context = tensor.__tensor_flatten__()
+        _add(sha, of_tensor, {"context": context} | {name: getattr(tensor, name) for name in names})
+    elif tensor.numel() and tensor.device.type != "meta":
+        dense = tensor.detach()
+        if dense.is_quantized:
+            dense = dense.dequantize()
+        if dense.layout is not torch.strided:
+            dense = dense.to_dense()
+        blocks = torch.split(dense.contiguous().reshape(-1).view(torch.uint8), BLOCK_BYTES)
         with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
             for digest in threads.map(_digest_of_block, blocks):
-                self._sha.update(digest)
+                sha.update(digest)
+    return sha.hexdigest()
 
 
 def _digest_of_block(data: Tensor) -> bytes:

@@ -15,15 +15,7 @@ from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line
 from rope_ext_hf.files import atomic_file, json_text, write_text
-from rope_ext_hf.pictures.html_page import (
-    MAX_PICTURE_BYTES,
-    command_section,
-    embedded_picture,
-    html_page,
-    html_table,
-    paragraph,
-    provenance_section,
-)
+from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
@@ -90,20 +82,20 @@ def _page(run: Run[Any]) -> str:
     )
     table = run.table(detailed=True)
     methods = list({method_key(result.method): result.method for result in run.results}.values())
-    return html_page(
+    return html.html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
         *(_embedded(path) for path in others),
-        "" if table is None else html_table(table),
-        paragraph(summary),
-        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
-        provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
+        "" if table is None else html.html_table(table),
+        html.paragraph(summary),
+        html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
+        html.provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
 
 
 def _embedded(path: Path) -> str:
     try:
-        return embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES))
+        return html.embedded_picture(path.stem, read_plain(path, html.MAX_PICTURE_BYTES))
     except FileError:
         return ""

@@ -255,6 +255,9 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
     progress.started(folder, sum(unit in done for unit in units), len(units))
     scorer = job.scorer()
     if not fixed:
+        if workers.rank == 0:
+            agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        workers.agree()
         scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
     agreed = scorer.chunk, scorer.head_bytes
     progress.reading(scorer.reading)

@@ -6,8 +6,8 @@ characters escaped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -15,19 +15,6 @@ from rich.text import Text
 
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.kinds import Run
-from rope_ext_hf.runs.labels import MethodResult, labels, method_key
-
-R = TypeVar("R", bound=MethodResult)
-
-
-def by_method(results: Sequence[R]) -> dict[str, list[R]]:
-    """Results by the label of their method, in the order they came."""
-    names = labels(result.method for result in results)
-    rows: dict[str, list[R]] = {name: [] for name in names.values()}
-    for result in results:
-        rows[names[method_key(result.method)]].append(result)
-    return rows
-
 
 BEYOND = "\u2020"  # the mark of a value at a length beyond the one that the model is for under its method
 
@@ -55,7 +42,7 @@ def add_rows(
     cell: Callable[[Any], Text],
 ) -> None:
     """Add a row for each method and each value of `second`, which `text` writes, with a `cell` per length."""
-    for name, row in by_method(run.results).items():
+    for name, row in run.by_label.items():
         at = {(second(result), result.length): cell(result) for result in row}
         values = sorted({value for value, _ in at})
         for value in values:

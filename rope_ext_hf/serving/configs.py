@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
 from rope_ext_hf.errors import ServingError, size_text
-from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
@@ -24,7 +25,7 @@ from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_memory import cached_bytes
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
-from rope_ext_hf.serving.target import make_targets, open_model
+from rope_ext_hf.serving.target import Model, make_targets, open_model
 
 _LARGE_CACHE = 16 * 10**9  # bytes of keys and values of one input from which a note gives them
 _DRAFT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "mtp_num_layers")
@@ -72,16 +73,31 @@ def serving_config(
     chosen = find_engine(engine).with_plugin() if plugin else find_engine(engine)
     notes = chosen.check_version(engine_version)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    targets = make_targets(
-        opened,
-        method,
-        factor=factor,
-        target_length=target_length,
-        over=over,
-        context_length=parse_length(context_length),
-        remaps=chosen.remaps,
-        **params,
-    )
+    asked: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}
+    length = parse_length(context_length)
+    targets = make_targets(opened, method, over=over, context_length=length, remaps=chosen.remaps, **asked)
+    by_folder = None
+    if isinstance(method, str) and not isinstance(model, nn.Module):
+        asked = {"method": method, **asked, "revision": revision}
+        asked |= {"over": over if over != "own" else None, "context_length": context_length}
+        by_folder = partial(_by_folder, chosen, model=str(model), asked=asked)
+    return configure(chosen, opened, targets, method=method, notes=notes, server=server, by_folder=by_folder)
+
+
+def configure(
+    engine: Engine,
+    opened: Model,
+    targets: list[Target],
+    *,
+    method: str | RopeMethod | None = None,
+    notes: tuple[str, ...] = (),
+    server: GPUServer | None = None,
+    by_folder: Callable[..., tuple[str, ...]] | None = None,
+) -> ServingConfig:
+    """`serving_config` of a model that was opened, whose targets are known.
+
+    `by_folder`: makes the commands by which a folder needs no overrides, of a target and options.
+    """
     if opened.described.rotary.length_dependent:
         notes += (
             f"Inputs of up to {targets[-1].original:,} tokens have frequencies of their own here; the engine gives "
@@ -92,28 +108,26 @@ def serving_config(
         target, options, remarks = each, tuple[str, ...](), notes
         if server is not None and server.gpus:
             target, memory = _fitting(each, opened.whole(), server, shorten=method is None)
-            options, remarks = chosen.options_on(memory.options), (*notes, *memory.sentences)
-        elif chosen.on_gpus and (size := cached_bytes(opened.config, each.length)) > _LARGE_CACHE:
+            options, remarks = engine.options_on(memory.options), (*notes, *memory.sentences)
+        elif engine.on_gpus and (size := cached_bytes(opened.config, each.length)) > _LARGE_CACHE:
             cost = f"An input of {each.length:,} tokens takes {size_text(size)} of keys and values in 16 bits"
             remarks = (*notes, f"{cost}, beside the weights: --gpus and --gpu-memory say what fits.")
-        config = chosen.config_for(target)
-        if (as_saved := _as_saved(target)) is None:
+        config = engine.config_for(target)
+        if (as_saved := _as_saved(opened, target)) is None:
             if opened.specs and config.overrides is None and opened.name in config.command:
                 command = tuple("MODEL" if each == opened.name else each for each in config.command)
                 note = f"MODEL is the model as it was published: {opened.name} carries a patch that this is without."
                 config = replace(config, command=command, notes=(*config.notes, note))
         elif config.overrides and method is None:
-            without = chosen.config_for(as_saved)
+            without = engine.config_for(as_saved)
             if without.overrides is None:  # the folder's own config.json is enough
                 config = replace(without, encoding="as the folder's config.json has it")
-        if config.overrides and isinstance(method, str) and not isinstance(model, nn.Module) and len(targets) == 1:
-            asked = {"method": method, "factor": factor, "target_length": target_length, **params, "revision": revision}
-            asked |= {"over": over if over != "own" else None, "context_length": context_length}
-            config = replace(config, by_folder=_by_folder(chosen, target, str(model), asked, options))
+        if config.overrides and by_folder is not None and len(targets) == 1:
+            config = replace(config, by_folder=by_folder(target, options=options))
         command = (*config.command, *options)
         configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
     if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
-        notes = (f"This model has draft layers. {chosen.drafts}",) if chosen.drafts else ()
+        notes = (f"This model has draft layers. {engine.drafts}",) if engine.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
     *shorter, longest = configs
     return replace(longest, shorter=tuple(shorter))
@@ -146,13 +160,9 @@ def _by_folder(
     return command_line("patch", model, **asked, out=folder), shlex.join((*config.command, *options))
 
 
-def _as_saved(target: Target) -> Target | None:
+def _as_saved(opened: Model, target: Target) -> Target | None:
     """The target with what a saved folder states taken for its config; None where the folder states something else."""
-    path = Path(target.model) / "config.json"
-    if not path.is_file():
-        return None
-    saved = read_json(path)
-    text = saved.get("text_config") if target.composite else saved
+    text = opened.saved.get("text_config") if opened.saved and target.composite else opened.saved
     stated = json.loads(json.dumps(target.patched))
     if not isinstance(text, dict) or any(text.get(key) != stated.get(key) for key in SAVED_KEYS):
         return None

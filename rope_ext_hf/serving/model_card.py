@@ -10,10 +10,12 @@ from __future__ import annotations
 import html
 import json
 import math
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,10 @@ import yaml
 from torch import nn
 
 from rope_ext_hf import __version__
-from rope_ext_hf.engines.base import find_engine, list_engines
+from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import disk_errors, list_files, resolve_inside, write_text
-from rope_ext_hf.hub import load_empty, load_model, model_folder, model_source
+from rope_ext_hf.hub import foreign_errors, load_empty, load_model, model_folder, model_source
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.fingerprint import fingerprint_of
@@ -36,12 +38,14 @@ from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.model_digest import model_digest
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.serving.configs import serving_config
+from rope_ext_hf.serving.configs import configure
+from rope_ext_hf.serving.target import make_targets, open_model
 from rope_ext_hf.terminal import as_wide_as
 
 CARD = "README.md"
 RESULTS = ".eval_results"
 _BEGIN, _MEASURED, _END = (f"<!-- rope-ext: {part} -->" for part in ("card", "measured", "end of the card"))
+_ORIGIN = re.compile(r"^The weights come from .*\. (?=Written by )", re.MULTILINE)
 _MOST_BYTES = 2**20
 CARD_COLUMNS = 100
 _LICENCES = ("license", "licence", "notice", "copying", "use_policy")  # files with conditions, by how they begin
@@ -51,11 +55,12 @@ _ROWS = ("method", "over", "context length", "extended length", "saved as", "pub
 
 @dataclass(frozen=True)
 class _Card:
-    """A card that is there: its metadata, what was written of measurements here, and its author's text."""
+    """A card that is there: its metadata, its author's text, and what was written here of the source and of runs."""
 
     values: dict[str, Any]
-    measured: str
     text: str
+    origin: str = ""
+    measured: str = ""
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -111,7 +116,9 @@ def write_card(
     values.setdefault("library_name", "peft" if adapter else "transformers")
     if base_model is not None:
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
-    made = _made_text(folder, model, name, base_model or (None if source is None else Path(source).name), **trust)
+    named = base_model or (source and Path(source).name)
+    origin = f"The weights come from {_plain(named)}. " if named else card.origin
+    made = _made_text(folder, model, name, origin, **trust)
     text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + card.text
     own = f"{_BEGIN}\n{made}\n{_MEASURED}{measured}{_END}"
     head = ModelCardData(**values).to_yaml(original_order=list(values))
@@ -135,14 +142,14 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     if not (folder / CARD).exists():
-        return _Card({}, "", "")
+        return _Card({}, "")
     file = resolve_inside(folder, CARD)
     with disk_errors(file):
         if file.stat().st_size > _MOST_BYTES:
             raise FileError(f"{str(file)!r} has more than {_MOST_BYTES:,} bytes, which no card needs")
         content = file.read_bytes().decode("utf-8-sig", errors="replace").replace("\r\n", "\n")
     head = REGEX_YAML_BLOCK.search(content)
-    text, measured, values = content[head.end() :] if head else content, "", dict[str, Any]()
+    text, origin, measured, values = content[head.end() :] if head else content, "", "", dict[str, Any]()
     try:
         if head is not None:
             values = _metadata(head[2])
@@ -159,8 +166,10 @@ def _read_card(folder: Path, *, own: bool) -> _Card:
     before, begins, rest = text.partition(_BEGIN)
     if begins and not before.strip():
         made, _, text = rest.partition(f"{_END}\n")
-        measured = made.partition(_MEASURED)[2] if own else ""
-    return _Card(values, measured, text)
+        if own:
+            made, _, measured = made.partition(_MEASURED)
+            origin = "".join(_ORIGIN.findall(made)[:1])
+    return _Card(values, text, origin, measured)
 
 
 def _metadata(text: str) -> dict[str, Any]:
@@ -186,11 +195,10 @@ def _copy_licences(source: Path, folder: Path) -> None:
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------
 
 
-def _made_text(folder: Path, model: nn.Module, name: str, source: str | None, **trust: Any) -> str:
+def _made_text(folder: Path, model: nn.Module, name: str, origin: str, **trust: Any) -> str:
     described = describe(model)
     rows = [(key, text) for key, text in described.rows if key in _ROWS]
     rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
-    origin = f"The weights come from {_plain(source)}. " if source else ""
     about = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
     loading = f"## How to load it\n\n{_loading(folder, model, name)}"
     return "\n\n".join([about, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])
@@ -214,10 +222,13 @@ def _loading(folder: Path, model: Any, name: str) -> str:
 def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
     """What `serve-config` prints for each engine: that of the usual server, then the others, which a click opens."""
     shown, refused = list[tuple[str, str]](), dict[str, list[str]]()
-    servers = [find_engine(each) for each in list_engines() if not find_engine(each).reference]
+    opened = cache(partial(open_model, folder, **trust))
+    targets = cache(lambda: make_targets(opened()))
+    servers = [engine() for engine in list_engines().values() if not engine.reference]
     for engine in sorted(servers, key=lambda engine: not engine.usual_server):
         try:
-            config = serving_config(folder, engine.name, **trust)
+            with foreign_errors("this model cannot be configured for the engine"):
+                config = configure(engine, opened(), targets())
         except (CheckpointError, RopeExtError) as error:
             reason = " ".join(str(error).split()).replace(str(folder), name)
             refused.setdefault(reason, []).append(engine.label)

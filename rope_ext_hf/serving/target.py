@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Target
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
+from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -24,6 +25,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
     PATCH_KEY,
+    PatchSpec,
     config_encoding,
     recorded_specs,
     saved_specs,
@@ -35,7 +37,6 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
@@ -58,6 +59,12 @@ class Model:
         self.whole: Callable[[], Any] = lambda: empty_model(config)
         self.layers = AttentionLayers(config)
         self.described, self.layer_types = rope_of_config(self.layers)
+
+    @cached_property
+    def saved(self) -> dict[str, Any] | None:
+        """What the config.json of its folder states; None: it has none."""
+        file = Path(self.name) / "config.json"
+        return read_json(file) if file.is_file() else None
 
 
 def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:

@@ -21,7 +21,7 @@ from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
-from rope_ext_hf.eval.perplexity_results import Result, difference
+from rope_ext_hf.eval.perplexity_runs import Result, difference
 from rope_ext_hf.files import json_text, write_text
 from rope_ext_hf.hub import is_adapter, load_empty, load_model, load_tokenizer
 from rope_ext_hf.installing import install_command

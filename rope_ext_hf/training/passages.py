@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
-from rope_ext_hf.eval.key_token_runs import find_keys
-from rope_ext_hf.eval.key_tokens import find_key_tokens
+from rope_ext_hf.eval.key_token_runs import find_key_tokens, find_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.retrieval_plans import make_trials
+from rope_ext_hf.eval.retrieval_runs import make_trials
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens

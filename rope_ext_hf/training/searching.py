@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, duration, one_line
-from rope_ext_hf.eval.perplexity_results import Result, difference
-from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement, Result, difference
 from rope_ext_hf.files import atomic_file
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.methods.base import RopeMethod, Rotary

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
-from rope_ext_hf.eval.perplexity_results import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss
 from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
 from rope_ext_hf.eval.task_runs import TaskScore, TaskSetting
 from rope_ext_hf.methods.static import NTK, Linear, Yarn

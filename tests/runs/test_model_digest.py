@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
@@ -241,7 +242,7 @@ def test_scales_that_a_quantised_parameter_carries_count() -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    return module._Digest()._tensor(tensor)
+    return module._digest_of_tensor(tensor, WeakTensorKeyDictionary())
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool]

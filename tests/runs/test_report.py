@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn

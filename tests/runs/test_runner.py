@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result, difference
-from rope_ext_hf.eval.perplexity_runs import loss_increase
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result, difference, loss_increase
 from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
