@@ -91,10 +91,8 @@ def llama_cpp() -> str:
     table = []
     for name, rows in by_name.items():
         cells = tuple(cell(rows.get(model, [])) for model in models)
-        if any("encoding" in row for of in rows.values() for row in of):
-            table.append((name, *cells))
-        else:  # metadata: a row for those that are read by the same architectures
-            alike.setdefault(tuple("" if each[0].isdigit() else each for each in cells), []).append(name)
+        ways = (each.rpartition(" ")[0] if each[-1].isdigit() else each for each in cells)
+        alike.setdefault(tuple(ways), []).append(name)  # a row for those that are given or read alike
     for names in alike.values():
         of_model = ([row for name in names for row in by_name[name].get(model, [])] for model in models)
         table.append(("; ".join(names), *map(cell, of_model)))
@@ -186,17 +184,17 @@ def vllm_remapping() -> str:
 
 @figure
 def vllm_perplexity() -> str:
-    """Perplexity of the bundled model by a real vLLM and by transformers."""
+    """How far perplexities of the bundled model by a real vLLM and by transformers lie apart."""
     result = read_result("vllm_perplexity")
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    apart: dict[str, float] = {}
     for row in result["rows"]:
-        both = f"{row['vllm']:.4f} / {row['transformers']:.4f}"
-        cells.setdefault((row["method"], f"{row['length']:,}"), {})[row["dtype"]] = both
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    table = [(*key, *(by_dtype[dtype] for dtype in dtypes)) for key, by_dtype in cells.items()]
+        apart[row["dtype"]] = max(apart.get(row["dtype"], 0.0), abs(row["vllm"] / row["transformers"] - 1))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = f"*`{result['command']}` on a CPU. Measured by `make test-vllm` with {versions}.*"
-    return markdown_table(["method", "tokens", *(f"{dtype}: vLLM / transformers" for dtype in dtypes)], table, note)
+    differ = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in apart.items())
+    return (
+        f"\n\nThe perplexities differ by at most {differ}, as a share. *Measured by "
+        f"`{result['command']}` on a CPU, with {versions}.*\n\n"
+    )
 
 
 @figure
@@ -209,17 +207,22 @@ def vllm_drafts() -> str:
             return "**does not run**"
         of = {which: row[which] for which in ("model", "draft")}
         off = [f"{which} off by up to {100 * value:.0f}%" for which, value in of.items() if value >= 1e-5]
-        return ", ".join(off) or "both the same"
+        return ", ".join(off) or "model and draft the same"
 
-    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    cells = {(row["case"], row["way"]): cell(row) for row in result["rows"]}
-    table = [(case, *(cells[case, way] for way in ways)) for case in dict.fromkeys(case for case, _ in cells)]
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        said.setdefault((row["way"], cell(row)), []).append(row["case"])
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = (
-        "*The frequencies in the tables of a running vLLM, compared with those that were asked for (by-parts x4). "
-        f"Measured by `{result['command']}` with {versions}.*"
+    every = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    lines = (
+        f"- settings in `{way}`: {text}" + (f" ({'; '.join(cases)})" if cases != every else "") + "\n"
+        for (way, text), cases in said.items()
     )
-    return markdown_table(["model and draft", *(f"settings in `{way}`" for way in ways)], table, note)
+    note = (
+        f"*The frequencies in the tables of a running vLLM ({'; '.join(every)}), compared with those that were asked "
+        f"for (by-parts x4). Measured by `{result['command']}` with {versions}.*"
+    )
+    return f"\n\n{''.join(lines)}\n{note}\n\n"
 
 
 @figure
@@ -233,7 +236,7 @@ def vllm_memory() -> str:
     from transformers import AutoConfig
 
     result = read_result("vllm_memory")
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    wrong, differences = [], [0.0]
     for row in result["rows"]:
         settings = dict(result["models"][row["model"]])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -241,21 +244,19 @@ def vllm_memory() -> str:
         ahead = result["step"] + result["block"]  # a window does not begin where a block does
         size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
         reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
-        computed = f"{result['bytes'] / size:.2f}"
-        of = cells.setdefault((row["model"], str(row["gpus"])), {})
-        of[row["keys"]] = reported if reported == computed else f"**{reported}**, computed {computed}"
-        if "difference" in row:
-            of["same"] = f"{row['difference']:.0e}"
-    table = [(*key, *(of.get(each, "–") for each in ("auto", "fp8", "same"))) for key, of in cells.items()]
+        if reported != (computed := f"{result['bytes'] / size:.2f}"):
+            wrong.append(f"{row['model']}, {row['gpus']} processes: {reported} for {computed}")
+        differences.append(row.get("difference", 0.0))
+    but = f", **but for {'; '.join(wrong)}**" if wrong else ""
+    models, most = "; ".join(dict.fromkeys(row["model"] for row in result["rows"])), max(differences)
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = (
-        f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
-        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest "
-        "difference in nats of 899 log-probabilities (float32) of "
-        f"two processes and one. Measured by `{result['command']}` with {versions}.*"
+    return (
+        f"\n\nA running vLLM has room for as many inputs of {result['length']:,} tokens in "
+        f"{result['bytes'] // 2**20} MiB of keys and values per process as is computed here, to two digits, in float32 "
+        f"and float8, with one and two processes ({models}){but}. Log-probabilities of two processes and of "
+        f"one differ by at most {most:.0e} nats in float32. *Small models on a CPU. Measured by "
+        f"`{result['command']}` with {versions}.*\n\n"
     )
-    head = ["model", "processes", "float32", "float8", "two processes against one"]
-    return markdown_table(head, table, note)
 
 
 @figure
