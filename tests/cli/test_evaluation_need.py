@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rope_ext_hf.cli.evaluation import reach_in
 from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf import hub
 from rope_ext_hf.cli.app import app
+from rope_ext_hf.cli.evaluation import reach_in
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import needs
 from rope_ext_hf.hub import model_folder, source_digest
