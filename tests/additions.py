@@ -110,7 +110,6 @@ from torch import Tensor
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.methods.tiles import Tile, band_tiles
 
 
 @register_method("far-thirds")
@@ -141,11 +140,6 @@ class FarThirds(RemappingMethod):
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         return RemappedPosition(m, divisor=3.0, offset=self.window * 2 / 3)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield from band_tiles(0, 0, self.window, first, last)
-        if last > self.window:
-            yield Tile(1, (first, last), (0, last - self.window), self.window)
 '''
 
 

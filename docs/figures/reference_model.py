@@ -321,14 +321,23 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
 
 @figure
 def encoders_windows() -> str:
-    note = "{scored_windows} windows of {labels} modules are scored."
-    return _encoders("windows", ["tokens in a window", "modules found"], ["window", "accuracy"], note)
+    rows = last_line("encoders")["windows"]
+    shares = " / ".join(f"{row['accuracy']:.1%}" for row in rows)
+    windows = " / ".join(str(row["window"]) for row in rows)
+    return f"{shares} of windows of {windows} tokens"
 
 
 @figure
 def encoders_lengths() -> str:
-    head = ["trained for", "masked bytes found at 16", "at 32", "at 128"]
-    return _encoders("lengths", head, ["trained", "16", "32", "128"], "The same masked bytes at every length.")
+    """What training on at the longer length gives, beside as much training at the first one."""
+    line = last_line("encoders")
+    short, *further = line["lengths"]
+    at = {row["trained"].rpartition(" at ")[2]: row for row in further}
+    steps = line["steps"] // 10
+    return (
+        f"{short['128']:.1%} of masked bytes, {at['128']['128']:.1%} after {steps} steps more at 128, and "
+        f"{at['32']['128']:.1%} after as many at 32"
+    )
 
 
 @figure

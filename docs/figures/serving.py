@@ -166,7 +166,13 @@ def engine_families() -> str:
             ways.setdefault(_way(name, family, target), []).append(family)
         ways.pop("none", None)
         order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
-        lines = (f"- *{way}*: {', '.join(f'`{family}`' for family in some)}\n" for way, some in order)
+        whole = sum(map(len, ways.values())) == len(_families())  # no family is missing
+        lines = (
+            f"- *{way}*: "
+            + ("every other family" if whole and way == "transformers" else ", ".join(f"`{each}`" for each in some))
+            + "\n"
+            for way, some in order
+        )
         lists.append(f"**{engine.title or name}**\n\n{''.join(lines)}\n")
     return "\n\n" + "".join(lists)
 
@@ -225,8 +231,10 @@ def engines_without_a_section() -> str:
 
 def _section(engine: str) -> str:
     """What the engine is given, what it refuses and what it reads otherwise; not repeated of one that runs another."""
-    if find_engine(engine).rules_of:
-        return _example(engine)
+    if rules := find_engine(engine).rules_of:
+        alike = [name for name, each in list_engines().items() if each.rules_of == rules]
+        shown, metadata, _ = _example(engine).partition("# GGUF metadata")
+        return _example(engine) if engine == alike[0] else f"{shown}{metadata} and tensors as above\n```\n\n"
     return _example(engine) + _refused(engine) + _traps(engine)
 
 
@@ -264,11 +272,15 @@ _WAYS = {
 
 
 def _traps(engine: str) -> str:
-    """Keys that the engine ignores or reads otherwise, with the versions and the place in its source."""
+    """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
     traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
         return "Keys that are ignored or read otherwise: none is known.\n\n"
-    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} (`{each['source']}`)\n" for each in traps)
+    version = find_engine(engine).version
+    lines = (
+        f"- **{each['key']}**" + f" ({each['versions']})" * (each["versions"] != version) + f": {each['effect']}\n"
+        for each in traps
+    )
     return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 

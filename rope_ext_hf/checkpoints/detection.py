@@ -37,7 +37,7 @@ from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots

@@ -15,6 +15,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass
 from functools import cache, wraps
@@ -23,9 +24,11 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.cli.console import print_note
+from rope_ext_hf.errors import MethodError, did_you_mean, short, size_text
+from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.questions import Asked, Question, asked, kind_of, option_text
+from rope_ext_hf.questions import Asked, Question, asked, command_line, kind_of, option_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,6 +102,56 @@ class EvalOptions(LoadOptions):
     def reading(self) -> dict[str, Any]:
         """How the model reads, as `rope_ext_hf.eval.measure` takes it."""
         return {"chunk": self.tokens_per_pass, "offload_cache": self.offload_cache}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(Question):
+    """Whether the folder that a command writes is uploaded."""
+
+    push_to_hub: str | None = asked(
+        None, "Also upload the folder to the Hugging Face Hub, after asking; private.", metavar="OWNER/NAME"
+    )
+    public: bool = asked(False, "Make the uploaded repository public.")
+    yes: bool = asked(False, "Do not ask.", names=("--yes", "-y"))
+
+    def check(self) -> None:
+        """Refuse, before any work, what would stop the upload."""
+        from rope_ext_hf.downloads import check_upload
+
+        if self.push_to_hub is None:
+            if self.public:
+                raise MethodError("--public says how --push-to-hub uploads; give that as well")
+            return
+        if not (self.yes or sys.stdin.isatty()):
+            raise MethodError("nobody can be asked here whether to upload; give --yes")
+        check_upload(self.push_to_hub, private=not self.public)
+
+    def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
+        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about."""
+        if self.push_to_hub is None:
+            return
+        from rope_ext_hf.downloads import upload
+        from rope_ext_hf.serving.model_card import write_card
+
+        write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
+        kind = "public" if self.public else "private"
+        print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
+        for name, size in sizes.items():
+            print_note("", f"{name}, {size_text(size)}{_paths_in(folder / name)}")
+        if not (self.yes or typer.confirm("Upload?", default=False, err=True)):
+            later = command_line("card", folder, push_to_hub=self.push_to_hub, public=self.public)
+            print_note("upload", f"not done; `{later}` does it")
+            return
+        print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
+
+
+def _paths_in(file: Path) -> str:
+    """Which paths of this machine a run file, a card or a config names, in words."""
+    text = file.read_text("utf-8", errors="replace") if file.name.endswith((".yaml", ".md", "config.json")) else ""
+    found = dict.fromkeys(re.findall(r"(?<![\w./:-])(?:[A-Z]:)?[/\\][^\s\"'`,;:)}\]]+", text))
+    named = [each for each in found if len(Path(each).parts) > 2 and Path(each).parents[-2].is_dir()]
+    return f"; it names {', '.join(named)}" if named else ""
 
 
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,8 +15,7 @@ from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast, reach_in
 from rope_ext_hf.cli.models import write_patched
-from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, SourceOptions
-from rope_ext_hf.cli.publishing import PublishOptions
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text

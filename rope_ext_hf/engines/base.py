@@ -19,8 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
-from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Config
+from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Computed, Config, RopeKeys
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
 from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped

@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, check_sliding_layers, needed, rope_settings, rotated_dims
+from rope_ext_hf.config_keys.keys import (
+    Computed,
+    Config,
+    RopeKeys,
+    check_sliding_layers,
+    needed,
+    rope_settings,
+    rotated_dims,
+)
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
 from rope_ext_hf.errors import ServingError

@@ -8,9 +8,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import plain
-from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, PLUGIN_TYPE, REMAPPING_KEY, length_setting, plugin_frequencies
+from rope_ext_hf.config_keys.keys import (
+    GEOMETRY_KEYS,
+    PLUGIN_TYPE,
+    REMAPPING_KEY,
+    Computed,
+    RopeKeys,
+    length_setting,
+    plugin_frequencies,
+)
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command

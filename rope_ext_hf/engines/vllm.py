@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
+    Computed,
     Config,
+    RopeKeys,
     length_setting,
     needed,
     plugin_settings,

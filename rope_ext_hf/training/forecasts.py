@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, load_tokenizer, loaded_dtype
-from rope_ext_hf.patches.choosing import apply_choice
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.patching import apply_choice
 from rope_ext_hf.reading.preflight import (
     Forecast,
     MemoryEstimate,
