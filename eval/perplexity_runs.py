@@ -20,8 +20,8 @@ from rope_ext_hf.errors import CorpusError, printable, short
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, Perplexity
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.patches.choosing import resolve_choice
 from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.pictures.charts import Chart, LineChart
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths

@@ -85,7 +85,7 @@ class LengthsQuestion(Question):
 
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question, and every method with every factor; without one, fitted to the longest length."""
-        resolve = _function("rope_ext_hf.patches.choosing.resolve_choice")
+        resolve = _function("rope_ext_hf.patches.patching.resolve_choice")
         return self, resolve(methods, model, max(self.lengths))
 
 

@@ -18,7 +18,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.length_profiles import ProfileSlot
+from rope_ext_hf.patches.length_hooks import ProfileSlot
 from rope_ext_hf.patches.slot_finding import rotary_modules
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
 

@@ -20,15 +20,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError,
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method, rotary_from_dict
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
-from rope_ext_hf.patches.families import Family, family
-from rope_ext_hf.patches.family_hooks import (
-    LINEAR_EXTENDED,
-    angle_table,
-    linear_is_extended,
-    original_length_of_linear,
-    runs_alpha,
-    runs_short_list,
-)
+from rope_ext_hf.patches.families import Family, family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.patches.family_settings import config_number
 
 PATCH_KEY = "rope_ext_hf"
@@ -124,7 +116,7 @@ class ConfigRope:
 def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers)."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
+    if not parameters and family(config.model_type).angle_table:  # a table that the config does not mention
         parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
@@ -151,7 +143,7 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
             + ("; load this folder with rope_ext_hf.from_pretrained" if ours else "")
         )
-    if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
+    if rope_type == "dynamic" and family(config.model_type).alpha_is_ntk and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
         rule = "max_position_embeddings: the dynamic scaling of this family with alpha is a static ntk"
         return ConfigRope(Rotary(dim, theta, most, rotated_pairs), method, most, rule)
@@ -303,7 +295,7 @@ def _saved_extended(model_type: str, rotary: Rotary) -> bool:
     own = rotary.own
     if own is not None and own.method.name == "linear":
         return linear_is_extended(model_type, rotary.theta, own.context_length)
-    return model_type in LINEAR_EXTENDED
+    return family(model_type).linear_extended
 
 
 def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:

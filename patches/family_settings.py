@@ -9,8 +9,7 @@ from typing import Any
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.patches.families import Family, choose, family, look_up
-from rope_ext_hf.patches.family_hooks import check_architecture
+from rope_ext_hf.patches.families import Family, check_architecture, choose, family, look_up
 
 _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
 

@@ -14,10 +14,9 @@ from torch import nn
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens, values_of
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
-from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
-from rope_ext_hf.rotary.forward_state import pop, push
-from rope_ext_hf.rotary.graphs import graph_break
+from rope_ext_hf.rotary.forward_state import graph_break, pop, push
+from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
 
 
 class DecoderHooks(ABC):

@@ -50,13 +50,7 @@ class BaseRope:
 def base_rope(
     model: nn.Module, slots: Sequence[Slot], config: Any, over: str = "own", context_length: int | None = None
 ) -> BaseRope:
-    """What a patch of this model starts from.
-
-    Args:
-        config: its text config before any patch; `undo_saved_patch` gives it.
-        over: see `_OVER`.
-        context_length: overrides the context length that the config states, in tokens.
-    """
+    """What a patch of this model starts from; `config` is its text config as `undo_saved_patch` gives it."""
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
     return base_rope_of_config(_config_rope(slots, config), over, context_length, config)
@@ -65,10 +59,7 @@ def base_rope(
 def base_rope_of_config(described: ConfigRope, over: str, context_length: Length | None, config: Any) -> BaseRope:
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
-    Args:
-        over: "own" or "original", see `_OVER`.
-        context_length: overrides the context length that the config states or its publisher does, in tokens.
-        config: the text config without patches, for what is published of a model without a scaling of its own.
+    `config`: the text config without patches, for what is published of a model without a scaling of its own.
     """
     if over not in _OVER:
         raise MethodError(f"over must be one of {', '.join(_OVER)}; got {over!r}.{did_you_mean(str(over), _OVER)}")

@@ -27,13 +27,11 @@ from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, 
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_hooks import rotates_back
+from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import install_forward_hooks
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks
-from rope_ext_hf.patches.length_profiles import ProfileHooks, install_generate
+from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots

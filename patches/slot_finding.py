@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config import ConfigRope, read_rope
-from rope_ext_hf.patches.family_hooks import angle_table, learned_log_multiplier
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.rotary.embedding import Layout
@@ -89,7 +89,7 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
 
 
 def _is_table(attribute: str, config: Any) -> bool:
-    return attribute == angle_table(config.model_type)
+    return attribute == family(config.model_type).angle_table
 
 
 def _inspect(
@@ -117,7 +117,7 @@ def _inspect(
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
     """The buffer whose exponential multiplies the frequencies of a module, of the families that have one."""
-    named = learned_log_multiplier(config.model_type)
+    named = family(config.model_type).learned_log_multiplier
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]
     if other := [name for name in learned if name != named]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from docs.figures.registry import Row, figure, markdown_table, read_result
-from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import cached_bytes
 
 
 @figure
@@ -263,43 +263,46 @@ def vllm_memory() -> str:
 def servers() -> str:
     """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
     result = read_result("servers")
-    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]), key=lambda each: each[0])
-    by_case: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    models: dict[str, dict[str, None]] = {}
-    for row in sorted(result["rows"], key=lambda row: row["expected"] != "as measured"):
+    rows = sorted(result["rows"], key=lambda row: row["expected"] != "as measured")
+    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in rows), key=lambda each: each[0])
+    ran: dict[tuple[str, str], set[tuple[str, str]]] = {}  # by mistake and model, the columns that it ran in
+    for row in rows:
         name = "weights of the other pairing" if " weights " in row["expected"] else row["expected"]
-        by_case.setdefault(name, {}).setdefault((row["engine"], row["dtype"]), []).append(row)
-        models.setdefault(name, {})[row["measured"]] = None
-
-    def cell(rows: list[Row]) -> str:
-        if wrong := [row.get("runs") or "not said" for row in rows if not row.get("right")]:
-            return f"**{', '.join(wrong)}**"
-        alike = max((len(row["alike"]) for row in rows), default=0)
-        differences = [row["differences"][row["closest"]] for row in rows]
-        return f"{max(map(max, differences)):.0e}" + f" ({alike})" * bool(alike) if rows else "–"
-
-    counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
+        ran.setdefault((name, row["measured"]), set()).add((row["engine"], row["dtype"]))
+    tried: dict[str, dict[str, list[str]]] = {}  # by model and columns, the mistakes; what was right, its models
+    for (name, model), of in ran.items():
+        where = "" if len(of) == len(columns) else "; ".join(_engine_dtypes([each for each in columns if each in of]))
+        first, second = ("as measured", model) if name == "as measured" else (f"mistakes in {model}", name)
+        tried.setdefault(first, {}).setdefault(where, []).append(second)
+    lines = (
+        f"- {first}: " + "; ".join("; ".join(some) + f" (in {where})" * bool(where) for where, some in by_where.items())
+        for first, by_where in tried.items()
+    )
+    of_column = [[row for row in rows if (row["engine"], row["dtype"]) == column] for column in columns]
+    table = [
+        ["verdicts that are right", *(f"{sum(bool(row.get('right')) for row in of)} of {len(of)}" for of in of_column)],
+        ["largest difference", *(f"{max(map(_apart, of)):.0e}" for of in of_column)],
+        ["others not told apart, at most", *(str(max(len(row["alike"]) for row in of)) for of in of_column)],
+    ]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
-        f"*The largest root mean square difference in nats from the configuration that each was taken for, over "
-        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256; in brackets, how "
-        f"many others at most were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. "
-        f"Measured by `{result['command']}` with {versions}.*"
+        "*Differences are root mean squares in nats from the configuration that each server was taken for, over "
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. Measured by "
+        f"`{result['command']}` with {versions}.*"
     )
-    alike: dict[tuple[str, ...], list[str]] = {}  # a row for mistakes of one model that were all told right
-    for name, cases in by_case.items():
-        right = all(row.get("right") and not row["alike"] for rows in cases.values() for row in rows)
-        every = len(cases) == len(columns)
-        alike.setdefault((*models[name],) if right and every else (*models[name], name), []).append(name)
-    table = (
-        (
-            "; ".join(names),
-            "; ".join(models[names[0]]),
-            *(cell([row for name in names for row in by_case[name].get(column, [])]) for column in columns),
-        )
-        for names in alike.values()
-    )
-    return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+    head = ["", *(f"{engine} {dtype}" for engine, dtype in columns)]
+    return "\n\n" + "\n".join(lines).replace("</s>", "`</s>`") + markdown_table(head, table, note)
+
+
+def _engine_dtypes(columns: list[tuple[str, str]]) -> list[str]:
+    """Engines, each with the dtypes that it ran in."""
+    engines = dict.fromkeys(engine for engine, _ in columns)
+    return [f"{name} {', '.join(dtype for engine, dtype in columns if engine == name)}" for name in engines]
+
+
+def _apart(row: Row) -> float:
+    """The largest difference of a server from the configuration that it was taken for."""
+    return float(max(row["differences"][row["closest"]]))
 
 
 @figure

@@ -272,11 +272,15 @@ _WAYS = {
 
 
 def _traps(engine: str) -> str:
-    """Keys that the engine ignores or reads otherwise, with the versions and the place in its source."""
+    """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
     traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
         return "Keys that are ignored or read otherwise: none is known.\n\n"
-    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} (`{each['source']}`)\n" for each in traps)
+    version = find_engine(engine).version
+    lines = (
+        f"- **{each['key']}**" + f" ({each['versions']})" * (each["versions"] != version) + f": {each['effect']}\n"
+        for each in traps
+    )
     return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 

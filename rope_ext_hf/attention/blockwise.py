@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext_hf.attention.kernels import has_kernel, run_backward, run_kernel
+from rope_ext_hf.attention.kernels import has_kernel, has_windows, run_backward, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zone, add_to_spans, batch_rows, kernel_calls
+from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
-from rope_ext_hf.rotary.graphs import graph_break
+from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
+from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 _MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks
+_MAX_WINDOW_BLOCK = 4096  # the same with windows, whose tiles are not copied: a usual chunk of a prompt is one block
 _MAX_BLOCKS = 4  # upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory
 _MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time; on a CPU about the size of its caches."""
+_MAX_SCALED_ZONES = 3
 _NO_MODIFIERS = ScoreModifiers()
 _Zones = tuple[int, ...]
 
@@ -75,6 +78,7 @@ class _Attention:
     scale: float
     modifiers: ScoreModifiers
     device: torch.device
+    windows: bool = False  # whether the kernel takes masks that are numbers
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
@@ -86,11 +90,13 @@ class _Attention:
         alike = len(set(left_padding)) == 1
         if not alike and query.shape[-2] < _MIN_FUSED_QUERIES:
             return self._eager(query, key, value)
-        fused = self._fused
         if self._needs_grad(query, key, value):
             if torch.compiler.is_exporting():  # an exported program holds the computation itself
                 return self._eager(query, key, value)
-            fused = graph_break(fused)  # tiles are other ones for each length
+            fused = graph_break(self._fused)  # tiles are other ones for each length
+        else:
+            windows = query.shape[-2] > 1 and has_windows(query, value)
+            fused = (replace(self, windows=True) if windows else self)._fused
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if alike:
             return fused(query, key, value, left_padding[0])
@@ -187,13 +193,16 @@ class _Attention:
         first = last - tokens + padded_queries
         count = (last - first) * query.shape[1] // key.shape[1] if self._max_joined else 0
         rule, grid, step = self.rule.for_queries(first, count)
+        # With windows a zone is one call, and fewer rotations save little where they and the merging are cheap.
+        if self.windows and (can_fuse(query) or self._max_joined >= 2 * (last - first)):
+            rule, grid, step = self.rule, 0, 1
         layer, far_key = self if rule is self.rule else replace(self, rule=rule), key
         if rule.by_length:
             end = max(first_key + 1, last - rule.zone_distances(last)[1][0])  # of the keys that a far zone sees
             at, place = (lambda: torch.arange(first_key, end, device=key.device)[None]), (first_key, end)
             far_key = layer._far_keys(key[:, :, : end - first_key], at, place)
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
-        block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
+        block_size = max(_MAX_WINDOW_BLOCK if self.windows else _MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         starts = range(first - (first - grid) % step, last, -(-block_size // step) * step)
         needs_grad, sinks = self._needs_grad(query, key, value), self.modifiers.sinks
         whole = not padded_queries and len(starts) == 1
@@ -224,10 +233,10 @@ class _Attention:
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
         merged = MergedSoftmax(given[0], out)
-        for zone in self._zones(start, first_key, *given):
-            for call in zone.calls:
-                spans = zone.spans(call)
-                merged.add(spans[0], *run_kernel(*zone.rows(spans), self.scale, call.mask, call.joint))
+        for zones in self._zones(start, first_key, *given):
+            for call in zones.calls:
+                rows = zones.rows(call)
+                merged.add(zones.spans(call)[0], *run_kernel(*rows, self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
@@ -235,8 +244,8 @@ class _Attention:
             merged.result.mul_(weight.to(merged.result.dtype))
         return merged
 
-    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zone]:
-        """The zones that a block sees, nearest first."""
+    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zones]:
+        """The zones that a block sees, nearest first, those together whose queries are rotated by one launch."""
         rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
         # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
@@ -248,7 +257,12 @@ class _Attention:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
-        for zones, calls in _calls_by_zones(rule, start, stop, first_key, self._max_joined):
+        by_zones = _calls_by_zones(rule, start, stop, first_key, self._max_joined, self.windows)
+        # The temperature of few zones goes into cos and sin; of many, those would be larger than the queries.
+        scale_first = self.windows and sum(len(zones) for zones, _ in by_zones) > _MAX_SCALED_ZONES
+        if scale_first:
+            query = self._scale_query(query, m, queries)
+        for zones, calls in by_zones:
             if zones == (0,):
                 rotation, begin = local and local.last(query.shape[-2]), first_local
                 among = slice(first_local - first_key, stop - first_key)
@@ -256,8 +270,11 @@ class _Attention:
             else:
                 rotation, begin, keys, values = self._rotation_to(zones, m, queries), first_key, far_key, value
             turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
-            turned = self._place_query(rotation, turned, m, zones, queries)
-            yield Zone(turned, keys, values, start, begin, calls)
+            if scale_first:
+                turned = self._rotate(rotation, turned)
+            else:
+                turned = self._place_query(rotation, turned, m, zones, queries)
+            yield Zones(zones, turned, keys, values, start, begin, calls)
 
     # --- whole scores
 
@@ -394,10 +411,18 @@ class _Attention:
 
 @lru_cache(maxsize=16)  # the layers of a model share them
 def _calls_by_zones(
-    rule: AttentionRule, start: int, stop: int, low: int, joined: int
+    rule: AttentionRule, start: int, stop: int, low: int, joined: int, windows: bool
 ) -> list[tuple[_Zones, list[KernelCall]]]:
-    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined)
-    return [(zones, list(alike)) for zones, alike in groupby(calls, lambda call: call.zones)]
+    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined, windows)
+    together: list[tuple[_Zones, list[KernelCall]]] = []
+    for zones, alike in groupby(calls, lambda call: call.zones):
+        room = joined // (stop - start) - len(zones)
+        far = (i for i, (before, _) in enumerate(together) if before != (0,) and len(before) <= room)
+        at = next(far, len(together))  # the nearest zone has other keys
+        before, others = together.pop(at) if at < len(together) else ((), [])
+        placed = [call._replace(first_row=len(before)) for call in alike]
+        together.insert(at, (before + zones, others + placed))
+    return together
 
 
 class _FusedBlock(torch.autograd.Function):
@@ -418,18 +443,22 @@ class _FusedBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, start, first_key = ctx.asked
         sinks, out, lse, *given = ctx.saved_tensors
+        out = out.detach()
         with torch.enable_grad():  # autograd takes gradients back through the rotations
             leaves = [x.detach().requires_grad_() for x in given]
-            for zone in attention._zones(start, first_key, *leaves):
-                still = Zone(*(x.detach() for x in zone[:3]), *zone[3:])
-                sums = [torch.zeros_like(x, dtype=lse.dtype) for x in still[:3]]
-                for call in zone.calls:
-                    spans = zone.spans(call)
+            for zones in attention._zones(start, first_key, *leaves):
+                still = zones._replace(
+                    query=zones.query.detach(), keys=zones.keys.detach(), values=zones.values.detach()
+                )
+                sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (still.query, still.keys, still.values)]
+                for call in zones.calls:
+                    spans = zones.spans(call)
                     grads, outs, logs = (batch_rows(x, spans[0]) for x in (grad, out, lse))
-                    parts = run_backward((grads, outs, logs), still.rows(spans), attention.scale, call.mask)
-                    for total, tokens, part in zip(sums, spans, parts, strict=True):
+                    parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
+                    totals = zones.of_call(sums[0], call), *sums[1:]
+                    for total, tokens, part in zip(totals, spans, parts, strict=True):
                         add_to_spans(total, tokens, part)
-                for x, total in zip(zone[:3], sums, strict=True):
+                for x, total in zip((zones.query, zones.keys, zones.values), sums, strict=True):
                     x.backward(total.to(out.dtype))
         if sinks is not None:  # its weight is exp(sink - lse), and it has no value
             weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)

@@ -80,7 +80,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.patching import apply_choice
 
     methods.check_single()
     empty = source.empty_model(model)
@@ -160,7 +160,7 @@ def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | No
     """What is drawn beside plain RoPE, and how far, in tokens; the model's own patch where nothing was asked for."""
     from rope_ext_hf.eval.questions import DEFAULT_METHODS
     from rope_ext_hf.methods.remapping import RemappingMethod
-    from rope_ext_hf.patches.choosing import over_rotary
+    from rope_ext_hf.patches.patching import over_rotary
     from rope_ext_hf.pictures.rope_plots import check_size, reach
 
     methods.check(factor_alone=True)
@@ -266,7 +266,7 @@ def write_patched(
 ) -> Description:
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
     from rope_ext_hf.serving.model_card import made_from, write_card
 

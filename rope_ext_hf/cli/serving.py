@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
     from rope_ext_hf.reading.preflight import Forecast
-    from rope_ext_hf.servers.baselines import BaselineReport
+    from rope_ext_hf.servers.answers import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
 
 
@@ -209,7 +209,7 @@ def check_server(
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
-    from rope_ext_hf.servers.baselines import compare_server, record_server
+    from rope_ext_hf.servers.answers import compare_server, record_server
     from rope_ext_hf.servers.checking import check_server as check
 
     if sum(file is not None for file in (record, against, from_file)) > 1:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import linear, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
+from rope_ext_hf.config_keys.keys import (
+    Computed,
+    Config,
+    RopeKeys,
+    length_setting,
+    needed,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 
 MLA_FAMILIES = frozenset(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant, divisor_lists
+from rope_ext_hf.methods.base import SHORT_AND_LONG, UNBOUNDED, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, check_divisors, ntk_inv_freq
@@ -176,8 +176,8 @@ class LongRoPE(RopeMethod):
             return None
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)
-        lists = divisor_lists(rotary, *(self.frequencies(rotary, length).inv_freq for length in (1, UNBOUNDED)))
-        return self.longrope_parameters(rotary) | lists | {"original_max_position_embeddings": rotary.context_length}
+        whole = self.longrope_parameters(rotary, SHORT_AND_LONG)
+        return whole | {"original_max_position_embeddings": rotary.context_length}
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}

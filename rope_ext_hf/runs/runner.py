@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer

@@ -26,7 +26,7 @@ from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.choosing import over_rotary
+from rope_ext_hf.patches.patching import over_rotary
 from rope_ext_hf.reading import preflight
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
