@@ -51,8 +51,9 @@ build/exports/ready: Makefile
 # and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
 test-kernels: .venv/ready build/kernels/ready
 	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
-		-n 2 -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py \
-		tests/rotary/test_triton_rotation.py tests/patches/test_rotation_kernels.py
+		-n 2 -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
+		tests/attention/test_triton_merging_compiled.py tests/attention/test_triton_merging.py \
+		tests/patches/test_forward_hooks_kernels.py
 
 build/kernels/ready: constraints.txt
 	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import Result, passkey, perplexity
-from rope_ext_hf.eval.perplexity_results import difference
+from rope_ext_hf.eval.perplexity_runs import difference
 from rope_ext_hf.hub import model_source
 from rope_ext_hf.patches.geometry import patch_geometry
 

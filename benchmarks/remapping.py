@@ -21,8 +21,7 @@ from record import benchmark_parser, record
 from reference import increase_over, load_bundled
 
 from rope_ext_hf.eval import Result, perplexity
-from rope_ext_hf.eval.perplexity_results import DocumentLoss
-from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityMeasurement
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patching import patched

@@ -10,6 +10,8 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 
 KERNEL = "aten::_scaled_dot_product_"
 """How torch names the operators of its attention kernels."""
+WINDOWS = "aten::_flash_attention_forward"
+"""The operator behind that of flash attention, which takes windows as well."""
 
 
 LAUNCHING = frozenset(
@@ -54,4 +56,5 @@ def _events(run: Callable[[], object], activities: Iterable[ProfilerActivity]) -
 
 def _kernels(events: Counter[str]) -> str:
     names = {name.removeprefix(KERNEL) for name in events if name.startswith(KERNEL)}
+    names |= {"flash_attention"} if events[WINDOWS] else set()
     return ", ".join(sorted(names)) or "none of scaled_dot_product_attention"

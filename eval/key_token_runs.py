@@ -1,11 +1,18 @@
-"""Runs that find the key tokens of documents with an evaluator model, see `key_tokens.py`."""
+"""Runs that find key tokens: those that a model predicts well with a long context and badly with a short one.
+
+LongPPL (Fang et al. 2024, arXiv 2410.23771, sec. 3) is the perplexity of key tokens alone. One evaluator model finds
+them for every model and method that is compared. They are kept as ranges of characters, which any tokenizer can use.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,20 +21,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, short, warn_caller
-from rope_ext_hf.eval.key_tokens import (
-    KeyRanges,
-    KeySetting,
-    Pass,
-    Range,
-    character_spans,
-    check_ranges,
-    key_setting,
-    keys_of_document,
-    merged,
-    text_digest,
-)
+from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line, printable, short, warn_caller
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.files import atomic_file, read_json, write_json
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
@@ -42,6 +39,192 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 KEYS_FILE = "keys.json"
+_WINDOW, _OF_LENGTH = 4096, 8  # tokens of a short context in the paper, and which part that is of its texts
+_Range = tuple[int, int]  # the first character and the one after the last
+_Pass = tuple[int, int, int]  # tokens of a document: first, one after the last, first that may be a key token
+
+
+@dataclass(frozen=True)
+class KeySetting:
+    """The thresholds and windows by which a token is a key token."""
+
+    window: int  # tokens of a short context, which is up to `stride` - 1 longer
+    stride: int  # tokens that share a short context
+    # by how many nats its log-probability with the long context is above that with the short one, at least
+    gain: float = 2.0
+    likely: float = -2.0  # the least log-probability with the long context, in nats
+
+    def __str__(self) -> str:
+        return (
+            f"gain above {self.gain:g}, log-probability above {self.likely:g}, "
+            f"windows of {self.window:,} tokens every {self.stride:,}"
+        )
+
+
+def key_setting(longest: int, window: int | None = None) -> KeySetting:
+    """The paper's thresholds, with a window of 4,096 tokens or an eighth of the longest length, or the given one."""
+    chosen = min(_WINDOW, max(1, longest // _OF_LENGTH)) if window is None else window
+    if not 1 <= chosen < longest:
+        raise MethodError(
+            f"the short context of key tokens must have between 1 and {longest - 1:,} tokens, fewer than the longest "
+            f"length; got {chosen:,}"
+        )
+    return KeySetting(chosen, max(1, chosen // 4))
+
+
+def find_key_tokens(
+    scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
+) -> Tensor:
+    """Find the key tokens from `first` on, (N - first,) bool; a token with no more than a window before it is none.
+
+    Windows begin every `stride` tokens from the first token on, as in the paper's code. `prefix` is the first of the
+    ids, (N,) int64, if there is one, and stands in place of the first one of a window. Length-dependent methods are
+    held at `length` for the long context, in a window at its own; `first` is at least 1.
+    """
+    found = torch.zeros(len(ids) - first, dtype=torch.bool)
+    begin = max(first, setting.window)
+    if begin >= len(ids):
+        return found
+    long = scorer.losses(ids, begin, length=length)  # (N - begin,)
+    for start in range((begin - setting.window) // setting.stride * setting.stride, len(ids), setting.stride):
+        window = ids[start : start + setting.window + setting.stride].clone()
+        if len(window) <= setting.window:
+            break
+        if prefix is not None:
+            window[0] = prefix
+        low, high = max(begin, start + setting.window), start + len(window)  # the tokens that it scores
+        of_long = long[low - begin : high - begin]
+        of_short = scorer.losses(window, low - start)
+        found[low - first : high - first] = (of_short - of_long > setting.gain) & (of_long < -setting.likely)
+    return found
+
+
+def _keys_of_document(
+    scorer: TokenScorer, document: Tensor, passes: Iterable[_Pass], prefix: int | None, setting: KeySetting, length: int
+) -> tuple[set[int], set[int]]:
+    """The tokens of a document (tokens,) that are compared, and the key tokens among them; see `find_key_tokens`."""
+    compared, found = set[int](), set[int]()
+    for start, stop, first in passes:
+        ids, shift = document[start:stop].clone(), start
+        if prefix is not None and start:  # a pass from the middle of a document has it for its first token
+            ids[0] = prefix
+        elif prefix is not None:
+            ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
+        scored = max(first - shift, 1)
+        keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
+        compared |= set(range(shift + max(scored, setting.window), stop))
+        found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
+    return compared, found
+
+
+@dataclass(frozen=True)
+class KeyRanges:
+    """Places of the key tokens of documents."""
+
+    evaluator: str  # the model that found them, and its method
+    setting: KeySetting
+    # by the digest of a document's text: its name, and ranges of characters, ascending and apart
+    documents: Mapping[str, tuple[str, tuple[_Range, ...]]]
+
+    @property
+    def described(self) -> str:
+        """The evaluator and the thresholds, for tables."""
+        return f"{short(printable(self.evaluator))}: {self.setting}"
+
+    def mask(self, document: Tokens) -> Tensor:
+        """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
+        digest = _text_digest(document)
+        if digest not in self.documents and document.name in {name for name, _ in self.documents.values()}:
+            raise CorpusError(
+                f"{document.name}: its text is not the one that key tokens were found in; find them anew with "
+                "--keys-by MODEL"
+            )
+        _, ranges = self.documents.get(digest, ("", ()))
+        if ranges and ranges[-1][1] > len(document.text):
+            raise CorpusError(f"{document.name}: a range of key tokens ends after the text's last character")
+        starts = [start for start, _ in ranges]
+        inside = []
+        for start, stop in _character_spans(document) if ranges else [(0, 0)] * len(document.ids):
+            index = bisect_right(starts, start) - 1
+            inside.append(start < stop and index >= 0 and stop <= ranges[index][1])
+        return torch.tensor(inside, dtype=torch.bool)
+
+    def write(self, file: Path) -> None:
+        documents = [{"name": n, "sha256": d, "ranges": r} for d, (n, r) in self.documents.items()]
+        with atomic_file(file) as part:
+            write_json(part, {"evaluator": self.evaluator, "setting": asdict(self.setting), "documents": documents})
+
+
+def read_keys(file: str | Path, window: int | None = None) -> KeyRanges:
+    """Read key tokens that another run found, with `window` if one was asked for; the file may be somebody else's."""
+    saved = read_json(Path(file))
+    try:
+        setting = KeySetting(**saved["setting"])
+        whole = all(type(n) is int and 1 <= n < 2**40 for n in (setting.window, setting.stride))
+        if not whole or not all(type(n) in (int, float) and math.isfinite(n) for n in (setting.gain, setting.likely)):
+            raise ValueError(f"its setting is {short(repr(saved['setting']))}")
+        documents = {}
+        for each in saved["documents"]:
+            if not (isinstance(each["name"], str) and isinstance(each["sha256"], str)):
+                raise ValueError("a document needs a name and the sha256 of its text")
+            documents[each["sha256"]] = (each["name"], _check_ranges(each["ranges"]))
+        if not isinstance(saved["evaluator"], str):
+            raise ValueError("the evaluator must be named by a string")
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = f"{one_line(error)} is missing" if isinstance(error, KeyError) else one_line(error)
+        raise FileError(f"{str(file)!r} does not hold key tokens, as keys.json of a run does: {reason}") from error
+    if window not in (None, setting.window):
+        raise MethodError(
+            f"the key tokens in {str(file)!r} were found with windows of {setting.window:,} tokens, not {window:,}: "
+            "leave out the window, or give the model that finds them"
+        )
+    return KeyRanges(saved["evaluator"], setting, documents)
+
+
+def _check_ranges(value: Any) -> tuple[_Range, ...]:
+    """Ranges of characters from JSON; ValueError for anything but a list of pairs, ascending and apart."""
+    last, ranges = -1, []
+    for pair in value if isinstance(value, list) else [value]:
+        match pair:
+            case [int(start), int(stop)] if last < start < stop < 2**40 and not isinstance(start, bool):
+                ranges.append((start, stop))
+                last = stop
+            case _:
+                raise ValueError(f"expected ranges [start, stop] of characters, ascending; got {short(repr(pair))}")
+    return tuple(ranges)
+
+
+def merged(ranges: Iterable[_Range]) -> tuple[_Range, ...]:
+    """The same characters by ranges that are ascending and apart; empty ones are left out."""
+    joined: list[_Range] = []
+    for start, stop in sorted(each for each in ranges if each[0] < each[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], stop))
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _character_spans(document: Tokens) -> Sequence[_Range]:
+    """The characters that each token has a part of; CorpusError where the document came as token ids."""
+    places = list(zip((0, *document.ends), document.ends, strict=False))  # in bytes
+    if _text(document).isascii():
+        return places
+    before = [0, *accumulate(len(character.encode()) for character in document.text)]
+    return [(bisect_right(before, start) - 1, bisect_left(before, stop)) for start, stop in places]
+
+
+def _text_digest(document: Tokens) -> str:
+    """SHA-256 of a document's text; CorpusError where it came as token ids."""
+    return hashlib.sha256(_text(document).encode()).hexdigest()
+
+
+def _text(document: Tokens) -> str:
+    if not document.text and len(document.ids):
+        raise CorpusError(
+            f"{document.name}: key tokens are ranges of characters, and this document came as token ids; give text"
+        )
+    return document.text
 
 
 class _DocumentKeys(NamedTuple):
@@ -50,7 +233,7 @@ class _DocumentKeys(NamedTuple):
     name: str
     compared: int
     keys: int
-    ranges: tuple[Range, ...]
+    ranges: tuple[_Range, ...]
 
     def to_record(self) -> list[Any]:
         return list(self[1:])
@@ -83,7 +266,7 @@ class KeyTokenRuns(RunKind):
     def parse(self, item: str, value: Any) -> _DocumentKeys:
         match value:
             case [int(compared), int(keys), list(ranges)] if 0 <= keys <= compared < 2**63:
-                return _DocumentKeys(item, compared, keys, check_ranges(ranges))
+                return _DocumentKeys(item, compared, keys, _check_ranges(ranges))
         raise ValueError(f"expected [compared, keys, ranges], got {short(repr(value))}")
 
     def result(
@@ -112,7 +295,7 @@ class _KeyTokenMeasurement(Measurement):
     kind = "keys"
 
     def __init__(
-        self, documents: Sequence[tuple[Tokens, Sequence[Pass]]], prefix: int | None, setting: KeySetting, length: int
+        self, documents: Sequence[tuple[Tokens, Sequence[_Pass]]], prefix: int | None, setting: KeySetting, length: int
     ) -> None:
         self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
         self.items, self.all_cells = [document.name for document, _ in documents], [(length,)]
@@ -128,7 +311,7 @@ class _KeyTokenMeasurement(Measurement):
     def cell_fingerprints(self) -> Mapping[Cell, str]:
         digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
         for document, passes in self.documents:
-            digest.update(document.ids.numpy().tobytes() + text_digest(document).encode() + repr(passes).encode())
+            digest.update(document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode())
         return {(self.length,): digest.hexdigest()}
 
     def measure(
@@ -137,42 +320,40 @@ class _KeyTokenMeasurement(Measurement):
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         for each in passes:
-            of_pass = keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
+            of_pass = _keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
             compared |= of_pass[0]
             found |= of_pass[1]
             progress(sum(self._sizes(*each)))
-        characters = character_spans(document)
+        characters = _character_spans(document)
         ranges = merged(characters[token] for token in found)
         yield cells[0], _DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
 
 
 def plan_keys(
     evaluator: PreTrainedModel,  # may be on the meta device
-    plan: EvalPlan,
-    *,
     tokenizer: PreTrainedTokenizerBase,  # of the evaluator
-    data: str,
-    window: int | None = None,  # see `key_setting`
-    **reading: Any,
+    plan: RunPlan[PerplexityMeasurement],
+    window: int | None,  # see `key_setting`
 ) -> RunPlan[_KeyTokenMeasurement]:
     """Plan to find the key tokens among those that a plan scores at its longest length, before weights are read."""
-    longest = plan.lengths[-1]
+    read = plan.measurement.plan
+    longest = read.lengths[-1]
     setting = key_setting(longest, window)
     prefix = prefix_token(tokenizer, None)
-    documents: list[tuple[Tokens, list[Pass]]] = []
-    for document, spans in plan.documents:
-        places = character_spans(document)
-        (read,) = tokenize([Document(document.name, document.text)], tokenizer)
-        characters = character_spans(read)
+    documents: list[tuple[Tokens, list[_Pass]]] = []
+    for document, spans in read.documents:
+        places = _character_spans(document)
+        (again,) = tokenize([Document(document.name, document.text)], tokenizer)
+        characters = _character_spans(again)
         starts, stops = ([place[end] for place in characters] for end in (0, 1))
-        passes = set[Pass]()
+        passes = set[_Pass]()
         for start, stop, first in _passes(spans, longest):
             start = bisect_left(starts, places[start][0])
             stop = bisect_right(stops, places[stop - 1][1])
             first = max(start, bisect_left(starts, places[first][0]))
             if stop - max(first, start + setting.window) > 0:
                 passes.add((start, stop, first))
-        documents.append((read, sorted(passes)))  # without a pass it has no key tokens, which its entry says
+        documents.append((again, sorted(passes)))  # without a pass it has no key tokens, which its entry says
     if not any(passes for _, passes in documents):
         raise CorpusError(
             f"no scored token has more than {setting.window:,} tokens before it, so that no short context is shorter "
@@ -186,10 +367,10 @@ def plan_keys(
             f"the evaluator {short(evaluator.name_or_path)!r} is for {reach:,} tokens and reads {longest_pass:,}; what "
             "it finds may be wrong: save it with a method (`rope-ext patch`) and give that folder"
         )
-    return RunPlan(measurement, data, **reading)
+    return RunPlan(measurement, plan.data, chunk=plan.chunk, offload_cache=plan.offload_cache)
 
 
-def _passes(spans: Iterable[Span], longest: int) -> list[Pass]:
+def _passes(spans: Iterable[Span], longest: int) -> list[_Pass]:
     """The passes of the longest length, up to the last token that each scores."""
     return [(max(span.start, 0), span.score_to, span.score_from) for span in spans if span.context == longest]
 
@@ -199,32 +380,45 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
     for document, spans in plan.documents:
-        _, found = keys_of_document(scorer, document.ids, _passes(spans, longest), plan.prefix, setting, longest)
+        _, found = _keys_of_document(scorer, document.ids, _passes(spans, longest), plan.prefix, setting, longest)
         masks.append(torch.zeros(len(document.ids), dtype=torch.bool))
         masks[-1][sorted(found)] = True
     return masks, setting
 
 
-def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement], *, write: bool = True) -> KeyRanges:
-    """The key tokens that a complete run of a plan found; `write` puts them into the run's folder, if it has one."""
+def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> KeyRanges:
+    """The key tokens that a complete run of a plan found; a run in a folder keeps them there."""
     (result,) = run.results
     name = Path(run.settings["model"]).name or "model"
-    digests = {document.name: text_digest(document) for document, _ in plan.measurement.documents}
+    digests = {document.name: _text_digest(document) for document, _ in plan.measurement.documents}
     found = KeyRanges(
         name if result.method is None else f"{name} ({label(result.method)})",
         result.setting,
         {digests[each.name]: (each.name, each.ranges) for each in result.documents},
     )
-    if write and run.path is not None:
+    if run.path is not None:
         found.write(run.path / KEYS_FILE)
     return found
 
 
-def mark_keys(plan: RunPlan[PerplexityMeasurement], keys: KeyRanges) -> RunPlan[PerplexityMeasurement]:
-    """The same plan, with LongPPL measured over these key tokens; warns of documents that were not searched for any."""
+def with_keys(
+    plan: RunPlan[PerplexityMeasurement], question: Perplexity, find: Callable[[str], KeyRanges | None]
+) -> RunPlan[PerplexityMeasurement]:
+    """The plan with LongPPL measured over the key tokens of the question, where it has some: of a file, or of a model.
+
+    `find` has the model of this name find them; None leaves the plan as it is. Warns of documents that were not
+    searched for any.
+    """
+    source = question.keys_by
+    if source is None:
+        return plan
+    is_file = os.path.isfile(source)  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
+    keys = read_keys(source, question.key_window) if is_file else find(source)
+    if keys is None:
+        return plan
     read = plan.measurement.plan
     masks = [keys.mask(document) for document, _ in read.documents]
-    unknown = [document.name for document, _ in read.documents if text_digest(document) not in keys.documents]
+    unknown = [document.name for document, _ in read.documents if _text_digest(document) not in keys.documents]
     if 0 < len(unknown) < len(masks):  # of no document at all is an error of the measurement
         warn_caller(
             f"{len(unknown):,} of {len(masks):,} documents were not searched for key tokens, {unknown[0]!r} for one: "

@@ -18,7 +18,7 @@ from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.eval.task_plans import template_tokens
+from rope_ext_hf.eval.task_runs import template_tokens
 from rope_ext_hf.files import disk_errors, write_text
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load

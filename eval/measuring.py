@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.eval.perplexity_plans import with_keys
-from rope_ext_hf.eval.perplexity_results import Result
+from rope_ext_hf.eval.key_token_runs import KeyRanges, keys_of_run, plan_keys, with_keys
+from rope_ext_hf.eval.perplexity_runs import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.eval.task_runs import TaskResult
@@ -21,7 +21,7 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
-from rope_ext_hf.runs.kinds import Results, Run, RunPlan
+from rope_ext_hf.runs.kinds import Results, Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 
@@ -87,10 +87,10 @@ def measure(
     if isinstance(question, Perplexity):
         device, dtype = str(model.device), model.dtype
 
-        def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
+        def find(source: str) -> KeyRanges:
             evaluator = load_model(source, device=device, dtype=dtype)
-            of_keys = planned(evaluator, load_tokenizer(source))
-            return carry_out(evaluator, of_keys, out=out, file=file), of_keys
+            of_keys = plan_keys(evaluator, load_tokenizer(source), plan, question.key_window)
+            return keys_of_run(carry_out(evaluator, of_keys, out=out, file=file), of_keys)
 
         plan = with_keys(plan, question, find)
     return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)

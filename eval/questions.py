@@ -85,7 +85,7 @@ class LengthsQuestion(Question):
 
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question, and every method with every factor; without one, fitted to the longest length."""
-        resolve = _function("rope_ext_hf.patches.choosing.resolve_choice")
+        resolve = _function("rope_ext_hf.patches.patching.resolve_choice")
         return self, resolve(methods, model, max(self.lengths))
 
 
@@ -94,7 +94,7 @@ class Perplexity(LengthsQuestion):
     """Perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
-    planner = "rope_ext_hf.eval.perplexity_plans.plan_perplexity"
+    planner = "rope_ext_hf.eval.perplexity_runs.plan_perplexity"
     command = "ppl"
 
     data: Any = asked(
@@ -162,7 +162,7 @@ class Sweep(Perplexity):
         method costs short inputs more the larger its factor is.
         """
         fitted: tuple[LengthsQuestion, list[RopeMethod]]
-        fitted = _function("rope_ext_hf.eval.perplexity_plans.fit_sweep")(self, model, methods)
+        fitted = _function("rope_ext_hf.eval.perplexity_runs.fit_sweep")(self, model, methods)
         return fitted
 
 
@@ -175,7 +175,7 @@ class Passkey(LengthsQuestion):
     takes as many times less. All other statements stand at random depths. Names and values are the same at each length.
     """
 
-    planner = "rope_ext_hf.eval.retrieval_plans.plan_passkey"
+    planner = "rope_ext_hf.eval.retrieval_runs.plan_passkey"
     command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
@@ -212,7 +212,7 @@ class Tasks(LengthsQuestion):
     right answers that they hold; ranked ones by whether the first right answer has the highest likelihood per token.
     """
 
-    planner = "rope_ext_hf.eval.task_plans.plan_tasks"
+    planner = "rope_ext_hf.eval.task_runs.plan_tasks"
     command = "tasks"
 
     suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
@@ -221,9 +221,7 @@ class Tasks(LengthsQuestion):
     )
     samples: int = asked(20, "Prompts per task and length.", least=1, most=10_000)
     haystack: Any = asked(
-        "stdlib",
-        "The text that facts are hidden in, named as in --data of ppl; some tasks use none.",
-        parse=anything,
+        "stdlib", "The text that facts are hidden in, named as in --data of ppl; some tasks use none.", parse=anything
     )
     score: str | None = asked(
         None,

@@ -18,15 +18,9 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_hooks import angle_table
-from rope_ext_hf.patches.length_profiles import ProfileSlot
+from rope_ext_hf.patches.length_hooks import ProfileSlot
 from rope_ext_hf.patches.slot_finding import rotary_modules
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
-
-
-def keeps_angles_in_weights(config: Any) -> bool:
-    """Whether the class of a text config has a table of angles instead of a rotary module."""
-    return angle_table(config.model_type) is not None
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:

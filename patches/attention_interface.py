@@ -1,4 +1,4 @@
-"""Our names in transformers' two attention tables, and how a model is made to run one of them."""
+"""Our names in transformers' two attention tables, and how a model is made to run one of them, in eval mode or not."""
 
 from __future__ import annotations
 
@@ -56,6 +56,21 @@ def use_attention(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, own in zip(configs, before, strict=True):
             config._attn_implementation = own
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, every module of a model is in eval mode; at the end each is back in its own mode."""
+    modes = {name: module.training for name, module in model.named_modules()}
+    for module in model.modules():
+        if module.training:
+            module.training = False
+    try:
+        yield
+    finally:
+        for name, module in model.named_modules():  # by name: a patch may have put another module in the place
+            if module.training != (before := modes.get(name, module.training)):
+                module.training = before
 
 
 class _AsLoaded:

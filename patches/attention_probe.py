@@ -21,11 +21,11 @@ from rope_ext_hf.patches.attention_interface import (
     PROBE_RECORDS,
     UNSUPPORTED_KWARGS,
     Layer,
+    evaluating,
     is_sliding,
     register_attention,
     use_attention,
 )
-from rope_ext_hf.patches.evaluating import evaluating
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot

@@ -14,22 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS
-from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError
+from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method, rotary_from_dict
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
-from rope_ext_hf.patches.families import Family, family
-from rope_ext_hf.patches.family_hooks import (
-    LINEAR_EXTENDED,
-    angle_table,
-    linear_is_extended,
-    original_length_of_linear,
-    runs_alpha,
-    runs_short_list,
-)
+from rope_ext_hf.patches.families import Family, family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.patches.family_settings import config_number
-from rope_ext_hf.patches.patch_spec import PatchSpec
 
 PATCH_KEY = "rope_ext_hf"
 PAIRING_KEY = "rope_pairing"  # the config key that states in which pairing the weights are, where they were converted
@@ -64,6 +56,46 @@ SAVED_KEYS = ("rope_parameters", "max_position_embeddings", "original_max_positi
 
 
 @dataclass(frozen=True)
+class PatchSpec:
+    """One patch, with every parameter of its method filled in."""
+
+    method: RopeMethod
+    rotary: Rotary  # what it is applied to, scalings underneath included
+    target_length: int | None = None  # tokens that were asked for; None: the method's own
+    native: bool = False  # whether a native form that behaves otherwise is accepted
+    layers: tuple[str | int, ...] | None = None  # as asked for; None: those that attend to everything before them
+
+    def to_dict(self) -> dict[str, Any]:
+        saved: dict[str, Any] = {
+            "method": self.method.to_dict(),
+            "rotary": self.rotary.to_dict(),
+            "target_length": self.target_length,
+            "native": self.native,
+        }
+        return saved if self.layers is None else saved | {"layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> PatchSpec:
+        """The inverse of `to_dict`; other keys are left alone."""
+        try:
+            method = method_from_dict(saved["method"])
+            rotary = rotary_from_dict(saved["rotary"])
+            layers, target_length, native = saved.get("layers"), saved["target_length"], saved["native"]
+        except (KeyError, TypeError) as error:
+            raise MethodError(f"not a saved patch: {error!r}") from error
+        whole = type(target_length) is int and 0 < target_length <= MOST_TOKENS
+        listed = isinstance(layers, list | tuple) and all(type(each) in (int, str) for each in layers)
+        for key, value, right, kind in (
+            ("target_length", target_length, target_length is None or whole, "a positive whole number or null"),
+            ("native", native, isinstance(native, bool), "true or false"),
+            ("layers", layers, layers is None or listed, "a list of layer numbers and layer types"),
+        ):
+            if not right:
+                raise MethodError(f"not a saved patch: {key} must be {kind}, and is {short(repr(value))}")
+        return cls(method, rotary, target_length, native, layers and tuple(layers))
+
+
+@dataclass(frozen=True)
 class ConfigRope:
     """The rotary embedding that a config describes for one layer type."""
 
@@ -84,7 +116,7 @@ class ConfigRope:
 def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
     """The rope settings of one layer type (None: of a model with one set for all layers)."""
     parameters = getattr(config, "rope_parameters", None) or {}
-    if not parameters and angle_table(config.model_type) is not None:  # a table that the config does not mention
+    if not parameters and family(config.model_type).angle_table:  # a table that the config does not mention
         parameters = {"rope_type": "default", "rope_theta": config_number(config, "rope_theta")}
     settings = parameters.get(layer_type) if layer_type is not None else parameters
     if not settings or settings.get("rope_theta") is None:
@@ -111,7 +143,7 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
             f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
             + ("; load this folder with rope_ext_hf.from_pretrained" if ours else "")
         )
-    if rope_type == "dynamic" and runs_alpha(config.model_type) and settings.get("alpha"):
+    if rope_type == "dynamic" and family(config.model_type).alpha_is_ntk and settings.get("alpha"):
         method = resolve_method("ntk", None, factor=float(settings["alpha"]))
         rule = "max_position_embeddings: the dynamic scaling of this family with alpha is a static ntk"
         return ConfigRope(Rotary(dim, theta, most, rotated_pairs), method, most, rule)
@@ -263,7 +295,7 @@ def _saved_extended(model_type: str, rotary: Rotary) -> bool:
     own = rotary.own
     if own is not None and own.method.name == "linear":
         return linear_is_extended(model_type, rotary.theta, own.context_length)
-    return model_type in LINEAR_EXTENDED
+    return family(model_type).linear_extended
 
 
 def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:

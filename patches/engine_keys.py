@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 from rope_ext_hf.engines.base import expected_of, other_engines, reference_engine, runs_otherwise
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.families import Family
-from rope_ext_hf.patches.family_hooks import angle_table, former_key
+from rope_ext_hf.patches.families import Family, family, former_key
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""
@@ -64,7 +63,7 @@ def former_spelling(config: _Settings, layer_types: Sequence[str | None]) -> dic
 
     transformers 5 lets `rope_scaling` win over `rope_parameters`, and some of its classes read it otherwise.
     """
-    if angle_table(config["model_type"]) is not None:  # every program reads the table, and no setting
+    if family(config["model_type"]).angle_table:  # every program reads the table, and no setting
         return {}
     former = former_keys(config["model_type"], config["rope_parameters"], layer_types)
     former = {key: value for key, value in former.items() if key not in config}

@@ -1,45 +1,25 @@
-"""The family table, `families.toml`: what a live model does not reveal about itself; its comments explain it."""
+"""The family table, `families.toml`: what a live model does not reveal about itself; its comments explain it.
+
+What the classes of one family do as no others do is a function below.
+"""
 
 # No postponed annotations: `strict` checks values against the types themselves.
-import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
-from huggingface_hub.dataclasses import strict, validated_field
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from rope_ext_hf.errors import UnsupportedModelError, did_you_mean, one_line
+from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.files import package_table
 
 _Block = Literal[
     "q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm"
 ]
 KV_HEADS = "num_key_value_heads"
-_CONFIG_KEYS = (
-    "num_hidden_layers",
-    "num_attention_heads",
-    KV_HEADS,
-    "head_dim",
-    "index_n_heads",
-    "index_head_dim",
-    "rotary_dim",
-    "rope_theta",
-    "max_position_embeddings",
-)
-
-
-def _matches(pattern: str, what: str) -> Callable[[str | None], None]:
-    def check(value: str | None) -> None:
-        if value is not None and not re.fullmatch(pattern, value):
-            raise ValueError(f"must be {what}, got {value!r}")
-
-    return check
-
-
-_is_key = _matches(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", "the name of a config key")
 
 
 @strict
@@ -50,12 +30,8 @@ class ModuleRows:
     blocks: list[_Block]  # the kinds of rows, one below the other
     repeat: int | Literal["num_key_value_heads"] = 1
     """How many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head."""
-    when: str | None = validated_field(_is_key, default=None)  # a config key; None: no condition
+    when: str | None = None  # a config key; None: no condition
     pairing: Literal["half", "interleaved"] | None = None  # None: that of the attention
-
-    def validate_rows(self) -> None:
-        if not self.blocks or (self.repeat != KV_HEADS and int(self.repeat) < 1):
-            raise ValueError(f"blocks {self.blocks}, {self.repeat} times, are no rows")
 
 
 @strict
@@ -64,21 +40,10 @@ class ConfigNumber:
     """A number that a config gives under a family's own keys, for configs in which `when` is true."""
 
     product: list[str | int | float]  # config keys and numbers to be multiplied
-    when: str | None = validated_field(_is_key, default=None)  # a config key; None: no condition
-
-    def validate_number(self) -> None:
-        for factor in self.product:
-            if isinstance(factor, str):
-                _is_key(factor)
-        if not self.product or not all(isinstance(each, str) or 0 < each < float("inf") for each in self.product):
-            raise ValueError(f"product must be config keys and positive numbers, got {self.product!r}")
+    when: str | None = None  # a config key; None: no condition
 
 
-class _Conditional(Protocol):
-    when: str | None
-
-
-T = TypeVar("T", bound=_Conditional)
+T = TypeVar("T", ModuleRows, ConfigNumber)
 
 
 @strict
@@ -87,35 +52,21 @@ class Family:
     """One table of families.toml; the comments there explain each field. It is shared: not to be changed."""
 
     pairing: Literal["half", "interleaved"] | None = None
-    pairing_switch: str | None = validated_field(_is_key, default=None)
+    pairing_switch: str | None = None
     rotated: dict[str, list[ModuleRows]] = field(default_factory=dict)
     unrotated: list[str] = field(default_factory=list)
     renamed: dict[str, str] = field(default_factory=dict)
     config_keys: dict[str, list[ConfigNumber]] = field(default_factory=dict)
-    remote_attention: str | None = validated_field(
-        _matches(r"\w+\.\{\}\.\w+", "like 'layers.{}.self_attention'"), default=None
-    )
+    remote_attention: str | None = None
     rope_types: list[str] | None = None
-    rotates_values: str | None = validated_field(_is_key, default=None)
+    angle_table: str | None = None
+    learned_log_multiplier: str | None = None
+    linear_extended: bool = False
+    alpha_is_ntk: bool = False
+    rotates_values: str | None = None
     softmax_mscale: bool = False
     own_temperature: bool = False
     sliding_rope_only: bool = False
-
-    def validate_alternatives(self) -> None:
-        values: dict[str, Any] = {**self.rotated, **self.config_keys}
-        for name, alternatives in values.items():
-            if [each.when is None for each in alternatives] != [False] * (len(alternatives) - 1) + [True]:
-                raise ValueError(f"{name}: every alternative but the last must have `when`")
-
-    def validate_keys(self) -> None:
-        if unknown := next((key for key in self.config_keys if key not in _CONFIG_KEYS), None):
-            known = ", ".join(_CONFIG_KEYS)
-            raise ValueError(f"config_keys.{unknown} is unknown; known: {known}.{did_you_mean(unknown, _CONFIG_KEYS)}")
-        if self.remote_attention is not None and "rotary_dim" not in self.config_keys:
-            raise ValueError("remote_attention needs config_keys.rotary_dim: there is no model that could be asked")
-
-
-_KEYS = ("like", *(each.name for each in fields(Family)))
 
 
 def choose(alternatives: Iterable[T], config: Any) -> T:
@@ -137,7 +88,7 @@ def look_up(config: Any, key: str) -> Any:
 @cache
 def tables() -> dict[str, Any]:
     """Return families.toml as it stands: one table per `model_type`, none of them read yet."""
-    return tomllib.loads(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
+    return package_table("rope_ext_hf.patches", "families.toml")
 
 
 def families() -> dict[str, Family]:
@@ -151,61 +102,110 @@ def family(model_type: str) -> Family:
 
 
 def parse_families(text: str) -> dict[str, Family]:
-    """Parse a whole table strictly; ValueError names the table that is wrong."""
+    """Parse a whole table; ValueError names the family with an unknown field, or a value of another type."""
     parsed = tomllib.loads(text)
     return {name: _read_table(parsed, name) for name in parsed}
 
 
 def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
     try:
-        given = _with_base(parsed, name)
-        for key, read in (("rotated", _module_rows), ("config_keys", _config_number)):
-            if isinstance(table := given.get(key), dict):  # anything else is refused as a field of Family
-                given[key] = {at: _alternatives(f"{key}.{at}", value, read) for at, value in table.items()}
-        return Family(**given)
-    except _REFUSED as error:
-        raise ValueError(f"[{name}]: {_reason(error)}") from error
-
-
-_REFUSED = (StrictDataclassError, TypeError, ValueError)
-
-
-def _reason(error: BaseException) -> str:
-    """The message of an error, and of the first in its chain: a list's names the item alone, the first its value."""
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    outer, inner = one_line(error), one_line(first)
-    return outer if inner in outer else f"{outer}: {inner}"
+        stated = _with_base(parsed, name)
+        rows, numbers = stated.pop("rotated", {}), stated.pop("config_keys", {})
+        return Family(
+            **stated,
+            rotated={
+                module: _alternatives(value, ModuleRows, lambda blocks: ModuleRows(blocks=blocks))
+                for module, value in rows.items()
+            },
+            config_keys={
+                key: _alternatives(value, ConfigNumber, lambda factor: ConfigNumber(product=[factor]))
+                for key, value in numbers.items()
+            },
+        )
+    except (AttributeError, KeyError, StrictDataclassError, TypeError) as error:
+        raise ValueError(f"[{name}]: {one_line(error)}") from error
 
 
 def _with_base(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The values of a table, over those of the table that it is like."""
-    table = parsed[name]
-    if not isinstance(table, dict):
-        raise ValueError(f"{name} stands outside any table; known keys of one: {', '.join(_KEYS)}")
-    if unknown := next((key for key in table if key not in _KEYS), None):
-        raise ValueError(f"unknown key {unknown}; known keys: {', '.join(_KEYS)}.{did_you_mean(unknown, _KEYS)}")
-    own = {key: value for key, value in table.items() if key != "like"}
-    if (base := table.get("like")) is None:
-        return own
-    if base not in list(parsed)[: list(parsed).index(name)]:
-        raise ValueError(f"like = {base!r} names no table above it")
-    return _with_base(parsed, base) | own
+    own = dict(parsed[name])
+    base = own.pop("like", None)
+    return own if base is None else _with_base(parsed, base) | own
 
 
-def _alternatives(where: str, value: Any, read: Callable[[Any], T]) -> list[T]:
-    """Read a value that may be a list of alternatives."""
+def _alternatives(value: Any, kind: type[T], plain: Callable[[Any], T]) -> list[T]:
+    """A value that may be a list of alternatives; each is a table of fields, or stands for the first field alone."""
     several = isinstance(value, list) and any(isinstance(item, dict) for item in value)
-    try:
-        return [read(item) for item in (value if several else [value])]
-    except _REFUSED as error:
-        raise ValueError(f"{where}: {_reason(error)}") from error
+    return [kind(**item) if isinstance(item, dict) else plain(item) for item in (value if several else [value])]
 
 
-def _module_rows(value: Any) -> ModuleRows:
-    return ModuleRows(**value) if isinstance(value, dict) else ModuleRows(blocks=value)
+# --- what the classes of single families do as no others do: one function each --------------------------------------
 
 
-def _config_number(value: Any) -> ConfigNumber:
-    return ConfigNumber(**value) if isinstance(value, dict) else ConfigNumber(product=[value])
+def rotates_back(model_type: str) -> bool:
+    """Whether its attention rotates values as well, and rotates its output back."""
+    return model_type == "deepseek_v4"
+
+
+def rows_rotate(model_type: str, layer: Any) -> bool:
+    """Whether a layer rotates, by its part of the config; elsewhere every layer of a kind does."""
+    return model_type != "mistral_large4_text" or bool(layer.no_rope_layers)  # named for the contrary
+
+
+def rope_key(model_type: str, layer_type: str) -> str:
+    """The key of `rope_parameters` under which the rotary embedding of a layer type stands."""
+    if model_type == "deepseek_v4":
+        return "main" if layer_type == "sliding_attention" else "compress"
+    return layer_type
+
+
+_FORMER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+
+
+def former_key(model_type: str, key: str) -> str:
+    """The top-level key of a rope setting in its configs of transformers 4."""
+    return _FORMER.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
+
+
+def check_architecture(text: Any) -> None:
+    """Check that a text config is no other architecture of the same model_type than the family table describes."""
+    if text.model_type == "chatglm" and getattr(text, "inner_hidden_size", None) is not None:
+        raise UnsupportedModelError(
+            "by 'inner_hidden_size' in its config this 'chatglm' is the first ChatGLM-6B, which rotates each half of a "
+            "head by positions of its own; that one is not in the family table"
+        )
+
+
+def linear_is_extended(model_type: str, theta: float, max_position_embeddings: int) -> bool:
+    """Whether max_position_embeddings beside a linear scaling is the extended length already, not the original."""
+    if model_type == "llama":  # as in deepseek-coder and others, but not in Vicuna-16k and LongChat
+        return theta != 10_000 or max_position_embeddings > 4096
+    return family(model_type).linear_extended
+
+
+def original_length_of_linear(model_type: str, extended: int, factor: float) -> int:
+    """The length in tokens before a linear scaling, where the config states the extended one."""
+    if model_type == "gemma3_text":  # technical report, arXiv 2503.19786, sec. 2; no config has it
+        return 32_768
+    return round(extended / factor)
+
+
+def runs_short_list(model_type: str, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The longrope settings as its class runs them, and a note where that is not what they state.
+
+    The PhiMoE class never uses the long list, and multiplies cos and sin by short_mscale or long_mscale.
+    """
+    if model_type != "phimoe":
+        return settings, ""
+    short, long = settings.get("short_mscale"), settings.get("long_mscale")
+    if short is None or short != long:
+        raise UnsupportedModelError(
+            f"the {model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, whichever "
+            "the longest row of a batch asks for; that cannot be replaced unless both are equal"
+        )
+    note = (
+        f"The {model_type!r} class of transformers never uses long_factor; the model runs short_factor. A longrope "
+        "patch with both lists uses it beyond the original length and is no identity, even at factor 1."
+    )
+    changed = {"long_factor": settings["short_factor"], "attention_factor": short}
+    return settings | changed, note if settings["long_factor"] != settings["short_factor"] else ""

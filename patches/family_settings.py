@@ -9,8 +9,7 @@ from typing import Any
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.patches.families import Family, choose, family, look_up
-from rope_ext_hf.patches.family_hooks import check_architecture
+from rope_ext_hf.patches.families import Family, check_architecture, choose, family, look_up
 
 _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
 
@@ -18,8 +17,9 @@ _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"
 def check_sizes(config: Any) -> None:
     """Check that a model of this config can be built in reasonable time and memory, even without weights."""
     for part in _parts(config):
-        layers = max(_number_or_zero(part, key) for key in _LAYERS)
-        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", _head_width(part))):
+        layers, heads = max(_number_or_zero(part, key) for key in _LAYERS), _number_or_zero(part, "num_attention_heads")
+        width = _number_or_zero(part, "head_dim") or (heads and _number_or_zero(part, "hidden_size") / heads)
+        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", width)):
             if value > (most := limit(name)):
                 raise CheckpointError(
                     f"the config of this {part.model_type!r} has {value:,.0f} {words}; at most {most:,} are supported. "
@@ -54,11 +54,6 @@ def _parts(config: Any) -> Iterator[Any]:
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):
             yield from _parts(value)
-
-
-def _head_width(config: Any) -> float:
-    heads = _number_or_zero(config, "num_attention_heads")
-    return _number_or_zero(config, "head_dim") or (_number_or_zero(config, "hidden_size") / heads if heads else 0)
 
 
 def _number_or_zero(config: Any, key: str) -> float:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
+from rope_ext_hf.rotary.kv_cache import CacheState, RowState
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
@@ -67,7 +67,9 @@ class ForwardContext(ForwardState):
         if new_tokens is None:
             return None
         cache, mask = own_cache(call.get("past_key_values")), call.get("attention_mask")
-        padding, around = _padding_mask(mask), _given_outside()
+        inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
+        around = [state for state in inside if isinstance(state, GivenMask)]  # innermost first
+        padding = _padding_mask(mask)
         prepared = mask is not None and padding is None
         if prepared:
             prepared, padding = _mask_given_outside(around)
@@ -117,12 +119,6 @@ def _padding_mask(mask: Any) -> Tensor | None:
         if isinstance(each, Tensor) and each.ndim == 2:
             return each
     return None
-
-
-def _given_outside() -> list[GivenMask]:
-    """What the modules around the decoder of this forward were given, innermost first."""
-    inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
-    return [state for state in inside if isinstance(state, GivenMask)]
 
 
 def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:

@@ -18,6 +18,7 @@ from rope_ext_hf.patches.config import (
     PAIRING_KEY,
     PATCH_KEY,
     ConfigRope,
+    PatchSpec,
     original_settings,
     read_rope,
     recorded_specs,
@@ -27,7 +28,6 @@ from rope_ext_hf.patches.config import (
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs
@@ -55,43 +55,27 @@ class BaseRope:
 def base_rope(
     model: nn.Module, slots: Sequence[Slot], config: Any, over: str = "own", context_length: int | None = None
 ) -> BaseRope:
-    """What a patch of this model starts from.
-
-    Args:
-        config: its text config before any patch; `undo_saved_patch` gives it.
-        over: see `_OVER`.
-        context_length: overrides the context length that the config states, in tokens.
-    """
-    _check_over(over, context_length)
+    """What a patch of this model starts from; `config` is its text config as `undo_saved_patch` gives it."""
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
     return base_rope_of_config(_config_rope(slots, config), over, context_length, config)
 
 
-def _check_over(over: str, context_length: int | None) -> None:
-    if over not in _OVER:
-        raise MethodError(f"over must be one of {', '.join(_OVER)}; got {over!r}.{did_you_mean(str(over), _OVER)}")
-    if context_length is not None:
-        whole("context_length", context_length)
-
-
 def base_rope_of_config(described: ConfigRope, over: str, context_length: Length | None, config: Any) -> BaseRope:
     """What a new patch starts from, by the config alone; what a longer length is extended from is decided here.
 
-    Args:
-        over: "own" or "original", see `_OVER`.
-        context_length: overrides the context length that the config states or its publisher does, in tokens.
-        config: the text config without patches, for what is published of a model without a scaling of its own.
+    `config`: the text config without patches, for what is published of a model without a scaling of its own.
     """
-    context_length = parse_length(context_length)
-    _check_over(over, context_length)
+    if over not in _OVER:
+        raise MethodError(f"over must be one of {', '.join(_OVER)}; got {over!r}.{did_you_mean(str(over), _OVER)}")
     if over == "patched":
         raise MethodError("over='patched' needs the model itself, not its config alone")
     rotary, rule = described.rotary, described.rule
     if over == "original":
         rotary, rule = described.plain, "the original length of the config"
     if context_length is not None:
-        rotary, rule = _with_context_length(rotary, context_length), "context_length, as given"
+        given = whole("context_length", parse_length(context_length))
+        rotary, rule = _with_context_length(rotary, given), "context_length, as given"
     elif over == "own" and rotary.own is None and (published := published_length(config, rotary.context_length)):
         rotary, rule = _with_context_length(rotary, published), "as published"
     return BaseRope(rotary, rule, config.model_type)
@@ -105,6 +89,8 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
     top = saved[-1]
     if isinstance(top.method, RemappingMethod):
         raise MethodError(f"no method can be applied over {top.method.name}: it changes positions, not frequencies")
+    if context_length is not None:
+        whole("context_length", context_length)
     length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
     rule = "context_length, as given" if context_length else "the extended length of the present patch"
     rotary = top.rotary.scaled(top.method, context_length=length)

@@ -11,8 +11,7 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope, recorded_specs
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_hooks import rope_key
+from rope_ext_hf.patches.families import family, rope_key
 from rope_ext_hf.patches.family_settings import values_of
 
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})

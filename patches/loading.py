@@ -18,14 +18,14 @@ from rope_ext_hf.files import check_regular
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
-from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights, restore_table
-from rope_ext_hf.patches.applying import patch_as_planned, replay
+from rope_ext_hf.patches.angle_tables import restore_table
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.loading_code import without_loading_code
-from rope_ext_hf.patches.planning import plan_patch
+from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay
+from rope_ext_hf.patches.saving import without_loading_code
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def _load_patched(
         if {key, usual.get(key)} & {*SAVED_KEYS}:
             raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
         setattr(config, key, kwargs.pop(key))
-    positions = config.max_position_embeddings if keeps_angles_in_weights(config) else None
+    positions = config.max_position_embeddings if family(config.model_type).angle_table else None
     if positions is not None:  # the table of the patch is among the weights
         config.max_position_embeddings = record["max_position_embeddings"]
     model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})

@@ -1,15 +1,18 @@
-"""What a patch will change in a model, worked out and checked before anything is changed.
+"""Plan what a patch changes in a model, apply the plan, and take patches off again.
 
-Everything that can fail fails here, and the model stays as it is; `apply_plan` (applying.py) changes it.
+All that can fail fails while a patch is planned, and the model stays as it is; `apply_plan` changes it. Nothing of
+transformers is changed: a patched model gets its own copy of its config and our module in its slots, and both go when
+the patch is taken off.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -18,18 +21,23 @@ from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelErr
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.angle_tables import check_method
-from rope_ext_hf.patches.attention_interface import Layer
+from rope_ext_hf.patches.adapters import stop_recording
+from rope_ext_hf.patches.angle_tables import check_method, fill_slot
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
+from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.config import ConfigEncoding, config_encoding, softmax_scale, write_rope
-from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_hooks import rotates_back
+from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.patches.families import family, rotates_back
+from rope_ext_hf.patches.forward_hooks import install_forward_hooks
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.patch_spec import PatchSpec
+from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
 from rope_ext_hf.patches.recipes import recipe_warning
+from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import ConfigSwap, PatchState, Slot, patch_state
+from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state
+
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -78,21 +86,6 @@ def plan_patch(
         return PatchSpec(resolved, base.rotary, length, native, chosen)
 
     return _plan(model, chosen, make_spec, over=over, context_length=parse_length(context_length))
-
-
-def plan_replay(model: nn.Module, specs: Sequence[PatchSpec]) -> PatchPlan:
-    """Work out what patching a model as saved or earlier specs ask, bottom first, would change."""
-    *below, top = specs
-
-    def make_spec(base: BaseRope) -> PatchSpec:
-        if base.rotary.dim != top.rotary.dim:
-            raise CheckpointError(
-                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
-                f"{base.rotary.dim}; it was made for another model"
-            )
-        return top
-
-    return _plan(model, top.layers, make_spec, below=tuple(below))
 
 
 def _plan(
@@ -221,3 +214,92 @@ def _check_softmax_scale(slot: Slot, config: Any, encoding: ConfigEncoding) -> N
             f"x{live:.4f} in this model, x{loaded:.4f} in a model loaded with the new settings; "
             "give a factor and mscale_all_dim that keep it"
         )
+
+
+# --- applying ---------------------------------------------------------------------------------------------------------
+
+
+def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
+    """Patch a model as saved or earlier specs ask, bottom first; the last one is on top."""
+    *below, top = specs
+
+    def make_spec(base: BaseRope) -> PatchSpec:
+        if base.rotary.dim != top.rotary.dim:
+            raise CheckpointError(
+                f"the record of a patch is for {top.rotary.dim} rotated dims per head, this model has "
+                f"{base.rotary.dim}; it was made for another model"
+            )
+        return top
+
+    apply_plan(_plan(model, top.layers, make_spec, below=tuple(below)))
+    return model
+
+
+def apply_plan(plan: PatchPlan) -> None:
+    """Change a model as planned: the only place where a patch changes anything.
+
+    A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
+    """
+    model, state, method = plan.model, plan.state, plan.state.spec.method
+    modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
+    take_off(model)
+    _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
+    if isinstance(method, RemappingMethod):
+        _attend_by(plan)
+    for swap in state.configs:
+        swap.note_written()
+    for slot, module in zip(plan.slots, modules, strict=True):
+        module.train(slot.module.training)
+        setattr(slot.parent, slot.attribute, module)
+        if "config" in slot.module.__dict__:
+            slot.module.config = slot.config  # the replaced module keeps the config it was built from
+    if isinstance(method, RemappingMethod):
+        install_forward_hooks(model, RemappingHooks)
+    elif method.one_per_cache:
+        install_forward_hooks(model, ProfileHooks)
+        install_generate(model, modules[0])
+    elif method.depends_on_length(state.spec.rotary):
+        install_forward_hooks(model, LengthHooks)
+    attach_saving(model, modules[0])
+
+
+def patch_as_planned(plan: PatchPlan) -> None:
+    """`apply_plan`, with the warning of the plan, if it has one, at the line that asked for the patch."""
+    apply_plan(plan)
+    if plan.state.warning is not None:
+        warnings.warn(plan.state.warning, stacklevel=3)
+
+
+def _attend_by(plan: PatchPlan) -> None:
+    """Have the attention modules of a plan run our attention function, by the name in their configs."""
+    register()
+    attach(plan.attention, plan.slots[0].config)
+    text = {id(plan.slots[0].config)}
+    text |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
+    for swap in plan.state.configs:
+        if id(swap.original) in text or id(swap.patched) in text:
+            swap.patched._attn_implementation = ATTENTION_NAME
+
+
+def take_off(model: nn.Module) -> None:
+    state = patch_state(model)
+    configs = state.configs if state else []
+    for parent in list(model.modules()):
+        for attribute, child in list(parent.named_children()):
+            if isinstance(child, PatchedSlot):
+                setattr(parent, attribute, child.replaced)
+                for hook in child.hooks:
+                    hook.remove()
+    for swap in configs:
+        swap.sync_user_changes()
+    _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
+    stop_recording(model)
+    detach(model)
+
+
+def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
+    """Give every module that holds one of these configs (by id) the other one."""
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if id(config) in other:
+            module.config = other[id(config)]

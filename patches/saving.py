@@ -1,4 +1,9 @@
-"""Write patched models and patched copies of folders where transformers' own saving is not enough."""
+"""Write patched models and patched copies of folders where transformers' own saving is not enough.
+
+A folder whose method no config can state may get code by which plain transformers loads it:
+
+    AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,9 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -19,11 +26,10 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
-from rope_ext_hf.patches.angle_tables import keeps_angles_in_weights
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
-from rope_ext_hf.patches.loading_code import write_loading_code
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:
@@ -208,7 +214,7 @@ def save_patched_folder(
             copied, or the disk refuses; nothing is left of `out` then.
     """
     config = model.config.get_text_config()
-    if keeps_angles_in_weights(config):
+    if family(config.model_type).angle_table:
         raise CheckpointError(
             f"{config.model_type!r} keeps its angles in its weights, which are only copied here; load the model, "
             "patch it with rope_ext_hf.patch, and save it with save_pretrained"
@@ -253,11 +259,9 @@ def _is_copy(file: Path, copied: Path) -> bool:
     """Whether a file has the same bytes in a patched copy; where the copy changes a key, the same JSON besides."""
     if not copied.is_file() or file.name not in _CHANGED_COPIES:
         return copied.is_file() and filecmp.cmp(file, copied, shallow=False)
-    kept = [
-        {key: value for key, value in read_json(path).items() if key.partition(":")[0] != _CHANGED_COPIES[file.name]}
-        for path in (file, copied)
-    ]
-    return kept[0] == kept[1]
+    changed = _CHANGED_COPIES[file.name]
+    one, two = ({k: v for k, v in read_json(path).items() if k.partition(":")[0] != changed} for path in (file, copied))
+    return one == two
 
 
 def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
@@ -271,3 +275,42 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
 def _left_out(name: Path) -> bool:
     apart = ("config.json", "README.md", "__init__.py", "run.yaml")
     return name.name in apart or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)
+
+
+# --- code by which plain transformers loads a patched folder -------------------------------------------------------
+
+_MODULE = "modeling_rope_ext_hf"
+"""The module of that code, made of loading_code.txt."""
+
+
+def write_loading_code(folder: str | Path) -> None:
+    """Add code to a patched folder, by which the Auto classes of transformers load it under `trust_remote_code=True`.
+
+    One small Python file, which needs this package, and its name in config.json.
+    """
+    import transformers
+
+    file = Path(folder) / "config.json"
+    config = read_json(file)
+    parts = [part for part in (config, *config.values()) if isinstance(part, dict) and PATCH_KEY in part]
+    if not parts:
+        raise CheckpointError(f"{str(folder)!r} has no patch; write one with rope-ext patch, or save a patched model")
+    method = parts[0][PATCH_KEY]["method"]["method"]
+    if f"rope_ext_hf/{method}" not in str(parts[0].get("rope_parameters")):
+        raise CheckpointError(f"plain transformers loads {str(folder)!r} with {method} as it is; it needs no code")
+    config_class = transformers.AutoConfig.for_model(config["model_type"]).__class__
+    names = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModel")
+    autos = [name for name in names if config_class in getattr(transformers, name)._model_mapping]
+    template = files("rope_ext_hf.patches").joinpath("loading_code.txt").read_text(encoding="utf-8")
+    classes = [f'\n\nclass Patched{name}(Patched):\n    auto_class = "{name}"\n' for name in autos]
+    code = Template(template).substitute(method=method, auto=autos[0]) + "".join(classes)
+    Path(folder, f"{_MODULE}.py").write_text(code, encoding="utf-8")
+    others = config.get("auto_map") or {}
+    write_json(file, config | {"auto_map": others | {name: f"{_MODULE}.Patched{name}" for name in autos}})
+
+
+def without_loading_code(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without the names of that code, as a model that is loaded with this package saves it."""
+    others = {key: value for key, value in (config.get("auto_map") or {}).items() if _MODULE not in str(value)}
+    plain = {key: value for key, value in config.items() if key != "auto_map"}
+    return plain | ({"auto_map": others} if others else {})

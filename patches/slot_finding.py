@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config import ConfigRope, read_rope
-from rope_ext_hf.patches.family_hooks import angle_table, learned_log_multiplier
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
 from rope_ext_hf.rotary.embedding import Layout
@@ -32,9 +32,11 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
     found = rotary_modules(model)
     if not found:
         root: Any = model.config
+        names = vars(sys.modules.get(type(model).__module__, object))  # of the file of its class
+        rotates_inside = any("rotary" in name or "rotate" in name for name in names)
         raise UnsupportedModelError(
             f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
-            + (_ROTATES_INSIDE if _rotates_inside(model) else "its positions are learned, absolute or ALiBi")
+            + (_ROTATES_INSIDE if rotates_inside else "its positions are learned, absolute or ALiBi")
         )
     return [_inspect(*each, several=len(found) > 1, asked=layers) for each in found]
 
@@ -43,12 +45,6 @@ _ROTATES_INSIDE = (
     "its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that computes "
     "cos and sin for them, as Llama and GPT-NeoX have"
 )
-
-
-def _rotates_inside(model: nn.Module) -> bool:
-    """Whether the file of a model's class has a function that rotates."""
-    names = vars(sys.modules.get(type(model).__module__, object))
-    return any("rotary" in name or "rotate" in name for name in names)
 
 
 _Found = tuple[nn.Module, str, nn.Module, Any]
@@ -60,10 +56,7 @@ def rotary_modules(model: nn.Module) -> list[_Found]:
     if not hasattr(root, "model_type"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
     text = root.get_text_config() if hasattr(root, "get_text_config") else root
-    return [each for each in _every_rotary_module(model) if each[3].model_type == text.model_type]
-
-
-def _every_rotary_module(model: nn.Module) -> Iterator[_Found]:
+    found: list[_Found] = []
     modules = list(model.modules())
     with_frequencies = {id(module) for module in modules for name in module._buffers if name.endswith("inv_freq")}
     for parent in modules:
@@ -76,11 +69,13 @@ def _every_rotary_module(model: nn.Module) -> Iterator[_Found]:
             config = getattr(module, "config", None) or getattr(parent, "config", None)
             if isinstance(child, PatchedSlot):  # the one that the module was built from
                 config = next((swap.original for swap in child.state.configs if swap.patched is config), config)
-            if not hasattr(config, "model_type"):  # none, or something else: Idefics keeps a dropout rate there
+            # No config, or something else: Idefics keeps a dropout rate there; or one of another part, such as vision.
+            if getattr(config, "model_type", None) != text.model_type:
                 continue
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
             if _is_table(attribute, config) or (takes_positions and frequency_buffers(module)):
-                yield parent, attribute, module, config
+                found.append((parent, attribute, module, config))
+    return found
 
 
 def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
@@ -94,7 +89,7 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
 
 
 def _is_table(attribute: str, config: Any) -> bool:
-    return attribute == angle_table(config.model_type)
+    return attribute == family(config.model_type).angle_table
 
 
 def _inspect(
@@ -122,7 +117,7 @@ def _inspect(
 
 def _log_multiplier(module: nn.Module, config: Any, pairs: int) -> str | None:
     """The buffer whose exponential multiplies the frequencies of a module, of the families that have one."""
-    named = learned_log_multiplier(config.model_type)
+    named = family(config.model_type).learned_log_multiplier
     tensors = {**dict(module.named_buffers(recurse=False)), **dict(module.named_parameters(recurse=False))}
     learned = [name for name, tensor in tensors.items() if not name.endswith("inv_freq") and tensor.numel() == pairs]
     if other := [name for name in learned if name != named]:

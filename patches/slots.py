@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope
+from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope, PatchSpec
 from rope_ext_hf.patches.engine_keys import EngineAgreement
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 

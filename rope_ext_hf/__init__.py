@@ -43,12 +43,10 @@ if TYPE_CHECKING:
     from rope_ext_hf.modules.migration import migrate_to_rope as migrate_to_rope
     from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
-    from rope_ext_hf.patches.applying import apply_plan as apply_plan
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
-    from rope_ext_hf.patches.loading_code import write_loading_code as write_loading_code
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
@@ -56,11 +54,13 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
+    from rope_ext_hf.patches.planning import apply_plan as apply_plan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
+    from rope_ext_hf.patches.saving import write_loading_code as write_loading_code
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
-    from rope_ext_hf.servers.baselines import BaselineReport as BaselineReport
-    from rope_ext_hf.servers.baselines import compare_server as compare_server
-    from rope_ext_hf.servers.baselines import record_server as record_server
+    from rope_ext_hf.servers.answers import BaselineReport as BaselineReport
+    from rope_ext_hf.servers.answers import compare_server as compare_server
+    from rope_ext_hf.servers.answers import record_server as record_server
     from rope_ext_hf.servers.checking import ServerReport as ServerReport
     from rope_ext_hf.servers.checking import check_server as check_server
     from rope_ext_hf.serving.audit import Audit as Audit

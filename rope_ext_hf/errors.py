@@ -1,16 +1,5 @@
 """Every exception this package raises on purpose.
 
-    RopeExtError
-    ├── MethodError (ValueError)       impossible parameter
-    │   └── UnknownMethodError         a name that no method is registered under
-    ├── UnsupportedModelError          no rotary embedding, or one that cannot be replaced
-    ├── LengthError (ValueError)       row lengths or the state of a cache are unknown to a length-dependent method
-    ├── CheckpointError (ValueError)   a model folder that is missing, damaged, contradictory or not convertible
-    ├── FingerprintError               a model that rotates otherwise than expected
-    ├── CorpusError (ValueError)       a text that is missing, unreadable or too short
-    ├── ServingError (ValueError)      a serving engine cannot compute what was measured, or refuses the config
-    └── FileError                      a file or folder that is missing, unsafe, damaged or cannot be written
-
 The command line prints the message on one line and exits with status 2.
 """
 

@@ -1,4 +1,4 @@
-"""Atomic files and folders, and file names that are checked before they are opened.
+"""Atomic files and folders, locks, and file names that are checked before they are opened.
 
     with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
         part.write_text("{}")
@@ -15,17 +15,21 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import stat
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from filelock import FileLock, Timeout
+
 from rope_ext_hf.bounds import advice, limit
-from rope_ext_hf.errors import FileError, size_text
-from rope_ext_hf.locks import locked
+from rope_ext_hf.errors import FileError, printable, short, size_text
 
 _PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
 _RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
@@ -35,6 +39,8 @@ PART_AGE = 3600  # seconds since the last write, after which a temporary file is
 _FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
 # What copy_file_range answers where it cannot copy between these two files.
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+_SIGNED = "process "
+"""How the text in a lock file begins; another beginning is that of filelock, where the disk has no locks."""
 _RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
 
 
@@ -103,6 +109,11 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
             f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; "
             "give a folder outside of it"
         )
+
+
+def package_table(package: str, name: str) -> dict[str, Any]:
+    """A TOML file that comes with a package."""
+    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -304,6 +315,42 @@ def atomic_folder(
 
 
 @contextmanager
+def locked(path: Path, folder: Path) -> Iterator[None]:
+    """Hold a lock file for a folder, which states the process that holds it; a FileError where another process does.
+
+    The kernel releases it however the process ends.
+    """
+    lock, holder = FileLock(path), _holder(path)  # read before: an older filelock empties the file when it tries
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        who = f" ({holder})" if holder else ""
+        raise FileError(
+            f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
+        ) from error
+    try:
+        _sign(path)
+        yield
+    finally:
+        lock.release()
+
+
+def _holder(path: Path) -> str:
+    """The process that a lock file states; empty: none."""
+    with suppress(OSError), path.open("rb") as file:
+        text = file.read(200).decode(errors="replace")
+        return short(printable(text.strip())) if text.startswith(_SIGNED) else ""
+    return ""
+
+
+def _sign(path: Path) -> None:
+    """State this process in a lock file that it holds; a disk that refuses costs the statement only."""
+    with suppress(OSError):
+        if not path.stat().st_size or _holder(path):
+            path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+
+
+@contextmanager
 def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
     """Hold the lock of a destination; its file goes once there is no staging folder left to protect."""
     lock = dst.with_name(f".{dst.name}.lock")
@@ -368,10 +415,8 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
         staging.unlink()
     begun = None
     if resume and (staging / _PLAN_FILE).is_file():
-        try:
+        with suppress(FileError):  # interrupted while it was written
             begun = read_json(staging / _PLAN_FILE)
-        except FileError:  # interrupted while it was written
-            begun = None
     if begun is None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -25,7 +25,10 @@ def install_command(extra: str = "", *options: str) -> str:
 
 
 def _source(extra: str) -> list[str]:
-    origin, from_index = _origin()
+    origin, from_index = {}, False
+    with suppress(metadata.PackageNotFoundError, ValueError):  # a copy of the files alone; a damaged note
+        noted = metadata.distribution(NAME).read_text("direct_url.json")
+        origin, from_index = json.loads(noted or "{}"), not noted  # an index goes unnoted
     url = origin.get("url", "")
     checkout = Path(__file__).parent.parent
     if (checkout / "pyproject.toml").is_file():  # editable, or on the path without being installed
@@ -38,12 +41,3 @@ def _source(extra: str) -> list[str]:
     if url:
         return [shlex.quote(f"{NAME}{extra} @ {url}")]
     return [shlex.quote(NAME + extra if from_index else f"CHECKOUT{extra}")]
-
-
-def _origin() -> tuple[dict[str, Any], bool]:
-    """What the installer noted of where the package came from, and whether that was an index, which goes unnoted."""
-    try:
-        noted = metadata.distribution(NAME).read_text("direct_url.json")
-        return (json.loads(noted), False) if noted else ({}, True)
-    except (metadata.PackageNotFoundError, ValueError):  # a copy of the files alone; a damaged note
-        return {}, False

@@ -1,6 +1,6 @@
 """Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
 
-`rope_ext_hf.patches.choosing` makes methods of it. Nothing here imports torch, so that --help answers at once.
+`rope_ext_hf.patches.patching` makes methods of it. Nothing here imports torch, so that --help answers at once.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ TESTS = {
     "rope_ext_hf/rotary/pairing.py": ["rotary/pairing"],
     "rope_ext_hf/checkpoints/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],
     "patches/families.py": ["patches/families", "checkpoints/row_layouts"],
-    "rope_ext_hf/reading/protocols.py": ["reading/protocols", "eval/perplexity_plans"],
+    "rope_ext_hf/reading/protocols.py": ["reading/protocols", "eval/measuring"],
 }
 """Module -> its tests, those that notice most first."""
 

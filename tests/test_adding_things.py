@@ -29,7 +29,6 @@ from rope_ext_hf.methods import registry
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, register_method, resolve_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.methods.tiles import Tile, band_tiles
 from rope_ext_hf.patches import families
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.protocols import PROTOCOLS, ProtocolOptions, Span, protocol_help, register_protocol
@@ -93,11 +92,6 @@ class Thirds(RemappingMethod):
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return (m - n >= self.near).long()
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield from band_tiles(0, 0, self.near, first, last)
-        if last > self.near:
-            yield Tile(1, (first, last), (0, last - self.near), self.near)
 
 
 def last_token(count: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:

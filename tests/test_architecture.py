@@ -23,7 +23,7 @@ PACKAGE = "rope_ext_hf"
 FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
 FLOORS = (
     ("errors", "lazy", "reference"),
-    ("bounds", "foreign_logs", "installing", "locks", "terminal"),
+    ("bounds", "foreign_logs", "installing", "terminal"),
     ("files", "questions"),
     ("downloads", "method_choice"),
     ("methods",),

@@ -96,15 +96,18 @@ def choosing_purposes() -> str:
 @figure
 def reported_by_papers() -> str:
     """What papers report, a row for each method of each table."""
-    from rope_ext_hf.advice.reported import reported
+    from rope_ext_hf.advice.advice import reported
 
     rows = []
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
-        by = f"[{table.source}]({table.url}), {table.place}"
+        by = f"[{table.source}]({table.url}), {table.place.replace('as others quote it', 'quoted')}"
+        unit, _, better = table.unit.partition(", ")
+        assert better == ("lower is better" if unit == "perplexity" else "higher is better"), table
         numbers = numbers.replace(" / ", ", ")
-        rows.append([table.model, f"{table.benchmark} ({table.unit})", ", ".join(table.lengths), numbers, by])
-    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows)
+        rows.append([table.model, f"{table.benchmark} ({unit})", ", ".join(table.lengths), numbers, by])
+    note = "Higher is better, but for a perplexity. *quoted*: as others quote it, the source itself was not at hand."
+    return markdown_table(["model", "benchmark", "at", "numbers", "reported by"], rows, note)
 
 
 def _code(method: str) -> str:

@@ -41,9 +41,15 @@ def other_engines() -> str:
         f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. Measured by "
         f"`{result['command']}` with transformers {result['versions']['transformers']} here.*"
     )
-    return markdown_table(
-        ["method", *programs], ([name, *(cells[name, each] for each in programs)] for name in methods), note
+    alike: dict[tuple[str, ...], list[str]] = {}  # a row for methods of which no program runs another model
+    for name in methods:
+        same = all(worst[name, each] <= result["agree"] for each in programs)
+        alike.setdefault(() if same else (name,), []).append(name)
+    rows = (
+        ["; ".join(names), *(cells[max(names, key=lambda name: worst[name, each]), each] for each in programs)]
+        for names in alike.values()
     )
+    return markdown_table(["method", *programs], rows, note)
 
 
 def _detection() -> tuple[list[list[str]], int, str]:

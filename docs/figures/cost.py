@@ -25,11 +25,11 @@ def patch_milliseconds() -> str:
 
 @figure
 def flash_attention_by_counting() -> str:
-    older = read_result("flash-attention-by-counting")
-    low, high = older["memory"]
+    counted = read_result("flash-attention-by-counting")
+    (low, high), (fewest, most) = counted["memory"], counted["launches"]
     return (
         f"{low:.2f} to {high:.2f} times the memory of one call of flash attention, the same number of products, and "
-        f"about {older['launches']} launches in a model's first layer"
+        f"{fewest} to {most} launches in a model's first layer"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from docs.figures.registry import Row, figure, markdown_table, read_result
-from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import cached_bytes
 
 
 @figure
@@ -91,10 +91,8 @@ def llama_cpp() -> str:
     table = []
     for name, rows in by_name.items():
         cells = tuple(cell(rows.get(model, [])) for model in models)
-        if any("encoding" in row for of in rows.values() for row in of):
-            table.append((name, *cells))
-        else:  # metadata: a row for those that are read by the same architectures
-            alike.setdefault(tuple("" if each[0].isdigit() else each for each in cells), []).append(name)
+        ways = (each.rpartition(" ")[0] if each[-1].isdigit() else each for each in cells)
+        alike.setdefault(tuple(ways), []).append(name)  # a row for those that are given or read alike
     for names in alike.values():
         of_model = ([row for name in names for row in by_name[name].get(model, [])] for model in models)
         table.append(("; ".join(names), *map(cell, of_model)))
@@ -186,17 +184,17 @@ def vllm_remapping() -> str:
 
 @figure
 def vllm_perplexity() -> str:
-    """Perplexity of the bundled model by a real vLLM and by transformers."""
+    """How far perplexities of the bundled model by a real vLLM and by transformers lie apart."""
     result = read_result("vllm_perplexity")
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    apart: dict[str, float] = {}
     for row in result["rows"]:
-        both = f"{row['vllm']:.4f} / {row['transformers']:.4f}"
-        cells.setdefault((row["method"], f"{row['length']:,}"), {})[row["dtype"]] = both
-    dtypes = list(dict.fromkeys(row["dtype"] for row in result["rows"]))
-    table = [(*key, *(by_dtype[dtype] for dtype in dtypes)) for key, by_dtype in cells.items()]
+        apart[row["dtype"]] = max(apart.get(row["dtype"], 0.0), abs(row["vllm"] / row["transformers"] - 1))
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = f"*`{result['command']}` on a CPU. Measured by `make test-vllm` with {versions}.*"
-    return markdown_table(["method", "tokens", *(f"{dtype}: vLLM / transformers" for dtype in dtypes)], table, note)
+    differ = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in apart.items())
+    return (
+        f"\n\nThe perplexities differ by at most {differ}, as a share. *Measured by "
+        f"`{result['command']}` on a CPU, with {versions}.*\n\n"
+    )
 
 
 @figure
@@ -209,17 +207,22 @@ def vllm_drafts() -> str:
             return "**does not run**"
         of = {which: row[which] for which in ("model", "draft")}
         off = [f"{which} off by up to {100 * value:.0f}%" for which, value in of.items() if value >= 1e-5]
-        return ", ".join(off) or "both the same"
+        return ", ".join(off) or "model and draft the same"
 
-    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    cells = {(row["case"], row["way"]): cell(row) for row in result["rows"]}
-    table = [(case, *(cells[case, way] for way in ways)) for case in dict.fromkeys(case for case, _ in cells)]
+    said: dict[tuple[str, str], list[str]] = {}
+    for row in result["rows"]:
+        said.setdefault((row["way"], cell(row)), []).append(row["case"])
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = (
-        "*The frequencies in the tables of a running vLLM, compared with those that were asked for (by-parts x4). "
-        f"Measured by `{result['command']}` with {versions}.*"
+    every = list(dict.fromkeys(row["case"] for row in result["rows"]))
+    lines = (
+        f"- settings in `{way}`: {text}" + (f" ({'; '.join(cases)})" if cases != every else "") + "\n"
+        for (way, text), cases in said.items()
     )
-    return markdown_table(["model and draft", *(f"settings in `{way}`" for way in ways)], table, note)
+    note = (
+        f"*The frequencies in the tables of a running vLLM ({'; '.join(every)}), compared with those that were asked "
+        f"for (by-parts x4). Measured by `{result['command']}` with {versions}.*"
+    )
+    return f"\n\n{''.join(lines)}\n{note}\n\n"
 
 
 @figure
@@ -233,7 +236,7 @@ def vllm_memory() -> str:
     from transformers import AutoConfig
 
     result = read_result("vllm_memory")
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    wrong, differences = [], [0.0]
     for row in result["rows"]:
         settings = dict(result["models"][row["model"]])
         config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -241,64 +244,65 @@ def vllm_memory() -> str:
         ahead = result["step"] + result["block"]  # a window does not begin where a block does
         size = cached_bytes(config, result["length"], width=width, gpus=row["gpus"], ahead=ahead)
         reported = "does not run" if "failed" in row else f"{row['inputs']:.2f}"
-        computed = f"{result['bytes'] / size:.2f}"
-        of = cells.setdefault((row["model"], str(row["gpus"])), {})
-        of[row["keys"]] = reported if reported == computed else f"**{reported}**, computed {computed}"
-        if "difference" in row:
-            of["same"] = f"{row['difference']:.0e}"
-    table = [(*key, *(of.get(each, "–") for each in ("auto", "fp8", "same"))) for key, of in cells.items()]
+        if reported != (computed := f"{result['bytes'] / size:.2f}"):
+            wrong.append(f"{row['model']}, {row['gpus']} processes: {reported} for {computed}")
+        differences.append(row.get("difference", 0.0))
+    but = f", **but for {'; '.join(wrong)}**" if wrong else ""
+    models, most = "; ".join(dict.fromkeys(row["model"] for row in result["rows"])), max(differences)
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = (
-        f"*Inputs of {result['length']:,} tokens that fit into {result['bytes'] // 2**20} MiB of keys and values in "
-        "each process, CPU, small models: as vLLM reports, and as computed here where one number stands; the largest "
-        "difference in nats of 899 log-probabilities (float32) of "
-        f"two processes and one. Measured by `{result['command']}` with {versions}.*"
+    return (
+        f"\n\nA running vLLM has room for as many inputs of {result['length']:,} tokens in "
+        f"{result['bytes'] // 2**20} MiB of keys and values per process as is computed here, to two digits, in float32 "
+        f"and float8, with one and two processes ({models}){but}. Log-probabilities of two processes and of "
+        f"one differ by at most {most:.0e} nats in float32. *Small models on a CPU. Measured by "
+        f"`{result['command']}` with {versions}.*\n\n"
     )
-    head = ["model", "processes", "float32", "float8", "two processes against one"]
-    return markdown_table(head, table, note)
 
 
 @figure
 def servers() -> str:
     """Every server that check-server was tried on, and how far it lies from the configuration it was taken for."""
     result = read_result("servers")
-    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in result["rows"]), key=lambda each: each[0])
-    by_case: dict[str, dict[tuple[str, str], list[Row]]] = {}
-    models: dict[str, dict[str, None]] = {}
-    for row in sorted(result["rows"], key=lambda row: row["expected"] != "as measured"):
+    rows = sorted(result["rows"], key=lambda row: row["expected"] != "as measured")
+    columns = sorted(dict.fromkeys((row["engine"], row["dtype"]) for row in rows), key=lambda each: each[0])
+    ran: dict[tuple[str, str], set[tuple[str, str]]] = {}  # by mistake and model, the columns that it ran in
+    for row in rows:
         name = "weights of the other pairing" if " weights " in row["expected"] else row["expected"]
-        by_case.setdefault(name, {}).setdefault((row["engine"], row["dtype"]), []).append(row)
-        models.setdefault(name, {})[row["measured"]] = None
-
-    def cell(rows: list[Row]) -> str:
-        if wrong := [row.get("runs") or "not said" for row in rows if not row.get("right")]:
-            return f"**{', '.join(wrong)}**"
-        alike = max((len(row["alike"]) for row in rows), default=0)
-        differences = [row["differences"][row["closest"]] for row in rows]
-        return f"{max(map(max, differences)):.0e}" + f" ({alike})" * bool(alike) if rows else "–"
-
-    counts = [sum(bool(row.get("right")) for row in result["rows"]), len(result["rows"])]
+        ran.setdefault((name, row["measured"]), set()).add((row["engine"], row["dtype"]))
+    tried: dict[str, dict[str, list[str]]] = {}  # by model and columns, the mistakes; what was right, its models
+    for (name, model), of in ran.items():
+        where = "" if len(of) == len(columns) else "; ".join(_engine_dtypes([each for each in columns if each in of]))
+        first, second = ("as measured", model) if name == "as measured" else (f"mistakes in {model}", name)
+        tried.setdefault(first, {}).setdefault(where, []).append(second)
+    lines = (
+        f"- {first}: " + "; ".join("; ".join(some) + f" (in {where})" * bool(where) for where, some in by_where.items())
+        for first, by_where in tried.items()
+    )
+    of_column = [[row for row in rows if (row["engine"], row["dtype"]) == column] for column in columns]
+    table = [
+        ["verdicts that are right", *(f"{sum(bool(row.get('right')) for row in of)} of {len(of)}" for of in of_column)],
+        ["largest difference", *(f"{max(map(_apart, of)):.0e}" for of in of_column)],
+        ["others not told apart, at most", *(str(max(len(row["alike"]) for row in of)) for of in of_column)],
+    ]
     versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
-        f"*The largest root mean square difference in nats from the configuration that each was taken for, over "
-        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256; in brackets, how "
-        f"many others at most were named as not told apart from it. {counts[0]} of {counts[1]} verdicts are right. "
-        f"Measured by `{result['command']}` with {versions}.*"
+        "*Differences are root mean squares in nats from the configuration that each server was taken for, over "
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. Measured by "
+        f"`{result['command']}` with {versions}.*"
     )
-    alike: dict[tuple[str, ...], list[str]] = {}  # a row for mistakes of one model that were all told right
-    for name, cases in by_case.items():
-        right = all(row.get("right") and not row["alike"] for rows in cases.values() for row in rows)
-        every = len(cases) == len(columns)
-        alike.setdefault((*models[name],) if right and every else (*models[name], name), []).append(name)
-    table = (
-        (
-            "; ".join(names),
-            "; ".join(models[names[0]]),
-            *(cell([row for name in names for row in by_case[name].get(column, [])]) for column in columns),
-        )
-        for names in alike.values()
-    )
-    return markdown_table(["served", "of", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
+    head = ["", *(f"{engine} {dtype}" for engine, dtype in columns)]
+    return "\n\n" + "\n".join(lines).replace("</s>", "`</s>`") + markdown_table(head, table, note)
+
+
+def _engine_dtypes(columns: list[tuple[str, str]]) -> list[str]:
+    """Engines, each with the dtypes that it ran in."""
+    engines = dict.fromkeys(engine for engine, _ in columns)
+    return [f"{name} {', '.join(dtype for engine, dtype in columns if engine == name)}" for name in engines]
+
+
+def _apart(row: Row) -> float:
+    """The largest difference of a server from the configuration that it was taken for."""
+    return float(max(row["differences"][row["closest"]]))
 
 
 @figure

@@ -25,7 +25,12 @@ def gpu() -> str:
 
 @figure
 def gpu_measured() -> str:
-    return machine_text(read_result("gpu"))
+    """The machine, prompts, decoding steps, and what the run named at its end."""
+    record = read_result("gpu")
+    if not record["measured"]:
+        return machine_text(record)
+    tables = f"Prompts:{prompts_table(record)}Decoding steps:{steps_table(record)}{said_text(record)}"
+    return f"{machine_text(record)}\n{tables}"
 
 
 @figure
@@ -39,21 +44,6 @@ def gpu_memory() -> str:
         for row in read_result("gpu")["memory"]
     )
     return markdown_table(["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"], rows)
-
-
-@figure
-def gpu_prompts() -> str:
-    return prompts_table(read_result("gpu"))
-
-
-@figure
-def gpu_steps() -> str:
-    return steps_table(read_result("gpu"))
-
-
-@figure
-def gpu_said() -> str:
-    return said_text(read_result("gpu"))
 
 
 # --- of a record, which a test makes on a simulated device ------------------------------------------------------------

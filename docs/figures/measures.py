@@ -34,7 +34,7 @@ def _model(row: Row) -> str:
 def interval_coverage() -> str:
     """How often each interval holds the mean, by distribution and number of documents."""
     line = last_line("intervals")
-    methods = [name for name in line["rows"][0] if name not in ("losses", "documents")]
+    methods = ("here", "percentile")
     table = [
         [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
         for row in line["rows"]

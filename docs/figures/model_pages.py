@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from docs.figures.registry import FIGURES, figure, markdown_table
-from rope_ext_hf.methods.guidance import SERVING
 
 if TYPE_CHECKING:
     from rope_ext_hf.advice.advice import Advice
@@ -46,24 +45,24 @@ def _published() -> Iterator[dict[str, Published]]:
 
 @figure
 def model_pages() -> str:
-    """What each command says of each model, at the length that its page extends it to."""
+    """What each model is extended to, by what, and which engines serve that."""
     rows = []
     with _published() as models:
         for title, model in models.items():
             advice = _advice(title)
             engines = {name for name in advice.served if name not in ("transformers", "gguf")}
             refused = [name for name in _engines() if name not in engines]
+            served = f"all but {', '.join(refused)}" if refused else "all engines"
             rows.append(
                 [
                     f"[{title}]({page_name(title)}.md)",
                     f"{advice.context_length:,}",
-                    ", ".join(f"{length:,}" for length in _read_by_need(model)),
-                    f"{model.target_length:,}: {', '.join(advice.choices.get(SERVING, ())) or 'none'}",
+                    f"{model.target_length:,}",
                     _extension(model)[0],
-                    ("all engines" if not refused else f"not {', '.join(refused)}") if engines else "no engine alone",
+                    served if engines else "no engine alone",
                 ]
             )
-    heads = ("model", "context", "`need` reads", "`advise`, candidates to serve", "`extend` takes", "`serve-config`")
+    heads = ("model", "context", "extended to", "`extend` takes", "served by")
     return markdown_table(heads, rows)
 
 
@@ -79,12 +78,6 @@ def _engines() -> list[str]:
     from rope_ext_hf.engines.base import list_engines
 
     return [name for name in list_engines() if name not in ("transformers", "gguf")]
-
-
-def _read_by_need(model: Published) -> list[int]:
-    from rope_ext_hf.eval.needs import lengths_to_read
-
-    return lengths_to_read(model.context_length, model.target_length, [2 * model.target_length] * 3)[0]
 
 
 def _extension(model: Published) -> tuple[str, str]:
@@ -183,7 +176,7 @@ def _alike(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _memory(config: Any, shortest: int, longest: int) -> str:
-    from rope_ext_hf.reading.cache_memory import cached_bytes
+    from rope_ext_hf.reading.preflight import cached_bytes
 
     lengths = sorted({shortest // 4, shortest // 2, shortest, longest // 2, longest})
     rows = [

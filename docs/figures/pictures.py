@@ -74,7 +74,7 @@ def draw_laws(rotary: Any, methods: Any, extended: int) -> None:
     from rope_ext_hf.methods.registry import resolve_method
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.pictures.attention_vectors import spectra
-    from rope_ext_hf.pictures.law_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
+    from rope_ext_hf.pictures.rope_plots import draw_angles, draw_bound, draw_rotated, draw_scores, draw_similarity
     from rope_ext_hf.reading.corpora import stdlib_held_out
     from rope_ext_hf.runs.labels import label
 

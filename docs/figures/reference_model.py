@@ -102,12 +102,19 @@ def retrieval_tasks() -> str:
     lengths = sorted({length for _, length in cells})
     tasks = list(next(iter(cells.values()))["exact_by"]["task"])
     rows = (
-        [f"`{name}`", task, *(f"{cell['exact_by']['task'][task]:.0%}" if cell else "–" for cell in of_length)]
+        [
+            f"`{name}`",
+            *(
+                " / ".join(
+                    f"{cell['exact_by']['task'][task]:.0%}" if (cell := cells.get((name, length))) else "–"
+                    for length in lengths
+                )
+                for task in tasks
+            ),
+        ]
         for name in dict.fromkeys(name for name, _ in cells)
-        for task in tasks
-        for of_length in [[cells.get((name, length)) for length in lengths]]
     )
-    head = ["one key, by task", "", *length_heads(lengths, lines[-1]["context_length"])]
+    head = [f"one key, at {' / '.join(length_heads(lengths, lines[-1]['context_length']))}", *tasks]
     questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
     return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
@@ -120,17 +127,14 @@ def retrieval_ranks() -> str:
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
     scales = sorted({length // context[model] for model, _, length in cells})
-    rows = [
-        [
-            NAMES[model],
-            f"`{name}`",
-            *(
-                "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
-                for c in (cells.get((model, name, scale * context[model])) for scale in scales)
-            ),
-        ]
-        for model, name in dict.fromkeys(key[:2] for key in cells)
-    ]
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for model, name in dict.fromkeys(key[:2] for key in cells):
+        texts = (
+            "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
+            for c in (cells.get((model, name, scale * context[model])) for scale in scales)
+        )
+        alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+    rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
     lucky = [
@@ -317,14 +321,23 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
 
 @figure
 def encoders_windows() -> str:
-    note = "{scored_windows} windows of {labels} modules are scored."
-    return _encoders("windows", ["tokens in a window", "modules found"], ["window", "accuracy"], note)
+    rows = last_line("encoders")["windows"]
+    shares = " / ".join(f"{row['accuracy']:.1%}" for row in rows)
+    windows = " / ".join(str(row["window"]) for row in rows)
+    return f"{shares} of windows of {windows} tokens"
 
 
 @figure
 def encoders_lengths() -> str:
-    head = ["trained for", "masked bytes found at 16", "at 32", "at 128"]
-    return _encoders("lengths", head, ["trained", "16", "32", "128"], "The same masked bytes at every length.")
+    """What training on at the longer length gives, beside as much training at the first one."""
+    line = last_line("encoders")
+    short, *further = line["lengths"]
+    at = {row["trained"].rpartition(" at ")[2]: row for row in further}
+    steps = line["steps"] // 10
+    return (
+        f"{short['128']:.1%} of masked bytes, {at['128']['128']:.1%} after {steps} steps more at 128, and "
+        f"{at['32']['128']:.1%} after as many at 32"
+    )
 
 
 @figure

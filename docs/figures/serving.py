@@ -73,29 +73,29 @@ def _served_ways(engine: str) -> list[str | None]:
 
 @figure
 def engines() -> str:
-    """Every engine with its version, its section, and how many of the configurations it serves."""
+    """Every engine: its section, how many of the configurations it serves, and how its rules were checked.
+
+    Checked by families that were run, computed by the engine's own classes, or read alone.
+    """
     rows = []
     for name, engine in list_engines().items():
         served = _served_ways(name)
         link = _sections().get(_figure_of(name), f"#{anchor(name)}")
         section = f"[{engine.title or name}]({link})"
         count = f"{sum(each is not None for each in served)} of {len(served)}"
-        rows.append((f"`{name}`", section, engine.version, count))
-    return markdown_table(["`--engine`", "section", "rules read in", "served"], rows)
+        rows.append((f"`{name}`", section, engine.version, count, *_checks(engine)))
+    heads = ["`--engine`", "section", "version", "served", "families run", "by its own classes", "read, not run"]
+    dates = {engine.table["when"] for engine in list_engines().values() if not (engine.reference or engine.rules_of)}
+    return markdown_table(heads, rows, f"Checked on {' and '.join(sorted(dates))}.")
 
 
-@figure
-def engine_checks() -> str:
-    """How the rules of each engine were checked: families that were run, computed by its own classes, or read alone."""
-    rows = []
-    for name, engine in list_engines().items():
-        if not (engine.reference or engine.rules_of):
-            table = engine.table
-            counts = [len(table["run"]), len(set(table["classes"]) - set(table["run"]))]
-            read = [family for family in table["families"] if engine().checked(family) == "read"]
-            others = "all others" if not table["families"] else str(len(read))
-            rows.append((engine.title or name, engine.version, *map(str, counts), others, table["when"]))
-    return markdown_table(["engine", "version", "families run", "by its own classes", "read, not run", "when"], rows)
+def _checks(engine: type[Engine]) -> tuple[str, ...]:
+    if engine.reference or engine.rules_of:
+        return "–", "–", "–"
+    table = engine.table
+    read = [family for family in table["families"] if engine().checked(family) == "read"]
+    counts = len(table["run"]), len(set(table["classes"]) - set(table["run"]))
+    return *map(str, counts), "all others" if not table["families"] else str(len(read))
 
 
 @figure
@@ -166,7 +166,13 @@ def engine_families() -> str:
             ways.setdefault(_way(name, family, target), []).append(family)
         ways.pop("none", None)
         order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
-        lines = (f"- *{way}*: {', '.join(f'`{family}`' for family in some)}\n" for way, some in order)
+        whole = sum(map(len, ways.values())) == len(_families())  # no family is missing
+        lines = (
+            f"- *{way}*: "
+            + ("every other family" if whole and way == "transformers" else ", ".join(f"`{each}`" for each in some))
+            + "\n"
+            for way, some in order
+        )
         lists.append(f"**{engine.title or name}**\n\n{''.join(lines)}\n")
     return "\n\n" + "".join(lists)
 
@@ -225,8 +231,10 @@ def engines_without_a_section() -> str:
 
 def _section(engine: str) -> str:
     """What the engine is given, what it refuses and what it reads otherwise; not repeated of one that runs another."""
-    if find_engine(engine).rules_of:
-        return _example(engine)
+    if rules := find_engine(engine).rules_of:
+        alike = [name for name, each in list_engines().items() if each.rules_of == rules]
+        shown, metadata, _ = _example(engine).partition("# GGUF metadata")
+        return _example(engine) if engine == alike[0] else f"{shown}{metadata} and tensors as above\n```\n\n"
     return _example(engine) + _refused(engine) + _traps(engine)
 
 
@@ -264,11 +272,15 @@ _WAYS = {
 
 
 def _traps(engine: str) -> str:
-    """Keys that the engine ignores or reads otherwise, with the versions and the place in its source."""
+    """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
     traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
         return "Keys that are ignored or read otherwise: none is known.\n\n"
-    lines = (f"- **{each['key']}** ({each['versions']}): {each['effect']} (`{each['source']}`)\n" for each in traps)
+    version = find_engine(engine).version
+    lines = (
+        f"- **{each['key']}**" + f" ({each['versions']})" * (each["versions"] != version) + f": {each['effect']}\n"
+        for each in traps
+    )
     return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 

@@ -14,7 +14,7 @@ from rope_ext_hf.advice.advising import advise
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import MethodError, ServingError, short
-from rope_ext_hf.eval.perplexity_results import Result
+from rope_ext_hf.eval.perplexity_runs import Result
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice

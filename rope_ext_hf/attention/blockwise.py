@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -18,20 +18,23 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext_hf.attention.kernels import has_kernel, run_backward, run_kernel
+from rope_ext_hf.attention.kernels import has_kernel, has_windows, run_backward, run_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
-from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zone, add_to_spans, batch_rows, kernel_calls
+from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappedPosition
-from rope_ext_hf.rotary.graphs import graph_break
+from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
+from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 _MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks
+_MAX_WINDOW_BLOCK = 4096  # the same with windows, whose tiles are not copied: a usual chunk of a prompt is one block
 _MAX_BLOCKS = 4  # upper bound on query blocks: more blocks mean more kernel launches, fewer mean more memory
 _MIN_FUSED_QUERIES = 16
 """Queries from which a padded batch uses the kernels, row by row; below, the scores of all rows at once are faster."""
 SCORE_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 """Bytes of scores at a time; on a CPU about the size of its caches."""
+_MAX_SCALED_ZONES = 3
 _NO_MODIFIERS = ScoreModifiers()
 _Zones = tuple[int, ...]
 
@@ -75,6 +78,7 @@ class _Attention:
     scale: float
     modifiers: ScoreModifiers
     device: torch.device
+    windows: bool = False  # whether the kernel takes masks that are numbers
 
     def run(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
@@ -86,11 +90,13 @@ class _Attention:
         alike = len(set(left_padding)) == 1
         if not alike and query.shape[-2] < _MIN_FUSED_QUERIES:
             return self._eager(query, key, value)
-        fused, needs_grad = self._fused, self._needs_grad(query, key, value)
-        if needs_grad:
+        if needs_grad := self._needs_grad(query, key, value):
             if torch.compiler.is_exporting():  # an exported program holds the computation itself
                 return self._eager(query, key, value)
-            fused = graph_break(fused)  # tiles are other ones for each length
+            fused = graph_break(self._fused)  # tiles are other ones for each length
+        else:
+            windows = query.shape[-2] > 1 and has_windows(query, value)
+            fused = (replace(self, windows=True) if windows else self)._fused
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if alike:
             return fused(needs_grad, query, key, value, left_padding[0])
@@ -187,13 +193,16 @@ class _Attention:
         first = last - tokens + padded_queries
         count = (last - first) * query.shape[1] // key.shape[1] if self._max_joined else 0
         rule, grid, step = self.rule.for_queries(first, count)
+        # With windows a zone is one call, and fewer rotations save little where they and the merging are cheap.
+        if self.windows and (can_fuse(query) or self._max_joined >= 2 * (last - first)):
+            rule, grid, step = self.rule, 0, 1
         layer, far_key = self if rule is self.rule else replace(self, rule=rule), key
         if rule.by_length:
             end = max(first_key + 1, last - rule.zone_distances(last)[1][0])  # of the keys that a far zone sees
             at, place = (lambda: torch.arange(first_key, end, device=key.device)[None]), (first_key, end)
             far_key = layer._far_keys(key[:, :, : end - first_key], at, place)
         # Every zone has a rotated copy of the queries: blocks bound its size, and their number bounds the launches.
-        block_size = max(_MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
+        block_size = max(_MAX_WINDOW_BLOCK if self.windows else _MAX_QUERY_BLOCK, -(-(last - first) // _MAX_BLOCKS))
         starts = range(first - (first - grid) % step, last, -(-block_size // step) * step)
         whole, sinks = not padded_queries and len(starts) == 1, self.modifiers.sinks
         # Gradients do not go through what is written into a common tensor.
@@ -223,9 +232,9 @@ class _Attention:
         # Zones split the keys of a query into disjoint sets. The softmax over their union is the sum of the parts, each
         # weighted by exp(its log-sum-exp - the joint one): exact, and no score ever leaves a kernel.
         merged = MergedSoftmax(given[0], out)
-        for zone in self._zones(start, first_key, *given):
-            for call in zone.calls:
-                merged.add(call.queries, *run_kernel(*zone.rows(call), self.scale, call.mask, call.joint))
+        for zones in self._zones(start, first_key, *given):
+            for call in zones.calls:
+                merged.add(call.queries, *run_kernel(*zones.rows(call), self.scale, call.mask, call.joint))
         if self.modifiers.sinks is not None:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
@@ -233,18 +242,22 @@ class _Attention:
             merged.result.mul_(weight.to(merged.result.dtype))
         return merged
 
-    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zone]:
-        """The zones that a block sees, nearest first."""
+    def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zones]:
+        """The zones that a block sees, nearest first, those together whose queries are rotated by one launch."""
         rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
-        first_local, parts = _calls_by_zones(rule, start, stop, first_key, self._max_joined)
+        first_local, by_zones = _calls_by_zones(rule, start, stop, first_key, self._max_joined, self.windows)
         queries, local_name = ("positions", start, stop), ("positions", first_local, stop)
 
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
         local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
-        for zones, calls in parts:
+        # The temperature of few zones goes into cos and sin; of many, those would be larger than the queries.
+        scale_first = self.windows and sum(len(zones) for zones, _ in by_zones) > _MAX_SCALED_ZONES
+        if scale_first:
+            query = self._scale_query(query, m, queries)
+        for zones, calls in by_zones:
             if zones == (0,):
                 rotation = local and local.last(query.shape[-2])
                 among = slice(first_local - first_key, stop - first_key)
@@ -253,8 +266,11 @@ class _Attention:
             else:
                 rotation, keys, values = self._rotation_to(zones, m, queries), far_key, value
             turned = query.expand(len(zones), -1, -1, -1) if zones[1:] else query
-            turned = self._place_query(rotation, turned, m, zones, queries)
-            yield Zone(turned, keys, values, calls)
+            if scale_first:
+                turned = self._rotate(rotation, turned)
+            else:
+                turned = self._place_query(rotation, turned, m, zones, queries)
+            yield Zones(zones, turned, keys, values, calls)
 
     # --- whole scores
 
@@ -391,17 +407,25 @@ class _Attention:
 
 @lru_cache(maxsize=16)  # the layers of a model share them
 def _calls_by_zones(
-    rule: AttentionRule, start: int, stop: int, low: int, joined: int
+    rule: AttentionRule, start: int, stop: int, low: int, joined: int, windows: bool
 ) -> tuple[int, list[tuple[_Zones, list[KernelCall]]]]:
     """The first key that the nearest zone has, and the calls of a block, counted from its first query and key."""
     # Far zones may reach back to the first token. Keys that the nearest zone can reach are few, and they alone are
     # rotated for it: (rows, kv_heads, window + queries, head_dim).
     first_local = max(low, start - rule.zone_distances(stop)[0][1] + 1)
-    parts: dict[_Zones, list[KernelCall]] = {}
-    for call in kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined):
-        keys = call.keys.after(first_local if call.zones == (0,) else low)
-        parts.setdefault(call.zones, []).append(call._replace(queries=call.queries.after(start), keys=keys))
-    return first_local, list(parts.items())
+    calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined, windows)
+    together: list[tuple[_Zones, list[KernelCall]]] = []
+    for zones, alike in groupby(calls, lambda call: call.zones):
+        room = joined // (stop - start) - len(zones)
+        far = (i for i, (before, _) in enumerate(together) if before != (0,) and len(before) <= room)
+        at = next(far, len(together))  # the nearest zone has other keys
+        before, others = together.pop(at) if at < len(together) else ((), [])
+        begin = first_local if zones == (0,) else low
+        for call in alike:
+            queries, keys = call.queries.after(start), call.keys.after(begin)
+            others = [*others, call._replace(queries=queries, keys=keys, first_row=len(before))]
+        together.insert(at, (before + zones, others))
+    return first_local, together
 
 
 class _FusedBlock(torch.autograd.Function):
@@ -422,17 +446,21 @@ class _FusedBlock(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         attention, start, first_key = ctx.asked
         sinks, out, lse, *given = ctx.saved_tensors
+        out = out.detach()
         with torch.enable_grad():  # autograd takes gradients back through the rotations
             leaves = [x.detach().requires_grad_() for x in given]
-            for zone in attention._zones(start, first_key, *leaves):
-                still = zone._replace(query=zone[0].detach(), keys=zone[1].detach(), values=zone[2].detach())
-                sums = [torch.zeros_like(x, dtype=lse.dtype) for x in still[:3]]
-                for call in zone.calls:
+            for zones in attention._zones(start, first_key, *leaves):
+                still = zones._replace(
+                    query=zones.query.detach(), keys=zones.keys.detach(), values=zones.values.detach()
+                )
+                sums = [torch.zeros_like(x, dtype=lse.dtype) for x in (still.query, still.keys, still.values)]
+                for call in zones.calls:
                     grads, outs, logs = (batch_rows(x, call.queries) for x in (grad, out, lse))
                     parts = run_backward((grads, outs, logs), still.rows(call), attention.scale, call.mask)
-                    for total, tokens, part in zip(sums, (call.queries, call.keys, call.keys), parts, strict=True):
+                    totals, spans = (zones.of_call(sums[0], call), *sums[1:]), (call.queries, call.keys, call.keys)
+                    for total, tokens, part in zip(totals, spans, parts, strict=True):
                         add_to_spans(total, tokens, part)
-                for x, total in zip(zone[:3], sums, strict=True):
+                for x, total in zip((zones.query, zones.keys, zones.values), sums, strict=True):
                     x.backward(total.to(out.dtype))
         if sinks is not None:  # its weight is exp(sink - lse), and it has no value
             weight = torch.exp(sinks.to(lse.dtype)[:, None, None] - lse)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from rope_ext_hf.methods.tiles import Mask
+
 _MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
 _Three = tuple[Tensor, Tensor, Tensor]
@@ -18,24 +20,32 @@ _Three = tuple[Tensor, Tensor, Tensor]
 class _Fused(NamedTuple):
     """The fused kernels of one kind of device."""
 
-    run: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-    """(query, key, value, scale, causal) -> output and log-sum-exp."""
+    run: Callable[[Tensor, Tensor, Tensor, float, Mask], tuple[Tensor, Tensor]]
+    """(query, key, value, scale, mask) -> output and log-sum-exp."""
     backward: Callable[[_Three, _Three, float, bool], _Three]
     """As `run_backward`, (whole, rows, scale, causal) -> gradients of the rows."""
-    supports: Callable[[Tensor, int], bool] | None  # (query, widest head_dim) -> whether they take these; None: any
+    kernel: Callable[[Tensor, int], int]  # (query, widest head_dim) -> a value of `SDPBackend`; MATH: none takes them
     head_dim_multiple: int  # head_dim is padded to a multiple of this
+    windows: bool  # whether its flash attention takes masks that are numbers
 
 
-def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
     # Before torch 2.9 it was wrong where heads share keys, hence the minimum version.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(query, key, value, 0.0, causal, scale=scale)
+    out, lse = flash(query, key, value, 0.0, mask == "causal", scale=scale)
     return out, lse
 
 
-def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
     """Flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
     rows, heads, tokens, dim = query.shape
+    if isinstance(mask, int):  # counted from the last query and key; the operator below takes no windows
+        flash, sizes = torch.ops.aten._flash_attention_forward, (tokens, key.shape[-2])
+        window = {"window_size_left": mask - 1, "window_size_right": 0}
+        tokens_first = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = flash(*tokens_first, None, None, *sizes, 0.0, False, False, scale=scale, **window)
+        return out.transpose(1, 2), lse
+    causal = mask == "causal"
     chosen = _torch_choice(query, key, value, causal)
     if chosen == SDPBackend.CUDNN_ATTENTION.value and tokens >= _MIN_CUDNN_QUERIES:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -93,57 +103,69 @@ def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = Fals
     return torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1])
 
 
-def _cuda_supports(query: Tensor, width: int) -> bool:
+def _cuda_kernel(query: Tensor, width: int) -> int:
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return False
+        return SDPBackend.MATH.value
     padded = -(-width // 8) * 8
     # One head: any kernel can be made to serve grouped heads.
     example = query.new_empty(1, 1, _MIN_CUDNN_QUERIES, padded)
-    return _torch_choice(example, example, example) != SDPBackend.MATH.value
+    return _torch_choice(example, example, example)
 
 
 KERNELS = {
-    "cpu": _Fused(_on_cpu, _cpu_backward, None, 1),
-    "cuda": _Fused(_on_cuda, _cuda_backward, _cuda_supports, 8),
+    "cpu": _Fused(_on_cpu, _cpu_backward, lambda query, width: SDPBackend.FLASH_ATTENTION.value, 1, False),
+    "cuda": _Fused(_on_cuda, _cuda_backward, _cuda_kernel, 8, torch.version.hip is None),
 }
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
+    return _kernel(query, value) != SDPBackend.MATH.value
+
+
+def has_windows(query: Tensor, value: Tensor) -> bool:
+    """Whether masks may be numbers. Where torch prefers cuDNN's attention, whose windows it does not offer, they may
+    not, and tiles without windows get the faster kernel."""
+    return KERNELS[query.device.type].windows and _kernel(query, value) == SDPBackend.FLASH_ATTENTION.value
+
+
+def _kernel(query: Tensor, value: Tensor) -> int:
     fused = KERNELS.get(query.device.type)
-    return fused is not None and (not fused.supports or fused.supports(query, max(query.shape[-1], value.shape[-1])))
+    width = max(query.shape[-1], value.shape[-1])
+    return SDPBackend.MATH.value if fused is None else fused.kernel(query, width)
 
 
 def run_kernel(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: str, joint: bool = False
+    query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask, joint: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Run a fused kernel.
 
     Args:
         query: (rows or 1, heads, queries, head_dim).
         key, value: (rows, kv_heads, keys, ...).
-        mask: "full": every query sees every key; or they are as many, and the i-th query sees the first i + 1 keys
-            ("causal") or all but the first i ("anticausal").
-        joint: all rows are of the same queries, and have one softmax, (1, heads, queries, ...).
+        joint: all rows are of the same queries, and anticausal ones come as one softmax, (1, heads, queries, ...).
 
     Returns:
         (rows, heads, queries, head_dim of value), and the log-sum-exp, (rows, heads, queries), float32 or float64.
     """
     if mask == "anticausal":  # causal, read backwards
-        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal", joint)
+        out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
+        out, lse = join_rows(out, lse) if joint else (out, lse)  # fewer rows to turn back
         return out.flip(-2), lse.flip(-1)
     width, fused = value.shape[-1], KERNELS[query.device.type]
     query, key, value = _pad_head_dims(max(query.shape[-1], width), query, key, value)
-    out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, mask == "causal")
-    if joint:
-        # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
-        order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
-        weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
-        out = (weights @ out.permute(*order, 3)).permute(*back, 3)
-        lse = lse.logsumexp(0, keepdim=True)
+    out, lse = fused.run(query.expand(len(key), -1, -1, -1), key, value, scale, mask)
     return out[..., :width], lse
 
 
-def run_backward(whole: _Three, rows: _Three, scale: float, mask: str) -> _Three:
+def join_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax, (1, heads, queries, ...), of rows that are of the same queries."""
+    # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
+    order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
+    weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
+    return (weights @ out.permute(*order, 3)).permute(*back, 3), lse.logsumexp(0, keepdim=True)
+
+
+def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Three:
     """The gradients of queries, keys and values of a fused kernel through a softmax over these keys and others.
 
     The backward of flash attention computes the weights anew, exp(score - lse), and needs of the other keys nothing but

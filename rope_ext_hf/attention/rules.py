@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import UNBOUNDED, constant
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.methods.tiles import Tile, band_tiles
+from rope_ext_hf.methods.tiles import Tile
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
@@ -53,10 +53,7 @@ class LocalAttention:
         return torch.zeros_like(m - n)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        if self.window_size is not None:
-            yield from band_tiles(0, 0, self.window_size, first, last)
-        else:
-            yield Tile(0, (first, last), (0, last))
+        yield Tile.band(0, 0, self.window_size or UNBOUNDED, first, last)
 
     def for_queries(self, first: int, count: int) -> tuple[LocalAttention, int, int]:
         return self, 0, 1

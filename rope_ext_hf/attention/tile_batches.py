@@ -14,7 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.attention.kernels import join_rows
+from rope_ext_hf.attention.triton_merging import merge_fused
+from rope_ext_hf.methods.tiles import Mask, Tile
+from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 
 class Spans(NamedTuple):
@@ -34,13 +37,16 @@ class KernelCall(NamedTuple):
     """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys."""
 
     zones: tuple[int, ...]  # of all rows, or of each
-    mask: str  # as `run_kernel` takes it
+    mask: Mask
     queries: Spans  # of each row; a single span is of all rows
     keys: Spans
-    joint: bool = False  # several rows of the same queries
+    first_row: int = 0  # of its zones, among queries that are rotated to several
+    joint: bool = False  # whether all rows are of the same queries
 
 
-def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0) -> list[KernelCall]:
+def kernel_calls(
+    tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0, windows: bool = False
+) -> list[KernelCall]:
     """Cover the tiles of a zone, in the order of their queries: evenly spaced ones of one size and mask share a call.
 
     Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
@@ -49,15 +55,16 @@ def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: i
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
         max_joined: the most queries, those of all rows, of a call over rows of the same queries.
+        windows: whether masks may be numbers.
     """
     calls: list[KernelCall] = []
-    together: dict[tuple[bool, str, int, int, int], dict[int, int]] = {}
+    together: dict[tuple[bool, Mask, int, int, int], dict[int, int]] = {}
     for tile in tiles:
-        for (q0, q1), (k0, k1), mask in tile.rectangles(low):
+        for (q0, q1), (k0, k1), mask in tile.rectangles(low, windows):
             together.setdefault((tile.zone == 0, mask, q0, q1 - q0, k1 - k0), {})[k0] = tile.zone
-    kinds: dict[tuple[int, str, int, int, int], list[int]] = {}
+    kinds: dict[tuple[int, Mask, int, int, int], list[int]] = {}
     for (nearest, mask, q0, size, width), zones in together.items():
-        for keys in _even_spans(sorted(zones), width, 1 if nearest else max_joined // size):
+        for keys in _even_spans(sorted(zones), width, 1, 1 if nearest else max_joined // size):
             of_rows = tuple(zones[keys.begin + i * keys.step] for i in range(keys.times))
             if keys.times > 2:
                 same = of_rows[:1] if len(set(of_rows)) == 1 else of_rows
@@ -66,18 +73,19 @@ def kernel_calls(tiles: Iterable[Tile], low: int, max_copied: int, max_joined: i
             for i, zone in enumerate(of_rows):
                 kinds.setdefault((zone, mask, size, width, keys.begin + i * keys.step - q0), []).append(q0)
     for (zone, mask, size, width, diagonal), starts in kinds.items():
-        for queries in _even_spans(starts, size, max_copied // size if mask == "anticausal" else len(starts)):
+        most = max_copied // size if mask == "anticausal" else len(starts)
+        for queries in _even_spans(starts, size, size, most):
             keys = queries._replace(begin=queries.begin + diagonal, size=width)
             calls.append(KernelCall((zone,), mask, queries, keys))
     return sorted(calls, key=lambda call: call.zones)
 
 
-def _even_spans(starts: list[int], size: int, most: int) -> Iterator[Spans]:
-    """Ranges that begin at `starts`, those at even distances together, at most `most` of them."""
+def _even_spans(starts: list[int], size: int, apart: int, most: int) -> Iterator[Spans]:
+    """Ranges that begin at `starts`, those at even distances of at least `apart` together, at most `most` of them."""
     run = Spans(starts[0], size)
     for start in starts[1:]:
         step = start - run.begin - run.step * (run.times - 1)
-        if step >= size and run.times < most and (run.times == 1 or step == run.step):
+        if step >= apart and run.times < most and (run.times == 1 or step == run.step):
             run = Spans(run.begin, size, step, run.times + 1)
         else:
             yield run
@@ -109,17 +117,24 @@ def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
         x[:, :, begin : begin + spans.size] += each
 
 
-class Zone(NamedTuple):
-    """Zones of a block: queries and keys, rotated, values, and kernel calls, counted from the first of each."""
+class Zones(NamedTuple):
+    """Zones of a block: queries, a row for each of several, and keys, rotated, values, and kernel calls, counted from
+    the first query and key."""
 
+    zones: tuple[int, ...]
     query: Tensor
     keys: Tensor
     values: Tensor
     calls: list[KernelCall]
 
+    def of_call(self, query: Tensor, call: KernelCall) -> Tensor:
+        """The rows of queries, or of their gradients, in the zones of a call."""
+        return query[call.first_row : call.first_row + len(call.zones)] if self.zones[1:] else query
+
     def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
-        return batch_rows(self.query, call.queries), keys, values
+        """Queries, keys and values of a call, as `run_kernel` takes them."""
+        query = batch_rows(self.of_call(self.query, call), call.queries)
+        return query, batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
 
 
 class MergedSoftmax:
@@ -140,9 +155,13 @@ class MergedSoftmax:
         return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys."""
+        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys.
+
+        More rows than there are spans are parts of the same queries.
+        """
+        joint = len(part) > len(self.query) * spans.times
         if self._lse is None:
-            if spans.size == self.query.shape[-2]:
+            if spans.size == self.query.shape[-2] and not joint:
                 self.out = part if self.out is None else self.out.copy_(part)
                 self._lse = part_lse[..., None]
                 return
@@ -152,6 +171,11 @@ class MergedSoftmax:
         assert self.out is not None
         out = strided_spans(self.out, spans)
         lse = strided_spans(self.log_sum_exp(), spans)
+        if can_fuse(part) and out.stride(-1) == part.stride(-1) == 1:
+            single = spans.times == 1
+            merge_fused(out[:, None] if single else out, (lse[:, None] if single else lse)[..., 0], part, part_lse)
+            return
+        part, part_lse = join_rows(part, part_lse) if joint else (part, part_lse)
         part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
         # exp(part) / (exp(lse) + exp(part)), as a sigmoid: neither exponential is formed, so neither can overflow.
         weight = torch.sigmoid(part_lse - lse, out=torch.empty_like(lse, dtype=out.dtype))

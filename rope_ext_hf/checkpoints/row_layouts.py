@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family
-from rope_ext_hf.patches.family_hooks import rotates_back, rows_rotate
+from rope_ext_hf.patches.families import KV_HEADS, ModuleRows, choose, family, rotates_back, rows_rotate
 from rope_ext_hf.patches.family_settings import LayerConfig, config_number, head_dim, supported_family
 from rope_ext_hf.rotary.pairing import to_pairing
 

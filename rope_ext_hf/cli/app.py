@@ -18,15 +18,22 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import checkpoints, evaluation, lm_eval, models, need, publishing, run_files, serving, training
-from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
+from rope_ext_hf.cli import evaluation, lm_eval, models, run_files, serving, training
+from rope_ext_hf.cli.console import (
+    all_results,
+    print_error,
+    print_text,
+    quiet_transformers,
+    results_to,
+    short_warnings,
+)
 from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, publishing.card),
+    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
     "Measurements": (
-        need.need,
+        evaluation.need,
         evaluation.demo,
         evaluation.ppl,
         evaluation.sweep,
@@ -39,7 +46,7 @@ _COMMANDS = {
         lm_eval.lm_eval_tasks,
     ),
     "Training": (training.search, training.finetune),
-    "Checkpoints": (checkpoints.convert, checkpoints.detect),
+    "Checkpoints": (models.convert, models.detect),
     "Serving": (
         serving.extend,
         serving.advise,
@@ -74,7 +81,8 @@ class _Command(TyperCommand):
         return parameters
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; standard output holds nothing but its results."""
+        """Run the command; standard output holds nothing but its results, and standard error one line for an error."""
+        quiet_transformers()
         with results_to():
             return super().invoke(ctx)
 

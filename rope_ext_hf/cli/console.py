@@ -12,12 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 
-from rope_ext_hf.errors import CheckpointError, FileError, bounded, duration, printable
+from rope_ext_hf.errors import FileError, bounded, duration, printable
 from rope_ext_hf.terminal import terminal_width, wrapped
 
 if TYPE_CHECKING:
@@ -130,13 +129,6 @@ def quiet_transformers() -> None:
 
     logging.disable_progress_bar()
     logging.set_verbosity(logging.CRITICAL)
-
-
-def make_folder(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"the folder {str(path)!r} cannot be made: {error.strerror}") from error
 
 
 class _ProgressBar:

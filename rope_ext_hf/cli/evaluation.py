@@ -1,9 +1,8 @@
-"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `report`."""
+"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `need`, `report`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,27 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import (
-    make_folder,
-    print_error,
-    print_note,
-    print_table,
-    print_text,
-    progress_bar,
-    quiet_transformers,
-)
+from rope_ext_hf.bounds import MOST_TOKENS
+from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
-from rope_ext_hf.errors import MethodError, duration, short
-from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
-from rope_ext_hf.files import json_text
+from rope_ext_hf.errors import FileError, MethodError, duration, short
+from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Need, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.files import json_text, read_json, write_json
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.questions import Question, asked
+from rope_ext_hf.questions import Question, asked, command_line
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.eval.key_token_runs import KeyRanges
+    from rope_ext_hf.eval.needs import NeedReport
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
@@ -40,6 +34,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.workers import Workers
 
 _RESULTS = Path("rope-ext-results")
+_NEED_FILE = "need.json"  # the name of the file that `need` leaves in its folder
 _DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
 
@@ -130,9 +125,9 @@ class ReaderOptions(_ProcessOptions):
 
 def demo(
     out: Out = _RESULTS,
-    spans: Annotated[int, typer.Option(min=1, help="Spans of text per length; more is slower and steadier.")] = 8,
-    trials: Annotated[int, typer.Option(min=1, help="Retrieval prompts per length, each with five questions.")] = 3,
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
+    spans: int = asked(8, "Spans of text per length; more is slower and steadier.", least=1),
+    trials: int = asked(3, "Retrieval prompts per length, each with five questions.", least=1),
+    device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
     """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
@@ -141,25 +136,19 @@ def demo(
 
     Example: `rope-ext demo`
     """
+    from rope_ext_hf.eval.measuring import measure
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.runs.comparison import Comparison
-    from rope_ext_hf.runs.run_file import run_file
+    from rope_ext_hf.runs.workers import Workers
 
-    quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
     lengths = [trained * 2**doublings for doublings in range(4)]
-    methods, load = MethodChoice(method=_DEMO_METHODS), EvalOptions(dtype="float32", device=device)
-    asked = (
-        Perplexity(lengths=lengths, max_spans=spans),
-        Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4),
-    )
-    plans = [each.plan(model, methods) for each in asked]
-    files = [run_file(each, "reference", methods, load, out=out) for each in asked]
-    loss = _measure(files[0], model, plans[0], out)
+    ask = partial(measure, model, methods=_DEMO_METHODS, out=out, progress=shown_progress(Workers()))
+    loss = ask(Perplexity(lengths=lengths, max_spans=spans))
     _stop_if_not_finite(loss)
-    retrieval = _measure(files[1], model, plans[1], out)
+    retrieval = ask(Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4))
     comparison = Comparison([loss, retrieval])
     page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
     try:
@@ -225,14 +214,89 @@ def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
     prepare(given, question, shared).measure()
 
 
+def need(
+    model: Model,
+    load: EvalOptions,
+    question: Need,
+    out: Path | None = asked(
+        None,
+        "Where the result is kept; the same command continues there. Default: a folder of this model's own in "
+        "rope-ext-results.",
+        metavar="FOLDER",
+    ),
+    as_json: Json = False,
+) -> None:
+    """Find out whether a model needs extending, how far it reads as it is, and what in its architecture says so.
+
+    A short fixed plan: the loss of the same tokens at growing lengths, and answers hidden in text. `rope-ext advise`
+    takes what it leaves in --out FOLDER by its option --need FOLDER.
+
+    Example: `rope-ext need reference --target-length 512`
+    """
+    from rope_ext_hf.eval.needs import need as find_need
+    from rope_ext_hf.hub import foreign_errors, source_digest
+    from rope_ext_hf.runs.run_file import run_file
+    from rope_ext_hf.runs.workers import Workers
+
+    digest = source_digest(model, revision=load.revision)
+    out = out or _RESULTS / f"need-{Path(model).name or 'model'}-{digest[:10]}"
+    with foreign_errors(f"the model {model!r} could not be measured"):
+        found = find_need(
+            load.model(model),
+            question.data,
+            target_length=question.target_length,
+            tokenizer=load.tokenizer(model),
+            out=out,
+            chunk=load.tokens_per_pass,
+            report=lambda line: print_note("need", line),
+            progress=shown_progress(Workers()),
+            file=run_file(question, model, load, out=out),
+        )
+    record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
+    write_json(out / _NEED_FILE, record)
+    print_text(json_text(record) if as_json else f"{found}\n  {record['command']}".rstrip())
+
+
+def _next_command(found: NeedReport, model: str, out: Path) -> str:
+    """The command that follows from what was found; none where every layer's window is too narrow."""
+    from rope_ext_hf.runs.verdicts import Outcome
+
+    short, goal, text = found.context_length, found.goal, "texts/*.txt"
+    lengths = sorted({short, goal})
+    match found.outcome:
+        case _ if found.too_narrow:
+            return ""
+        case Outcome.WORSE:
+            need = out if (found.reads_to or 0) > short else None
+            return command_line("advise", model, target_length=goal, need=need)
+        case Outcome.NO_MEASURE:
+            return command_line("ppl", model, lengths=lengths, keys_by=model, data=text)
+        case Outcome.BETTER if found.target_length:
+            return command_line("ppl", model, lengths=lengths, data=text)
+        case outcome:
+            longer = 2 * goal if outcome is Outcome.BETTER else goal
+            return command_line("need", model, target_length=longer, data=text)
+
+
+def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | None:
+    """The tokens up to which a model reads as it is, by what `need` left in a folder; None: it is not known."""
+    from rope_ext_hf.hub import source_digest
+
+    found, file = read_json(folder / _NEED_FILE), repr(str(folder / _NEED_FILE))
+    if found.get("digest") != source_digest(model, revision=revision):
+        raise FileError(f"{file} was not measured of {model!r} as it is now; run {command_line('need', model)}")
+    reach, lengths = found.get("reads_to"), found.get("lengths")
+    if reach is not None and not (type(reach) is int and 1 <= reach <= MOST_TOKENS and reach in (lengths or ())):
+        raise FileError(f"{file} states no length that a model reads to; run {command_line('need', model)} again")
+    return reach
+
+
 def report(
     folders: Annotated[
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
-    out: Annotated[
-        Path | None, typer.Option(help="The page of several runs. Default: comparison.html beside the first folder.")
-    ] = None,
+    out: Path | None = asked(None, "The page of several runs. Default: comparison.html beside the first folder."),
     as_json: Json = False,
 ) -> None:
     """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
@@ -278,14 +342,15 @@ class _Prepared:
     def measure(self) -> Run[Any]:
         """Measure, and print from the first process; of a dry run print what it would take, and end."""
         from rope_ext_hf.hub import foreign_errors
+        from rope_ext_hf.runs.runner import carry_out
 
         if self.forecast is not None:
             print_forecast(self.forecast, self.given.as_json)
             raise typer.Exit
-
-        name = self.given.model
+        name, shown = self.given.model, shown_progress(self.workers)
+        kept: dict[str, Any] = {"out": self.given.out, "workers": self.workers, "file": self.file}
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
-            run = _measure(self.file, self.load.model(name), self.plan, self.given.out, self.workers)
+            run = carry_out(self.load.model(name), self.plan, progress=shown, **kept)
         if self.workers.rank == 0:
             _print_run(run, self.given.as_json)
         _stop_if_not_finite(run)
@@ -298,7 +363,6 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOption
     from rope_ext_hf.runs.run_file import run_file
 
     workers, load = shared.launched(given.load)
-    quiet_transformers()
     with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
@@ -315,29 +379,27 @@ def _with_keys(
     plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
-    from rope_ext_hf.eval.key_token_runs import KEYS_FILE
-    from rope_ext_hf.eval.perplexity_plans import with_keys
+    from rope_ext_hf.eval.key_token_runs import KEYS_FILE, keys_of_run, plan_keys, with_keys
+    from rope_ext_hf.runs.runner import carry_out
 
     evaluator = replace(load, revision=None)  # that one is of the measured model
 
-    def find(source: str, planned: Callable[..., RunPlan[Any]]) -> tuple[Run[Any], RunPlan[Any]]:
+    def find(source: str) -> KeyRanges | None:
         empty = evaluator.empty_model(source)
-        of_keys = planned(empty, evaluator.tokenizer(source))
+        of_keys = plan_keys(empty, evaluator.tokenizer(source), plan, question.key_window)
         forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
         if forecast is not None:
             print_forecast(forecast, given.as_json)
-            raise _DryRunError
-        run = _measure(file, evaluator.model(source), of_keys, given.out, workers)
+            return None
+        shown = shown_progress(workers)
+        run = carry_out(evaluator.model(source), of_keys, out=given.out, workers=workers, progress=shown, file=file)
         if workers.rank == 0:
             (found,) = run.results
             text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
             print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
-        return run, of_keys
+        return keys_of_run(run, of_keys)
 
-    try:
-        return with_keys(plan, question, find, write=workers.rank == 0)
-    except _DryRunError:
-        return plan  # which reads as much
+    return with_keys(plan, question, find)
 
 
 def _preflight(
@@ -393,10 +455,6 @@ def _preflight(
     return None
 
 
-class _DryRunError(Exception):
-    """Ends what a dry run leaves out."""
-
-
 def print_forecast(forecast: Forecast, as_json: bool) -> None:
     print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
 
@@ -408,18 +466,6 @@ def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> flo
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)
     return estimate_flops(model, [*passes, *after], scored)
-
-
-def _measure(
-    file: RunFile, model: PreTrainedModel, plan: RunPlan[Any], out: Path, workers: Workers | None = None
-) -> Run[Any]:
-    """Carry out a plan in a run's folder, which keeps what was asked, and show progress."""
-    from rope_ext_hf.runs.runner import carry_out
-    from rope_ext_hf.runs.workers import Workers
-
-    workers = workers or Workers()
-    make_folder(out)
-    return carry_out(model, plan, out=out, workers=workers, progress=shown_progress(workers), file=file)
 
 
 def shown_progress(workers: Workers) -> Progress:

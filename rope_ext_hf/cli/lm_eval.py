@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_text, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import LayerChoice
+from rope_ext_hf.questions import asked
 
 _TEMPLATE = {"auto": None, "always": True, "never": False}
 
@@ -34,30 +36,21 @@ def lm_eval_tasks(
 
 def lm_eval(
     model: Model,
-    tasks: Annotated[
-        str, typer.Option(metavar="NAMES", help="Names, groups or YAML files, e.g. niah_single_1,longbench_*.")
-    ],
     methods: LayerChoice,
     load: LoadOptions,
-    include_path: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder with task definitions of your own.")
-    ] = None,
-    limit: Annotated[float | None, typer.Option(min=0, help="Documents per task; below 1, a fraction of them.")] = None,
-    num_fewshot: Annotated[int | None, typer.Option(min=0, help="Worked examples in each prompt.")] = None,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
-    max_length: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Longest input, e.g. 16k. Default: the extended length.")
-    ] = None,
-    chat_template: Annotated[
-        str, typer.Option(help="auto: the tokenizer's, for suites of long inputs; always; never.")
-    ] = "auto",
-    output_path: Annotated[
-        Path | None,
-        typer.Option("--output-path", "-o", metavar="PATH", help="Keep the results there, as lm-eval does."),
-    ] = None,
-    log_samples: Annotated[
-        bool, typer.Option("--log-samples", "-s", help="Also keep every prompt with its answers and scores.")
-    ] = False,
+    tasks: str = asked(MISSING, "Names, groups or YAML files, e.g. niah_single_1,longbench_*.", metavar="NAMES"),
+    include_path: Path | None = asked(None, "A folder with task definitions of your own.", metavar="FOLDER"),
+    limit: float | None = asked(None, "Documents per task; below 1, a fraction of them.", least=0),
+    num_fewshot: int | None = asked(None, "Worked examples in each prompt.", least=0),
+    batch_size: str = asked("1", "A number, or auto."),
+    max_length: str | None = asked(None, "Longest input, e.g. 16k. Default: the extended length.", metavar="TOKENS"),
+    chat_template: str = asked("auto", "auto: the tokenizer's, for suites of long inputs; always; never."),
+    output_path: Path | None = asked(
+        None, "Keep the results there, as lm-eval does.", names=("--output-path", "-o"), metavar="PATH"
+    ),
+    log_samples: bool = asked(
+        False, "Also keep every prompt with its answers and scores.", names=("--log-samples", "-s")
+    ),
     as_json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
@@ -68,7 +61,7 @@ def lm_eval(
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
-    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.patching import apply_choice
 
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
@@ -86,7 +79,6 @@ def lm_eval(
         from rope_ext_hf.eval.lm_eval_tasks import long_suite
     except ImportError as error:
         raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
-    quiet_transformers()
     names = tasks.split(",")
     for fetched in dict.fromkeys(filter(None, map(long_suite, names))):
         print_note("fetches", fetched)
@@ -121,9 +113,9 @@ def lm_eval(
 def _keep(tracker: Any, path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
     """Have lm-eval write results and samples, in which it says nothing of errors; the files."""
     folder = path.parent if path.suffix == ".json" else path
-    make_folder(folder)
-    before = set(folder.rglob("*.json*"))
     with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        before = set(folder.rglob("*.json*"))
         tracker.save_results_aggregated(results=dict(results), samples=samples)
         for task, own in samples.items():
             tracker.save_results_samples(task_name=task, samples=own)

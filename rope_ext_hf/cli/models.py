@@ -1,9 +1,10 @@
-"""Commands about methods and models: `methods`, `describe`, `diff`, `explain`, `patch`."""
+"""Commands about methods and models: `methods`, `describe`, `explain`, `diff`, `patch`, `card`, `convert`, `detect`."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import make_folder, print_note, print_table, print_text, progress_bar, quiet_transformers
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, SourceOptions
-from rope_ext_hf.cli.publishing import PublishOptions
-from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError, one_line, short
-from rope_ext_hf.files import json_text
+from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, PublishOptions, SourceOptions
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError, one_line, short
+from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
+from rope_ext_hf.questions import asked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,10 +80,9 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.patching import apply_choice
 
     methods.check_single()
-    quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         apply_choice(methods, empty)
@@ -98,14 +98,10 @@ def explain(
         typer.Argument(help="A folder or Hub id, or 'reference'. Without one, the geometry that the options state."),
     ] = None,
     out: Out = Path("rope-ext-explanation"),
-    dim: Annotated[int | None, typer.Option(help="Without a model: rotated dims per head. Default: 128.")] = None,
-    theta: Annotated[float | None, typer.Option(help="Without a model: the base. Default: 10000.")] = None,
-    trained_length: Annotated[
-        str | None, typer.Option(metavar="TOKENS", help="Without a model: the trained length. Default: 4k.")
-    ] = None,
-    weights: Annotated[
-        bool, typer.Option("--weights/--no-weights", help="Also draw the scores of the model's own queries and keys.")
-    ] = True,
+    dim: int | None = asked(None, "Without a model: rotated dims per head. Default: 128."),
+    theta: float | None = asked(None, "Without a model: the base. Default: 10000."),
+    trained_length: str | None = asked(None, "Without a model: the trained length. Default: 4k.", metavar="TOKENS"),
+    weights: bool = asked(True, "Also draw the scores of the model's own queries and keys."),
     as_json: Json = False,
 ) -> None:
     """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
@@ -125,7 +121,6 @@ def explain(
     stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
     if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
         raise MethodError(f"{', '.join(extra)} given beside a model, which states its own; leave one of the two out")
-    quiet_transformers()
     trained, note, own = None, "", None
     if model is None:
         if methods.underneath != {"over": "own", "context_length": None}:
@@ -139,7 +134,8 @@ def explain(
         trained, note = _trained_spectra(model, source) if weights else (None, "")
     drawn, length = _methods_to_draw(methods, rotary, own)
     title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
-    make_folder(out)
+    with disk_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
     by_label = {label(method.to_dict()): method for method in drawn}
     try:
         words: dict[str, Any] = {"title": title, "note": note}
@@ -164,7 +160,7 @@ def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | No
     """What is drawn beside plain RoPE, and how far, in tokens; the model's own patch where nothing was asked for."""
     from rope_ext_hf.eval.questions import DEFAULT_METHODS
     from rope_ext_hf.methods.remapping import RemappingMethod
-    from rope_ext_hf.patches.choosing import over_rotary
+    from rope_ext_hf.patches.patching import over_rotary
     from rope_ext_hf.pictures.rope_plots import check_size, reach
 
     methods.check(factor_alone=True)
@@ -222,7 +218,6 @@ def diff(
     """
     from rope_ext_hf.hub import fingerprint
 
-    quiet_transformers()
     one, other = (fingerprint(name, **source.version) for name in (expected, actual))
     sentences = one.differences(other)
     if as_json:
@@ -235,22 +230,12 @@ def diff(
 
 def patch(
     model: Model,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The patched folder; must not exist yet.")],
     methods: LayerChoice,
     source: SourceOptions,
     publish: PublishOptions,
-    native: Annotated[
-        bool,
-        typer.Option(
-            "--native", help="Save in transformers' own form even where transformers then computes other results."
-        ),
-    ] = False,
-    as_code: Annotated[
-        bool,
-        typer.Option(
-            "--as-code", help="Add code, so that plain transformers loads the folder with trust_remote_code=True."
-        ),
-    ] = False,
+    out: Path = asked(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
+    native: bool = asked(False, "Save in transformers' own form even where transformers then computes other results."),
+    as_code: bool = asked(False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
@@ -281,11 +266,10 @@ def write_patched(
 ) -> Description:
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.choosing import apply_choice
+    from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
     from rope_ext_hf.serving.model_card import made_from, write_card
 
-    quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
@@ -311,3 +295,104 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)
     return description
+
+
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a model or an adapter.")],
+    publish: PublishOptions,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
+    ] = None,
+    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
+    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
+    as_json: Json = False,
+) -> None:
+    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
+
+    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
+    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
+
+    Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
+    """
+    from rope_ext_hf.serving.model_card import RESULTS, write_card
+
+    publish.check()
+    written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
+    files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
+    print_text(
+        json_text([str(file) for file in files]) if as_json else "\n".join(f"written to {file}" for file in files)
+    )
+    publish.upload(folder, trust_remote_code=trust_remote_code)
+
+
+def convert(
+    source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
+    new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
+    source: SourceOptions,
+    to: str = asked(MISSING, "half, interleaved, or meta (Meta's own format)."),
+    source_pairing: str | None = asked(
+        None, "Pairing of the weights now. Default: by the config, else by the family.", names=("--from",)
+    ),
+    force: bool = asked(False, "Convert weights that the config says are in that pairing already."),
+    resume: bool = asked(False, "Continue after an interruption."),
+    verify: bool = asked(False, "Compare the new folder with the source."),
+    model_parallel: int = asked(1, "Parts, with --to meta: consolidated.00.pth, ...", least=1),
+    context_length: str | None = asked(
+        None, "The length that weights in Meta's format are for. Default: by their sizes.", metavar="TOKENS"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
+
+    Example: `rope-ext convert reference reference-interleaved --to interleaved`
+    """
+    from rope_ext_hf.checkpoints.conversion import convert_checkpoint
+
+    with progress_bar(new_folder.name, unit="bytes") as bar, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = convert_checkpoint(
+            source_folder,
+            new_folder,
+            to,
+            source_pairing=source_pairing,
+            force=force,
+            resume=resume,
+            verify=verify,
+            model_parallel=model_parallel,
+            context_length=parse_length(context_length),
+            **source.version,
+            progress=bar.set,
+        )
+    for warning in caught:  # the report has those of the conversion among its notes
+        if str(warning.message) not in report.notes:
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+    print_text(json_text(report.to_dict()) if as_json else str(report))
+
+
+def detect(
+    model: Model,
+    source: SourceOptions,
+    text: Path | None = asked(
+        None, "A text to compare the loss of under both pairings; loads the model.", metavar="FILE"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Determine from its weights which pairing a checkpoint is in, layer by layer; "undecided" where it is unclear.
+
+    Example: `rope-ext detect reference`
+    """
+    from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
+    from rope_ext_hf.hub import model_source
+
+    sample = None
+    if text is not None:
+        try:
+            if not text.is_file():  # a device may have no end, a pipe may never begin
+                raise CheckpointError(f"no such text file: {short(str(text))!r}")
+            with text.open(encoding="utf-8") as file:
+                sample = file.read(TEXT_CHARACTERS)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"the text {short(str(text))!r} cannot be read: {one_line(error)}") from error
+    report = detect_pairing(model_source(model), text=sample, **source.version)
+    print_text(json_text(report.to_dict()) if as_json else str(report))

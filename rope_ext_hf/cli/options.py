@@ -3,9 +3,9 @@
 A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
 
     @expand_options
-    def ppl(model: Model, question: Perplexity, methods: MethodChoice, load: LoadOptions) -> None: ...
+    def describe(model: Model, methods: LayerChoice, colour: bool = asked(False, "In colours.")) -> None: ...
 
-The fields of a `Question` say how they are asked for; other dataclasses are annotated for typer.
+The fields of a `Question` say how they are asked for, as options of a command alone do; others are annotated for typer.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import Field, dataclass
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.cli.console import print_note
+from rope_ext_hf.errors import MethodError, did_you_mean, short, size_text
+from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.questions import Asked, Question, asked, kind_of, option_text
+from rope_ext_hf.questions import Asked, Question, asked, command_line, kind_of, option_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -101,6 +104,56 @@ class EvalOptions(LoadOptions):
         return {"chunk": self.tokens_per_pass, "offload_cache": self.offload_cache}
 
 
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(Question):
+    """Whether the folder that a command writes is uploaded."""
+
+    push_to_hub: str | None = asked(
+        None, "Also upload the folder to the Hugging Face Hub, after asking; private.", metavar="OWNER/NAME"
+    )
+    public: bool = asked(False, "Make the uploaded repository public.")
+    yes: bool = asked(False, "Do not ask.", names=("--yes", "-y"))
+
+    def check(self) -> None:
+        """Refuse, before any work, what would stop the upload."""
+        from rope_ext_hf.downloads import check_upload
+
+        if self.push_to_hub is None:
+            if self.public:
+                raise MethodError("--public says how --push-to-hub uploads; give that as well")
+            return
+        if not (self.yes or sys.stdin.isatty()):
+            raise MethodError("nobody can be asked here whether to upload; give --yes")
+        check_upload(self.push_to_hub, private=not self.public)
+
+    def upload(self, folder: Path, *, trust_remote_code: bool) -> None:
+        """Upload a folder under the name asked for, which its card gets; what goes is printed, and asked about."""
+        if self.push_to_hub is None:
+            return
+        from rope_ext_hf.downloads import upload
+        from rope_ext_hf.serving.model_card import write_card
+
+        write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
+        kind = "public" if self.public else "private"
+        print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
+        for name, size in sizes.items():
+            print_note("", f"{name}, {size_text(size)}{_paths_in(folder / name)}")
+        if not (self.yes or typer.confirm("Upload?", default=False, err=True)):
+            later = command_line("card", folder, push_to_hub=self.push_to_hub, public=self.public)
+            print_note("upload", f"not done; `{later}` does it")
+            return
+        print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
+
+
+def _paths_in(file: Path) -> str:
+    """Which paths of this machine a run file, a card or a config names, in words."""
+    text = file.read_text("utf-8", errors="replace") if file.name.endswith((".yaml", ".md", "config.json")) else ""
+    found = dict.fromkeys(re.findall(r"(?<![\w./:-])(?:[A-Z]:)?[/\\][^\s\"'`,;:)}\]]+", text))
+    named = [each for each in found if len(Path(each).parts) > 2 and Path(each).parents[-2].is_dir()]
+    return f"; it names {', '.join(named)}" if named else ""
+
+
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command in which every parameter that is a dataclass stands as its fields, one option each; so do theirs.
 
@@ -148,8 +201,12 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     if isinstance(group, type) and issubclass(group, Question):
         return [_option(each, how, _panel(group, each.name)) for each, how in group.how_asked() if how.option]
     types = get_type_hints(group, include_extras=True)
+    own = {each.name: each for each in _options_of(_question_alone(group))}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(group).parameters.items():
+        if name in own:
+            parameters.append(own[name])
+            continue
         if dataclasses.is_dataclass(types[name]):
             parameters += _options_of(types[name])
             continue
@@ -157,6 +214,14 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
             option.rich_help_panel = group.PANEL
         parameters.append(parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY))
     return parameters
+
+
+@cache
+def _question_alone(command: Callable[..., Any]) -> type[Question]:
+    """The options that are parameters of a command itself, as a question: those with a default by `asked`."""
+    parameters = inspect.signature(command).parameters.values()
+    fields = [(each.name, each.annotation, each.default) for each in parameters if type(each.default) is Field]
+    return dataclasses.make_dataclass(command.__name__, fields, bases=(Question,), frozen=True, kw_only=True)
 
 
 def _panel(group: type[Question], name: str) -> str | None:
@@ -167,7 +232,7 @@ def _panel(group: type[Question], name: str) -> str | None:
 _TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}
 
 
-def _option(field: dataclasses.Field[Any], how: Asked, panel: str | None) -> inspect.Parameter:
+def _option(field: Field[Any], how: Asked, panel: str | None) -> inspect.Parameter:
     """The option of one field of a question; what is parsed comes as text."""
     default = field.default if how.typed is ... else how.typed
     kind: Any = str if how.parse else _TYPES.get(kind_of(field), str)
@@ -206,8 +271,8 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
             words = rf"^({fields})(?= (must|takes|is))|(?<=; give )({fields})(?=,)|(?<= what )({fields})(?= names)"
             raise MethodError(re.sub(words, lambda m: f"--{m[0].replace('_', '-')}", str(error))) from error
     types = get_type_hints(group)
-    arguments: dict[str, Any] = {}
-    for name in inspect.signature(group).parameters:
+    arguments: dict[str, Any] = _call(_question_alone(group), values).arguments
+    for name in inspect.signature(group).parameters.keys() - arguments.keys():
         arguments[name] = _call(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
     return group(**arguments)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,17 +12,15 @@ import typer
 
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
-from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast
+from rope_ext_hf.cli.console import print_text, progress_bar, results_to
+from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast, reach_in
 from rope_ext_hf.cli.models import write_patched
-from rope_ext_hf.cli.need import reach_in
-from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, SourceOptions
-from rope_ext_hf.cli.publishing import PublishOptions
+from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
-from rope_ext_hf.questions import command_line
+from rope_ext_hf.questions import asked, command_line
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.terminal import wrapped
 
@@ -32,12 +30,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.advice.extending import Extension
     from rope_ext_hf.engines.base import ServingConfig
     from rope_ext_hf.reading.preflight import Forecast
-    from rope_ext_hf.servers.baselines import BaselineReport
+    from rope_ext_hf.servers.answers import BaselineReport
     from rope_ext_hf.servers.checking import ServerReport
-
-_Version = Annotated[
-    str | None, typer.Option(metavar="VERSION", help="The version that will run it, where that is known.")
-]
 
 
 def extend(
@@ -62,7 +56,6 @@ def extend(
     from rope_ext_hf.serving.model_card import CARD, write_card
 
     publish.check()
-    quiet_transformers()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
     chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
@@ -129,20 +122,13 @@ def advise(
     model: Model,
     source: SourceOptions,
     server: GPUServer,
-    target_length: Annotated[str, typer.Option(metavar="TOKENS", help="The length that you need, e.g. 128k.")],
-    batch: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Inputs at a time that memory is computed for, e.g. 1,8.")
-    ] = "1,8",
-    over: Annotated[
-        str, typer.Option(metavar="WHAT", help="What is extended: own or original, see `rope-ext describe --help`.")
-    ] = "own",
-    context_length: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS", help="The length that the model is for, instead of what its config states."),
-    ] = None,
-    need: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="What `rope-ext need --out FOLDER` measured.")
-    ] = None,
+    target_length: str = asked(MISSING, "The length that you need, e.g. 128k.", metavar="TOKENS"),
+    batch: str = asked("1,8", "Inputs at a time that memory is computed for, e.g. 1,8.", metavar="NUMBERS"),
+    over: str = asked("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT"),
+    context_length: str | None = asked(
+        None, "The length that the model is for, instead of what its config states.", metavar="TOKENS"
+    ),
+    need: Path | None = asked(None, "What `rope-ext need --out FOLDER` measured.", metavar="FOLDER"),
     as_json: Json = False,
 ) -> None:
     """Say how a model gets to a length: methods, their cost, memory, engines, and the commands; reads no weights.
@@ -154,7 +140,6 @@ def advise(
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    quiet_transformers()
     advice = advise_on(
         model,
         target_length,
@@ -173,11 +158,9 @@ def serve_config(
     methods: PatchChoice,
     source: SourceOptions,
     server: GPUServer,
-    engine: Annotated[str, typer.Option(metavar="NAME", help=f"One of {', '.join(list_engines())}.")],
-    engine_version: _Version = None,
-    plugin: Annotated[
-        bool, typer.Option("--plugin", help="For an engine that loads a plug-in of this package.")
-    ] = False,
+    engine: str = asked(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
+    engine_version: str | None = asked(None, "The version that will run it, where that is known.", metavar="VERSION"),
+    plugin: bool = asked(False, "For an engine that loads a plug-in of this package."),
     as_json: Json = False,
 ) -> None:
     """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
@@ -198,35 +181,24 @@ def check_server(
         str | None,
         typer.Argument(metavar="[MODEL]", help="The folder or Hub id that was measured; not needed with a record."),
     ] = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LENGTHS",
-            help="Of prompts. Default: half the context length, to the extended length or ten minutes each.",
-        ),
-    ] = None,
-    data: Annotated[str, typer.Option(metavar="TEXT", help="What prompts are cut from, as for ppl.")] = "stdlib",
-    served_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What the server calls the model. Default: the first it lists.")
-    ] = None,
-    seconds: Annotated[float, typer.Option(min=1.0, help="That an answer may take.")] = 300.0,
-    weight_bits: Annotated[
-        int,
-        typer.Option(min=2, max=32, metavar="N", help="Of the weights on the server: how much rounding is allowed."),
-    ] = 8,
-    kv_bits: Annotated[int, typer.Option(metavar="N", help="Of keys and values on the server: 16, 8 or 4.")] = 16,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Ask until an error of 1% of the softmax scale would show.")
-    ] = False,
-    record: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write what the server answers there; reads no weights.")
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Say what changed since --record wrote this; reads no weights.")
-    ] = None,
-    from_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Compare what --record wrote; the address is not asked.")
-    ] = None,
+    lengths: str | None = asked(
+        None,
+        "Of prompts. Default: half the context length, to the extended length or ten minutes each.",
+        metavar="LENGTHS",
+    ),
+    data: str = asked("stdlib", "What prompts are cut from, as for ppl.", metavar="TEXT"),
+    served_name: str | None = asked(
+        None, "What the server calls the model. Default: the first it lists.", metavar="NAME"
+    ),
+    seconds: float = asked(300.0, "That an answer may take.", least=1.0),
+    weight_bits: int = asked(
+        8, "Of the weights on the server: how much rounding is allowed.", least=2, most=32, metavar="N"
+    ),
+    kv_bits: int = asked(16, "Of keys and values on the server: 16, 8 or 4.", metavar="N"),
+    strict: bool = asked(False, "Ask until an error of 1% of the softmax scale would show."),
+    record: Path | None = asked(None, "Write what the server answers there; reads no weights.", metavar="FILE"),
+    against: Path | None = asked(None, "Say what changed since --record wrote this; reads no weights.", metavar="FILE"),
+    from_file: Path | None = asked(None, "Compare what --record wrote; the address is not asked.", metavar="FILE"),
     as_json: Json = False,
 ) -> None:
     """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
@@ -237,12 +209,11 @@ def check_server(
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
-    from rope_ext_hf.servers.baselines import compare_server, record_server
+    from rope_ext_hf.servers.answers import compare_server, record_server
     from rope_ext_hf.servers.checking import check_server as check
 
     if sum(file is not None for file in (record, against, from_file)) > 1:
         raise MethodError("--record, --against and --from-file exclude each other; give one of them")
-    quiet_transformers()
     reached: dict[str, Any] = {"served_name": served_name, "seconds": seconds, **load.version}
     asked: dict[str, Any] = {"lengths": parse_lengths(lengths) if lengths else None, "data": data}
     report: ServerReport | BaselineReport
@@ -271,7 +242,7 @@ def gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
     methods: PatchChoice,
     source: SourceOptions,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="The folder or Hub id that the file was made from.")],
+    model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a GGUF file that carries a method: metadata and divisors change, weights are copied.
@@ -290,7 +261,7 @@ def gguf(
 
 def audit(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
-    revision: Annotated[str | None, typer.Option(metavar="NAME", help="Branch, tag or commit on the Hub.")] = None,
+    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
     as_json: Json = False,
 ) -> None:
     """Say what each serving engine computes from a config or GGUF file; exit code 1 where they do not agree.
@@ -299,7 +270,6 @@ def audit(
     """
     from rope_ext_hf.serving.audit import audit as audit_path
 
-    quiet_transformers()
     result = audit_path(path, revision=revision)
     print_text(json_text(result.to_dict()) if as_json else str(result))
     if not result.agrees:
@@ -311,5 +281,4 @@ def _configure(
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
-    quiet_transformers()
     return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)

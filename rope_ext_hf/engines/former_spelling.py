@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude
-from rope_ext_hf.config_keys.keys import Config, length_setting, text_settings
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, length_setting, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 

@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import linear, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, length_setting, needed, rope_settings, rotated_dims, text_settings
+from rope_ext_hf.config_keys.keys import (
+    Computed,
+    Config,
+    RopeKeys,
+    length_setting,
+    needed,
+    rope_settings,
+    rotated_dims,
+    text_settings,
+)
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 
 MLA_FAMILIES = frozenset(

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed
 from rope_ext_hf.config_keys.formulas import linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
+    Computed,
     Config,
     check_sliding_layers,
     length_setting,

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, check_sliding_layers, needed, rope_settings, rotated_dims
+from rope_ext_hf.config_keys.keys import (
+    Computed,
+    Config,
+    RopeKeys,
+    check_sliding_layers,
+    needed,
+    rope_settings,
+    rotated_dims,
+)
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
 from rope_ext_hf.errors import ServingError
 
 _ORIGINAL = "original_max_position_embeddings"
-_USUAL: dict[str, dict[str, float]] = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192},
-    "yarn": {_ORIGINAL: 4096},
-    "deepseek_yarn": {_ORIGINAL: 4096},
-}
-"""The numbers that it takes for missing keys, by rope type."""
 
 
 @register_engine("mlx")
@@ -70,9 +71,8 @@ class MLX(FormerSpellingEngine):
         if text.get("qk_rope_head_dim") and scaling and scaling.get("mscale_all_dim"):
             factor = needed(settings, "factor")
             softmax_scale = yarn_magnitude(factor, needed(settings, "mscale_all_dim")) ** 2
-        return RopeKeys(
-            text, settings, kind, dim, most, length, None, None, softmax_scale, notes, _USUAL.get(str(kind), {})
-        )
+        usual = self.table["usual"].get(str(kind), {})
+        return RopeKeys(text, settings, kind, dim, most, length, None, None, softmax_scale, notes, usual)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         factor, original = rope.number("factor"), rope.number(_ORIGINAL)

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
     PLUGIN_TYPE,
+    Computed,
     Config,
+    RopeKeys,
     length_setting,
     needed,
     rope_settings,
@@ -39,8 +40,6 @@ class SGLang(OverridingEngine):
 
     title = "SGLang"
     option = "--json-model-override-args"
-    whole_theta = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
-    theta_alone = whole_theta | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
     drafts = (
         "--json-model-override-args and --context-length go to the draft as well (from_server_args of "
         "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."

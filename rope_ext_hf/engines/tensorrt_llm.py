@@ -11,9 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.computed import Computed, RopeKeys
 from rope_ext_hf.config_keys.formulas import plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Config, needed, rope_settings, rotated_dims
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, rope_settings, rotated_dims
 from rope_ext_hf.engines.base import NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config

@@ -23,6 +23,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean
 from rope_ext_hf.methods.guidance import Guidance
 
 UNBOUNDED = 2**62  # a length in tokens that no input reaches
+SHORT_AND_LONG = (1, UNBOUNDED)  # lengths that get the two lists of frequencies, where a scaling has two
 TWO_PI = 2 * math.pi
 
 
@@ -176,12 +177,6 @@ def may_keep_tensors() -> bool:
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     return type(torch.empty(0, device="cpu")) is Tensor
-
-
-def divisor_lists(rotary: Rotary, short: Tensor, long: Tensor) -> dict[str, list[float]]:
-    """The divisors of theta_i that give these frequencies, (dim // 2,) each, as transformers' longrope has them."""
-    theta = rotary.theta_inv_freq()
-    return {"short_factor": (theta / short).tolist(), "long_factor": (theta / long).tolist()}
 
 
 def is_number(value: object) -> bool:
@@ -374,7 +369,8 @@ class RopeMethod(ABC):
         if rotary.rotated_pairs is not None or self.length_dependent:
             return None
         if rotary.length_dependent:
-            return self._two_lists(rotary)
+            factors = (self.frequencies(rotary, length).attention_factor for length in SHORT_AND_LONG)
+            return self.longrope_parameters(rotary, SHORT_AND_LONG) if math.isclose(*factors, rel_tol=1e-12) else None
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)
         return self.longrope_parameters(rotary)
@@ -383,27 +379,24 @@ class RopeMethod(ABC):
         """`rope_parameters` for a model without a scaling of its own."""
         return self.longrope_parameters(rotary)
 
-    def longrope_parameters(self, rotary: Rotary) -> dict[str, Any]:
-        """The frequencies at the context length as transformers' longrope, with explicit divisors of theta_i."""
-        inv_freq, attention_factor = self.frequencies(rotary)
+    def longrope_parameters(
+        self, rotary: Rotary, lengths: tuple[int | None, int | None] = (None, None)
+    ) -> dict[str, Any]:
+        """Frequencies as transformers' longrope, with explicit divisors of theta_i.
+
+        `lengths`: those of the inputs that get the short and the long list; None: the context length.
+        """
+        theta = rotary.theta_inv_freq()
+        short, long = (self.frequencies(rotary, length) for length in lengths)
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,
-            **divisor_lists(rotary, inv_freq, inv_freq),
+            "short_factor": (theta / short.inv_freq).tolist(),
+            "long_factor": (theta / long.inv_freq).tolist(),
             "factor": getattr(self, "factor", None) or 1.0,
-            "attention_factor": attention_factor,
+            "attention_factor": short.attention_factor,
             "original_max_position_embeddings": rotary.trained_length,
         }
-
-    def _two_lists(self, rotary: Rotary) -> dict[str, Any] | None:
-        """Over a scaling with two lists: its short list and, composed, its long one; None: two attention factors."""
-        assert rotary.own is not None
-        short = rotary.own.method.frequencies(rotary.own.rotary, 1)
-        long = self.frequencies(rotary, UNBOUNDED)
-        if not math.isclose(short.attention_factor, long.attention_factor, rel_tol=1e-12):
-            return None
-        lists = divisor_lists(rotary, short.inv_freq, long.inv_freq)
-        return self.longrope_parameters(rotary) | lists | {"attention_factor": short.attention_factor}
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         """`rope_parameters` for something near, known to behave otherwise; used only where the user asks for it."""

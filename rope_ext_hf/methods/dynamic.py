@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary, constant, divisor_lists
+from rope_ext_hf.methods.base import SHORT_AND_LONG, UNBOUNDED, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, check_divisors, ntk_inv_freq
@@ -164,13 +164,10 @@ class LongRoPE(RopeMethod):
         short = constant(self.short_factor, length.device)
         long = constant(self.long_factor, length.device)
         divisors = torch.where(length > rotary.context_length, long, short) if self.length_dependent else long
-        return rotary.inv_freq(length.device) / divisors, self._attention_factor(rotary)
-
-    def _attention_factor(self, rotary: Rotary) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        assert self.factor is not None
-        return math.sqrt(1 + math.log(self.factor) / math.log(rotary.context_length))
+        attention_factor = self.attention_factor
+        if attention_factor is None:
+            attention_factor = math.sqrt(1 + math.log(self.factor or 1.0) / math.log(rotary.context_length))
+        return rotary.inv_freq(length.device) / divisors, attention_factor
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if not self.length_dependent:
@@ -179,8 +176,8 @@ class LongRoPE(RopeMethod):
             return None
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)
-        lists = divisor_lists(rotary, *(self.frequencies(rotary, length).inv_freq for length in (1, UNBOUNDED)))
-        return self.longrope_parameters(rotary) | lists | {"original_max_position_embeddings": rotary.context_length}
+        whole = self.longrope_parameters(rotary, SHORT_AND_LONG)
+        return whole | {"original_max_position_embeddings": rotary.context_length}
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         lists = {"short_factor": list(self.short_factor), "long_factor": list(self.long_factor)}

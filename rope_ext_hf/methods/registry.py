@@ -58,7 +58,9 @@ def resolve_method(
         TypeError: parameters beside a method object.
     """
     if isinstance(method, RopeMethod):
-        _check_nothing_beside(method, {"factor": factor} | params, target_length)
+        given = {"factor": factor, "target_length": target_length} | params
+        if extra := sorted(key for key, value in given.items() if value is not None):
+            raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
         if rotary is not None:
             method.check(rotary)
         return method
@@ -115,14 +117,6 @@ def _check_known(name: str, given: Iterable[str], accepted: Collection[str]) -> 
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
             raise MethodError(f"{name} has no parameter {key!r}.{did_you_mean(key, accepted)} It takes: {parameters}")
-
-
-def _check_nothing_beside(method: RopeMethod, given: Mapping[str, Any], target_length: Length | None) -> None:
-    kind = type(method).__name__
-    if extra := sorted(key for key, value in given.items() if value is not None):
-        raise TypeError(f"{', '.join(extra)} given beside a {kind} object; put it into the object")
-    if target_length is not None:
-        raise TypeError(f"target_length given beside a {kind} object; put its factor into the object")
 
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:

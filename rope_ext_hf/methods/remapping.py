@@ -27,7 +27,7 @@ from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.methods.tiles import Tile, band_tiles
+from rope_ext_hf.methods.tiles import Tile
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
 """(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
@@ -272,9 +272,10 @@ class RemappingMethod(RopeMethod):
         Zones may overlap; a pair of a query and a key is at a distance of its `zone`.
         """
 
-    @abstractmethod
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        """All keys that the queries first..last see, piece by piece."""
+        """All keys that the queries first..last see, each once; where zones overlap, not by distance alone."""
+        for zone, (near, far) in enumerate(self.zone_distances(last)):
+            yield Tile.band(zone, near, far, first, last)
 
     def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
         """The rule in a form in which fewer rotations take the queries from position `first` on.
@@ -316,11 +317,6 @@ class WindowedRemapping(RemappingMethod):
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         return (0, self.exact_window), (self.exact_window, UNBOUNDED)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield from band_tiles(0, 0, self.exact_window, first, last)
-        if last > self.exact_window:
-            yield Tile(1, (first, last), (0, last - self.exact_window), self.exact_window)
 
 
 @register_method("rerope")

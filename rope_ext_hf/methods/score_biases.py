@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -24,7 +23,6 @@ from rope_ext_hf.methods.base import UNBOUNDED, is_number
 from rope_ext_hf.methods.guidance import Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.methods.tiles import Tile
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -111,9 +109,6 @@ class _ScoreBias(RemappingMethod):
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         return torch.zeros_like(m - n)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield Tile(0, (first, last), (0, last))
 
 
 @register_method("alibi")

@@ -21,7 +21,7 @@ from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.guidance import ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
-from rope_ext_hf.methods.tiles import Tile, band_tiles
+from rope_ext_hf.methods.tiles import Tile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +75,6 @@ class _TurnedQueries(RemappingMethod):
         window, _ = self.edges
         far = range(window, max(window + 1, length), self.band)  # the far zones an input of this length has
         return (0, window), *((smallest, smallest + self.band) for smallest in far)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        for zone, (smallest, bound) in enumerate(self.zone_distances(last)):
-            yield from band_tiles(zone, smallest, min(bound, smallest + last), first, last)
 
 
 @register_method("stairs")
@@ -138,13 +134,14 @@ class _StairsInBands(Stairs):
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
         window, _ = self.edges
-        yield from band_tiles(0, 0, window, first, last)
+        yield Tile.band(0, 0, window, first, last)
         for begin in range(first - (first - self.first) % self.band, last, self.band):
             start, stop = max(first, begin), min(begin + self.band, last)
             for key in range(begin - window, -self.band, -self.band):
                 yield Tile(1, (start, stop), (max(0, key), key + stop - begin), begin - key)
                 if key < begin - window:
-                    yield Tile(2, (start, stop), (max(0, key), key + self.band), begin - key, above_diagonal=True)
+                    above = begin - key - self.band  # keys above the diagonal of the square, all that are there
+                    yield Tile(2, (start, stop), (max(0, key), key + self.band), above, self.band)
 
 
 @register_method("string")

@@ -130,18 +130,6 @@ class NTK(RopeMethod):
         return _theta_parameters(rotary, ntk_theta(rotary, self.factor))
 
 
-def _ramp_by_dimension(rotary: Rotary, beta_fast: float, beta_slow: float, truncate: bool, inv_freq: Tensor) -> Tensor:
-    """0 (keep) to 1 (interpolate), linear in the dim index, as in the YaRN authors' code; (dim // 2,)."""
-    low, high = _index_of_cycles(rotary, beta_fast), _index_of_cycles(rotary, beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary.dim - 1)
-    if low == high:
-        high += 0.001
-    index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
-    return ((index - low) / (high - low)).clamp(0, 1)
-
-
 def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
     """The index, not a whole one, of the pair that rotates so many full cycles over the context length.
 
@@ -220,9 +208,21 @@ class RampedMethod(BandedMethod):
         return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
 
     def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
+        """0 (keep) to 1 (interpolate), (dim // 2,); linear in the dim index as in the YaRN authors' code."""
         if self.ramp == "cycles":
             return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
-        return _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
+        low, high = _index_of_cycles(rotary, self.beta_fast), _index_of_cycles(rotary, self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary.dim - 1)
+        if low == high:
+            high += 0.001
+        index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
+        return ((index - low) / (high - low)).clamp(0, 1)
+
+    def yarn_parameters(self, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
+        betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+        return _counted_parameters("yarn", rotary, factor, **betas, **optional)
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
         inv_freq = rotary.inv_freq()
@@ -252,8 +252,9 @@ class ByParts(RampedMethod):
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
-            return _llama3_parameters(rotary, self.factor, self.beta_slow, self.beta_fast)
-        return _yarn_parameters(self, rotary, self.factor, attention_factor=1.0)
+            limits = {"low_freq_factor": self.beta_slow, "high_freq_factor": self.beta_fast}
+            return _counted_parameters("llama3", rotary, self.factor, **limits)
+        return self.yarn_parameters(rotary, self.factor, attention_factor=1.0)
 
 
 @register_method("yarn")
@@ -291,20 +292,11 @@ class Yarn(RampedMethod):
             return super().plain_rope_parameters(rotary)
         given = {key: getattr(self, key) for key in ("mscale", "mscale_all_dim", "attention_factor")}
         optional = {key: float(value) for key, value in given.items() if value is not None}
-        return _yarn_parameters(self, rotary, self.factor, **optional)
+        return self.yarn_parameters(rotary, self.factor, **optional)
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1
-
-
-def _yarn_parameters(method: RampedMethod, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
-    betas = {"beta_fast": method.beta_fast, "beta_slow": method.beta_slow, "truncate": method.truncate}
-    return _counted_parameters("yarn", rotary, factor, **betas, **optional)
-
-
-def _llama3_parameters(rotary: Rotary, factor: float, low: float, high: float) -> dict[str, Any]:
-    return _counted_parameters("llama3", rotary, factor, low_freq_factor=low, high_freq_factor=high)
 
 
 def _counted_parameters(rope_type: str, rotary: Rotary, factor: float, **rest: float) -> dict[str, Any]:
@@ -336,7 +328,8 @@ class Llama3(RopeMethod):
         ), 1.0
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        return _llama3_parameters(rotary, self.factor, self.low_freq_factor, self.high_freq_factor)
+        limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        return _counted_parameters("llama3", rotary, self.factor, **limits)
 
 
 @register_method("mrrope")

@@ -5,61 +5,68 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from rope_ext_hf.methods.base import UNBOUNDED
+
+Mask = str | int
+"""The keys of a rectangle that its queries see. "full": all. "causal", "anticausal": there are as many keys as queries,
+and the i-th query sees the first i + 1, or all but the first i. A number: the last query sees the last so many keys,
+and every query before as many, which end one key earlier."""
+
 
 class _Rectangle(NamedTuple):
-    """Queries and keys as ranges of positions: every query sees every key ("full"), or they are as many and the i-th
-    query sees the first i + 1 keys ("causal") or all but the first i ("anticausal")."""
+    """Queries and keys as ranges of positions."""
 
     queries: tuple[int, int]
     keys: tuple[int, int]
-    mask: str
+    mask: Mask
 
 
 class Tile(NamedTuple):
     """Queries and keys of one zone, as ranges of positions.
 
-    A query m of them sees the keys n <= m - `diagonal`; or, where `above_diagonal` is set, the keys n > m - `diagonal`.
+    A query m of them sees the keys n with m - `diagonal` - `width` < n <= m - `diagonal`.
     """
 
     zone: int
     queries: tuple[int, int]
     keys: tuple[int, int]
     diagonal: int = 0
-    above_diagonal: bool = False
+    width: int = UNBOUNDED
 
-    def rectangles(self, low: int) -> Iterator[_Rectangle]:
-        """The visible pairs of query and key, each in one rectangle; keys below position `low` are left out."""
+    @classmethod
+    def band(cls, zone: int, near: int, far: int, first: int, last: int) -> Tile:
+        """The keys at the distances near..far (exclusive) of the queries first..last."""
+        return cls(zone, (first, last), (max(0, first - far + 1), last - near), near, far - near)
+
+    def rectangles(self, low: int, windows: bool = False) -> Iterator[_Rectangle]:
+        """The visible pairs of query and key, each in one rectangle; keys below position `low` are left out.
+
+        `windows`: whether masks may be numbers, which mostly makes one rectangle of a tile.
+        """
+        near, far = self.diagonal, self.diagonal + self.width
         (q0, q1), (k0, k1) = self.queries, self.keys
         k0 = max(k0, low)
-        edge = q0 - self.diagonal + (1 if self.above_diagonal else 0)  # the last key that query q0 sees, or the first
-        inner = max(0, k0 - edge)  # until then no query sees any, or each sees all
-        square = max(0, min(q1 - q0 - inner, k1 - edge - inner))
-        begin, end = q0 + inner, q0 + inner + square
-        first, last = edge + inner, edge + inner + square
-        if self.above_diagonal:
-            parts = [
-                _Rectangle((q0, min(begin, q1)), (k0, k1), "full"),
-                _Rectangle((begin, end), (first, last), "anticausal"),
-                _Rectangle((begin, end), (last, k1), "full"),
-            ]
-        elif q1 - begin == 1:
-            parts = [_Rectangle((begin, q1), (k0, min(first + 1, k1)), "full")]
+        q0 = max(q0, k0 + near)  # the first query that sees a key
+        k0, k1 = max(k0, q0 - far + 1), min(k1, q1 - near)
+        if q0 >= q1 or k0 >= k1:
+            return
+        if k1 <= q0 - near + 1 and q1 <= k0 + far:
+            yield _Rectangle((q0, q1), (k0, k1), "full")
+        elif windows and k1 == q1 - near:
+            yield _Rectangle((q0, q1), (k0, k1), min(self.width, k1 - k0))
+        elif q1 - q0 > self.width:
+            for start in range(q0, q1, self.width):
+                yield from self._replace(queries=(start, min(start + self.width, q1))).rectangles(low)
         else:
-            parts = [
-                _Rectangle((begin, q1), (k0, min(first, k1)), "full"),
-                _Rectangle((begin, end), (first, last), "causal"),
-                _Rectangle((end, q1), (first, k1), "full"),
-            ]
-        yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
-
-
-def band_tiles(zone: int, near: int, far: int, first: int, last: int) -> Iterator[Tile]:
-    """The keys at the distances near..far (exclusive) of the queries first..last, in blocks of queries."""
-    for start in range(max(first, near), last, far - near):
-        stop = min(start + far - near, last)
-        if stop - start == 1:
-            yield Tile(zone, (start, stop), (max(0, stop - far), stop - near))
-            continue
-        yield Tile(zone, (start, stop), (start - near, stop - near), near)
-        if start > near:
-            yield Tile(zone, (start, stop), (max(0, start - far + 1), start - near), far, above_diagonal=True)
+            middle = q0 - near  # the last key that the first query sees
+            below = q0 + max(0, k1 - middle)  # queries until here see some of the keys from there on
+            above, end = min(q1, k0 + far - 1), min(k1, middle)  # queries from here on do not see all keys before
+            size = min(q1 - above, end - k0)
+            parts = (
+                _Rectangle((q0, below), (middle, k1), "causal"),
+                _Rectangle((below, q1), (middle, k1), "full"),
+                _Rectangle((q0, above), (k0, end), "full"),
+                _Rectangle((above, above + size), (k0, k0 + size), "anticausal"),
+                _Rectangle((above, above + size), (k0 + size, end), "full"),
+            )
+            yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])

@@ -89,7 +89,7 @@ def linear_attention(
         state: the tokens before these, for reading token by token or piece by piece; updated. Causal attention only.
         form: how a causal sum is computed; the results are equal. "chunked": matrix products within chunks, a state
             between them; time and memory linear in the length. "parallel": all scores at once, (length x length).
-            "recurrent": one token after the other. Full attention sums over all keys once, except under "parallel".
+            "recurrent": one token after the other. Full attention sums over all keys once.
         chunk_size: tokens of a chunk.
         eps: added to the denominator. The denominator of "relu" can be 0, and that of a row without keys is.
 
@@ -119,14 +119,12 @@ def linear_attention(
             features = features._replace(
                 key=features.key.masked_fill(hidden, 0), denominator_key=features.denominator_key.masked_fill(hidden, 0)
             )
-        if form == "parallel":
-            numerator, denominator = _parallel(features, values, causal)
-        elif not causal:
+        if not causal:
             numerator, denominator = _full(features, values)
-        elif form == "chunked":
-            numerator, denominator = _chunked(features, values, chunk_size)
-        else:
+        elif form == "recurrent":
             numerator, denominator = _recurrent(features, values)
+        else:
+            numerator, denominator = _chunked(features, values, chunk_size if form == "chunked" else query.shape[2])
         if state is not None:
             if state.numerator is not None and state.denominator is not None:
                 numerator = numerator + features.query @ state.numerator
@@ -164,13 +162,6 @@ def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor)
 
 
 _Sums = tuple[Tensor, Tensor]  # (batch, heads, length, value_dim) and (batch, heads, length, 1)
-
-
-def _parallel(features: _Features, value: Tensor, causal: bool) -> _Sums:
-    weights, norms = features.query @ features.key.mT, features.denominator_query @ features.denominator_key.mT
-    if causal:
-        weights, norms = weights.tril(), norms.tril()
-    return weights @ value, norms.sum(-1, keepdim=True)
 
 
 def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:

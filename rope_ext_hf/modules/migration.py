@@ -12,6 +12,8 @@ every other weight has a place in it, and patching, extension and conversion wor
 from __future__ import annotations
 
 import re
+import tomllib
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,62 +21,19 @@ from torch import Tensor, nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_ROBERTA = {
-    r"^roberta\.": "roformer.",
-    r"^lm_head\.dense\.": "cls.predictions.transform.dense.",
-    r"^lm_head\.layer_norm\.": "cls.predictions.transform.LayerNorm.",
-    r"^lm_head\.": "cls.predictions.",
-}
-_RENAMES = {
-    "bert": {r"^bert\.": "roformer."},
-    "roberta": _ROBERTA,
-    "camembert": _ROBERTA,
-    "xlm-roberta": _ROBERTA,
-    "electra": {
-        r"^electra\.": "roformer.",
-        r"^generator_predictions\.": "cls.predictions.transform.",
-        r"^generator_lm_head\.": "cls.predictions.decoder.",
-    },
-    "distilbert": {
-        r"^distilbert\.": "roformer.",
-        r"\btransformer\.layer\.": "encoder.layer.",
-        r"\.attention\.q_lin\.": ".attention.self.query.",
-        r"\.attention\.k_lin\.": ".attention.self.key.",
-        r"\.attention\.v_lin\.": ".attention.self.value.",
-        r"\.attention\.out_lin\.": ".attention.output.dense.",
-        r"\.sa_layer_norm\.": ".attention.output.LayerNorm.",
-        r"\.ffn\.lin1\.": ".intermediate.dense.",
-        r"\.ffn\.lin2\.": ".output.dense.",
-        r"\.output_layer_norm\.": ".output.LayerNorm.",
-        r"^vocab_transform\.": "cls.predictions.transform.dense.",
-        r"^vocab_layer_norm\.": "cls.predictions.transform.LayerNorm.",
-        r"^vocab_projector\.": "cls.predictions.decoder.",
-    },
-}
-"""By model type, parts of the names of tensors and what RoFormer calls them, applied in this order."""
 
 _HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
 _MORE_HEADS = {"electra": ("ForSequenceClassification",)}
 """Ends of the names of classes: with these heads RoFormer computes the same as all encoders, and as some."""
 
 _LEFT_BEHIND = re.compile(r"(^|\.)(embeddings\.(position_embeddings\.weight|position_ids|token_type_ids)|pooler\..*)")
-_SAME_SETTINGS = (
-    *("vocab_size", "embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "type_vocab_size"),
-    *("initializer_range", "layer_norm_eps", "pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
-    *("id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
-)
-_SETTINGS = {key: (key,) for key in _SAME_SETTINGS} | {
-    "intermediate_size": ("intermediate_size", "hidden_dim"),
-    "hidden_act": ("hidden_act", "activation"),
-    "hidden_dropout_prob": ("hidden_dropout_prob", "dropout"),
-    "attention_probs_dropout_prob": ("attention_probs_dropout_prob", "attention_dropout"),
-}
-"""The settings of RoFormer, and the names that they have in the configs of other encoders."""
+_TABLES = tomllib.loads(files("rope_ext_hf.modules").joinpath("migration.toml").read_text(encoding="utf-8"))
+_RENAMES: dict[str, dict[str, str]] = _TABLES["renames"]
+_SETTINGS: dict[str, list[str]] = _TABLES["settings"]
 
 
 def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) -> PreTrainedModel:

@@ -17,8 +17,7 @@ from rope_ext_hf.attention.rules import RotationTable
 from rope_ext_hf.errors import LengthError, UnsupportedModelError, one_line
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.attention_interface import register_attention, use_attention
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating, register_attention, use_attention
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots

@@ -14,19 +14,7 @@ from textwrap import fill
 from typing import Any, NamedTuple
 
 from rope_ext_hf.errors import multiple_text, printable, short
-from rope_ext_hf.pictures.drawing import (
-    COLOURS,
-    PLAIN,
-    RULE,
-    Line,
-    colour_bar,
-    draw_lines,
-    picture,
-    plot_text,
-    short_length,
-    space_out,
-    write_note,
-)
+from rope_ext_hf.pictures import drawing
 
 WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
 LINE = 12.0  # units from one line of its text to the next
@@ -44,7 +32,7 @@ class _Style(NamedTuple):
 
     @property
     def settings(self) -> dict[str, Any]:
-        width = 2.4 if self.colour == PLAIN else 1.6
+        width = 2.4 if self.colour == drawing.PLAIN else 1.6
         dash = "-" if self.dash == (0, 0) else (0, tuple(length / 2 for length in self.dash))
         return {"color": self.colour, "linestyle": dash, "linewidth": width, "marker": self.marker, "markersize": 5}
 
@@ -56,13 +44,15 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
         return name.rpartition(" x")[0] or name
 
     families = list(dict.fromkeys(family(name) for name in names if name != _LOADED))
-    styles = {_LOADED: _Style(PLAIN, (5, 4), "o")}
+    styles = {_LOADED: _Style(drawing.PLAIN, (5, 4), "o")}
     for name in names:
         if name != _LOADED:
             siblings = [other for other in names if family(other) == family(name)]
             which, nth = families.index(family(name)), siblings.index(name)
             dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth) % 3]
-            styles[name] = _Style(COLOURS[which % len(COLOURS)], dash, _MARKERS[(which + 3 * nth) % len(_MARKERS)])
+            styles[name] = _Style(
+                drawing.COLOURS[which % len(drawing.COLOURS)], dash, _MARKERS[(which + 3 * nth) % len(_MARKERS)]
+            )
     return styles
 
 
@@ -115,11 +105,11 @@ class LineChart:
             caption += "; dashed: the threshold of effective lengths"
             drawn.append(_rule(f"M{_LEFT} {y(self.threshold):.1f}H{right}", 'stroke-dasharray="6 3"'))
         upward = sorted(lines, key=lambda name: lines[name][-1][1])
-        places = [-place for place in space_out([-y(lines[name][-1][1]) for name in upward], LINE, -_TOP)]
+        places = [-place for place in drawing.space_out([-y(lines[name][-1][1]) for name in upward], LINE, -_TOP)]
         styles = line_styles(list(self.points))
         for name, place in reversed(list(zip(upward, places, strict=True))):
             style, at = styles[name], [(x(length), y(value)) for length, value in lines[name]]
-            colour = "currentColor" if style.colour == PLAIN else style.colour
+            colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
             path = "L".join(f"{across:.1f} {down:.1f}" for across, down in at)
             dots = (f'<circle cx="{across:.1f}" cy="{down:.1f}" r="2.5" fill="{colour}"/>' for across, down in at)
             dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
@@ -136,15 +126,15 @@ class LineChart:
 
     def draw_on(self, axes: Any, styles: Mapping[str, _Style]) -> None:
         """Draw on matplotlib's axes, in styles of `line_styles`."""
-        lines: list[Line] = [
+        lines: list[drawing.Line] = [
             (name, [length for length, _ in row], [value for _, value in row], styles[name].settings)
             for name, row in self._lines.items()
         ]
         if self.threshold is not None:
-            axes.axhline(self.threshold, **RULE | {"linestyle": "--"})
-        axes.axvline(self.context_length, **RULE)
+            axes.axhline(self.threshold, **drawing.RULE | {"linestyle": "--"})
+        axes.axvline(self.context_length, **drawing.RULE)
         note, at = "context length of the model as loaded", (self.context_length, 1)
-        write_note(axes, note, at, ("data", "axes fraction"), (4, -4), va="top", fontsize=8)
+        drawing.write_note(axes, note, at, ("data", "axes fraction"), (4, -4), va="top", fontsize=8)
         axes.set_xscale("log", base=2)
         axes.set_xticks(self._lengths, _tick_texts(self._lengths, self.context_length))
         axes.minorticks_off()
@@ -152,17 +142,17 @@ class LineChart:
         axes.set_ylabel(self.axis)
         axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-        draw_lines(axes, lines, (None, None), size=8)
+        drawing.draw_lines(axes, lines, (None, None), size=8)
 
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
     """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure."""
     styles = line_styles(list(dict.fromkeys(name for chart in charts for name in chart.points)))
-    with picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
+    with drawing.picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
             chart.draw_on(axes, styles)
-        figure.suptitle(plot_text(title), fontsize=12)
-        figure.supxlabel(fill(plot_text(note, 1000), 75 * len(charts)), fontsize=8.3)
+        figure.suptitle(drawing.plot_text(title), fontsize=12)
+        figure.supxlabel(fill(drawing.plot_text(note, 1000), 75 * len(charts)), fontsize=8.3)
     return figure
 
 
@@ -228,15 +218,15 @@ class HeatMaps:
         """Draw with matplotlib, as `draw_side_by_side` does."""
         depths, lengths = self._depths, self._lengths
         width, height = 1.6 + len(self.panels) * max(2.0, 0.75 * len(lengths)), 2.1 + 0.5 * len(depths)
-        with picture(path, width, height) as figure:
+        with drawing.picture(path, width, height) as figure:
             grid = figure.subplots(1, len(self.panels), sharey=True, squeeze=False)[0]
             for axes, name in zip(grid, self.panels, strict=True):
                 image = self._draw_on(axes, name)
             grid[0].set_ylabel("depth of the statement (0%: first)", fontsize=8)
-            note = fill(plot_text(self.note, 1000), round(15 * width))
+            note = fill(drawing.plot_text(self.note, 1000), round(15 * width))
             figure.supxlabel(f"context length (tokens)\n{note}", fontsize=8)
-            figure.suptitle(plot_text(title), fontsize=11)
-            bar = colour_bar(figure, image, grid, "exact match")
+            figure.suptitle(drawing.plot_text(title), fontsize=11)
+            bar = drawing.colour_bar(figure, image, grid, "exact match")
             bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
             bar.outline.set_visible(False)
         return figure
@@ -259,7 +249,7 @@ class HeatMaps:
         axes.grid(visible=True, which="minor", color="white", linewidth=1.5)
         axes.tick_params(which="both", length=0)
         axes.spines[:].set_visible(False)
-        axes.set_title(plot_text(name, 40), fontsize=10)
+        axes.set_title(drawing.plot_text(name, 40), fontsize=10)
         return image
 
 
@@ -283,7 +273,7 @@ def _length_ticks(places: Mapping[int, float], context_length: int, top: float) 
     return [
         _text(places[length], top + LINE * line, text, "middle")
         for length in lengths
-        for line, text in enumerate((short_length(length), multiple_text(length, context_length)))
+        for line, text in enumerate((drawing.short_length(length), multiple_text(length, context_length)))
     ]
 
 

@@ -5,7 +5,8 @@
     >>> draw("rope.png", Rotary(128, 10000.0, 4096), {"yarn x8": Yarn(factor=8.0)}, title="Llama 2")  # doctest: +SKIP
 
 The numbers come from pure functions of the inverse frequencies, float64 throughout; `draw` puts four panels of them
-into one picture. A pair is two dims that rotate together; a pair with inverse frequency 0 has an infinite wavelength.
+into one picture, and the functions at the end draw one subject each. A pair is two dims that rotate together; a pair
+with inverse frequency 0 has an infinite wavelength.
 """
 
 from __future__ import annotations
@@ -20,23 +21,12 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.pictures.drawing import (
-    PLAIN,
-    RULE,
-    Line,
-    colour_bar,
-    distance_axis,
-    draw_lines,
-    finish_axes,
-    name_ends,
-    picture,
-    plot_text,
-    short_length,
-    write_note,
-)
+from rope_ext_hf.pictures import drawing
+from rope_ext_hf.pictures.attention_vectors import mean_scores
 
 _MOST_DIMS = 4_096  # one line a pair; the widest published heads have 512 dims
 _MOST_POSITIONS = 2**53  # beyond, a float skips positions
@@ -111,9 +101,13 @@ def decay(inv_freq: Tensor, distances: Tensor, *, chunk: int = 4096) -> Tensor:
     return torch.cat(means)
 
 
-DISTANCE = "distance m - n (tokens)"
+_DISTANCE = "distance m - n (tokens)"
 _PAIRS = "pair of dims, fastest first"
 _SHADE = "#fbe3d6"
+_BOUND = "mean |S_j|"
+_NEAR = 256  # the distances of the figure that introduced RoPE
+_SAMPLES = 500  # random queries and keys
+_ROTATED = 128  # positions of rotated vectors
 
 
 class _MethodCurve(NamedTuple):
@@ -156,44 +150,44 @@ def draw(
     """
     length = reach(rotary, methods.values()) if extended_length is None else extended_length
     check_size(rotary, length)
-    curves = method_curves(rotary, methods, length)
+    curves = _method_curves(rotary, methods, length)
 
-    with picture(path, 32 / 3, 8) as figure:
+    with drawing.picture(path, 32 / 3, 8) as figure:
         rotated = "" if rotary.rotated_pairs is None else f" ({rotary.rotated_pairs} of them rotate)"
         figure.suptitle(
-            f"{plot_text(title)}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{rotated}, "
+            f"{drawing.plot_text(title)}\n{rotary.dim} rotated dims in {rotary.dim // 2} pairs{rotated}, "
             f"base {rotary.theta:,.10g}, trained at {rotary.trained_length:,} tokens, drawn up to {length:,}",
             fontsize=10.5,
         )
         rows: Any = figure.subfigures(2, 1, height_ratios=(0.03 + 0.0185 * math.ceil(len(curves) / 2), 1))
         (upper_left, upper_right), (lower_left, lower_right) = rows[1].subfigures(2, 2)
-        _draw_wavelengths(upper_left.subplots(), rotary, curves, length)
-        _draw_angles(upper_right.subplots(), rotary, curves, length)
-        _draw_similarity(lower_left, rotary, curves, length)
+        _wavelengths_panel(upper_left.subplots(), rotary, curves, length)
+        _angles_panel(upper_right.subplots(), rotary, curves, length)
+        _similarity_panel(lower_left, rotary, curves, length)
         decay_axes = lower_right.subplots()
         top = (rotary.dim // 2 + 1) / 2 * 1.05  # a little above its value at distance 0
-        draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
+        _draw_by_distance(decay_axes, rotary, curves, length, decay, (0, top))
         subject = "Long-range decay (RoFormer, sec. 3.4.3), mean over 1/8 octave"
-        finish_axes(decay_axes, subject, DISTANCE, "mean |S_j| (relative upper bound)")
-        _draw_key(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
+        drawing.finish_axes(decay_axes, subject, _DISTANCE, "mean |S_j| (relative upper bound)")
+        _key_panel(rows[0], upper_left.axes[0].get_lines(), rotary, curves)
 
 
 def draw_divisors(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
     """What each method divides the inverse frequency of each pair by at `length` tokens, in one PNG."""
-    plain, *curves = method_curves(rotary, methods, length)
+    plain, *curves = _method_curves(rotary, methods, length)
     pairs = int((plain.inv_freq > 0).sum())
-    with picture(path, 8, 5) as figure:
+    with drawing.picture(path, 8, 5) as figure:
         axes = figure.subplots()
         axes.set_yscale("log", base=2)
         lines = [
             (curve.name, range(pairs), (plain.inv_freq / curve.inv_freq)[:pairs].tolist(), curve.style)
             for curve in curves
         ]
-        draw_lines(axes, lines, (None, None))
+        drawing.draw_lines(axes, lines, (None, None))
         slow = pairs - pairs_without_full_cycle(plain.inv_freq[:pairs], rotary.trained_length)
         axes.axvspan(slow - 0.5, pairs - 1, color=_SHADE, linewidth=0, zorder=0)
         title = f"Divisors at {length:,} tokens. Shaded: slow pairs, no full cycle in training"
-        finish_axes(axes, title, _PAIRS, "divisor of the inverse frequency")
+        drawing.finish_axes(axes, title, _PAIRS, "divisor of the inverse frequency")
 
 
 def reach(rotary: Rotary, methods: Iterable[RopeMethod]) -> int:
@@ -202,12 +196,12 @@ def reach(rotary: Rotary, methods: Iterable[RopeMethod]) -> int:
     return meant if meant > rotary.trained_length else 8 * rotary.trained_length
 
 
-def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[_MethodCurve]:
+def _method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> list[_MethodCurve]:
     """What is drawn of plain RoPE, first, and of each method, up to `length` tokens."""
     # Dashes let the lower of two equal curves show through; colour and dash together repeat after 44 methods.
     dashes = ("-", (0, (5, 2)), (0, (3, 1.2, 1, 1.2)), (0, (1.5, 1.2)))
     colours = [*(f"C{index}" for index in range(10)), "#00441b"]
-    curves = [_MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": PLAIN, "linewidth": 2.4}, length)]
+    curves = [_MethodCurve("plain RoPE", "", rotary.inv_freq(), {"color": drawing.PLAIN, "linewidth": 2.4}, length)]
     for index, (name, method) in enumerate((n, m) for n, m in methods.items() if not isinstance(m, Default)):
         relative, farthest = None, length
         if isinstance(method, RemappingMethod):
@@ -223,10 +217,10 @@ def method_curves(rotary: Rotary, methods: Mapping[str, RopeMethod], length: int
     return curves
 
 
-def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_MethodCurve]) -> None:
+def _key_panel(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence[_MethodCurve]) -> None:
     """The colours of all panels, and what is counted in the upper two."""
     texts = [
-        f"{plot_text(curve.name, 40)}{curve.note}: "
+        f"{drawing.plot_text(curve.name, 40)}{curve.note}: "
         f"{pairs_without_full_cycle(curve.inv_freq, rotary.trained_length)} slow pairs, "
         f"{int(unseen_angles(rotary, curve.inv_freq, curve.farthest).sum())} at unseen angles"
         for curve in curves
@@ -234,7 +228,7 @@ def _draw_key(panel: Any, lines: Sequence[Any], rotary: Rotary, curves: Sequence
     panel.legend(lines[: len(curves)], texts, loc="center", ncols=2, fontsize=7.5, frameon=False, handlelength=3.5)
 
 
-def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
+def _wavelengths_panel(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     """Both scales are of one curve: a wavelength is 2 pi over an inverse frequency."""
     pairs = rotary.dim // 2
     wavelengths = [_finite(TWO_PI / curve.inv_freq) for curve in curves]
@@ -245,8 +239,8 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve],
         axes.plot(range(pairs), heights, marker="." if pairs <= 16 else "", **curve.style)
     axes.axhspan(rotary.trained_length, top, color=_SHADE, linewidth=0, zorder=0)
     for value, text in _lengths(rotary, length):
-        axes.axhline(value, **RULE)
-        write_note(axes, f"{text} length {value:,}", (0.01, value), ("axes fraction", "data"), (0, 3))
+        axes.axhline(value, **drawing.RULE)
+        drawing.write_note(axes, f"{text} length {value:,}", (0.01, value), ("axes fraction", "data"), (0, 3))
     _set_limits(axes, (-0.5, pairs - 0.5), (bottom, top))
     mirror = axes.twinx()
     mirror.set_yscale("log")
@@ -256,10 +250,10 @@ def _draw_wavelengths(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve],
     mirror.spines["top"].set_visible(False)
     slow = pairs_without_full_cycle(curves[0].inv_freq, rotary.trained_length)
     title = f"Wavelengths. Shaded: slow pairs, no full cycle in training ({slow} of {pairs} in plain RoPE)"
-    finish_axes(axes, title, _PAIRS, "wavelength (tokens)")
+    drawing.finish_axes(axes, title, _PAIRS, "wavelength (tokens)")
 
 
-def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
+def _angles_panel(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     """Cycles at some positions in plain RoPE, in grey, and at the farthest distance that occurs in each method.
 
     Unseen angles lie above the line of the trained length, among the pairs without a full cycle in training.
@@ -287,12 +281,12 @@ def _draw_angles(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], leng
     ends = []
     for multiple in multiples if plain[last] > 0 else ():
         position = round(multiple * trained)
-        text = f"at {short_length(position)}{' (trained)' if position == trained else ''}"
+        text = f"at {drawing.short_length(position)}{' (trained)' if position == trained else ''}"
         ends.append((float(plain[last]) * multiple, text, "#666666"))
-    name_ends(axes, ends)
+    drawing.name_ends(axes, ends)
     note = f"grey: plain RoPE at the positions on the right\nblack, coloured: each method, farthest key of {length:,}"
-    write_note(axes, note, (0.015, 0.02), "axes fraction", (0, 0))
-    finish_axes(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
+    drawing.write_note(axes, note, (0.015, 0.02), "axes fraction", (0, 0))
+    drawing.finish_axes(axes, "Angles at some positions. Shaded: never seen in training", _PAIRS, "cycles")
 
 
 def _set_limits(axes: Any, pairs: tuple[float, float], values: tuple[float, float]) -> None:
@@ -310,7 +304,7 @@ def _multiples(extension: float) -> list[float]:
     return [*(power for power in powers if power < extension), extension]
 
 
-def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
+def _similarity_panel(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
     block = math.ceil(length / 256)
     positions = torch.arange(0, length, block)
     end = len(positions) * block  # the last block may reach beyond the length
@@ -334,19 +328,19 @@ def _draw_similarity(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve],
         if marked:
             for m, n in ((rotary.trained_length, 0), (0, rotary.trained_length)):
                 axes.axline((n, m), slope=1, color="white", linewidth=0.7, linestyle=(0, (4, 3)))
-        axes.set_title(plot_text(curves[index].name, 40), fontsize=7, color=curves[index].style["color"], pad=3)
+        axes.set_title(drawing.plot_text(curves[index].name, 40), fontsize=7, color=curves[index].style["color"], pad=3)
         below = index + columns >= len(maps)
-        axes.set_xticks(ticks, [short_length(tick) for tick in ticks] if below else [])
-        axes.set_yticks(ticks, [short_length(tick) for tick in ticks] if index % columns == 0 else [])
+        axes.set_xticks(ticks, [drawing.short_length(tick) for tick in ticks] if below else [])
+        axes.set_yticks(ticks, [drawing.short_length(tick) for tick in ticks] if index % columns == 0 else [])
         axes.tick_params(labelsize=6.5, length=2)
-    colour_bar(panel, image, list(grid.flat))
+    drawing.colour_bar(panel, image, list(grid.flat))
     title = "Similarity of positions"
     title += f", means of {block} x {block}" if block > 1 else ""
     title += ". Dashed: trained length" if marked else ""
     panel.suptitle(title, fontsize=9)
 
 
-def draw_by_distance(
+def _draw_by_distance(
     axes: Any,
     rotary: Rotary,
     curves: Sequence[_MethodCurve],
@@ -355,17 +349,17 @@ def draw_by_distance(
     limits: tuple[float | None, float | None] = (None, None),
 ) -> None:
     """`measure(inv_freq, distances)` of each method, means over bins of distances up to `length` tokens."""
-    bins = distance_bins(length)
-    lines: list[Line] = []
+    bins = _distance_bins(length)
+    lines: list[drawing.Line] = []
     for curve in curves:
         means = [float(measure(curve.inv_freq, _seen_distances(curve, length, part)).mean()) for part in bins]
-        lines.append((curve.name, middles(bins), means, curve.style))
-    distance_axis(axes, length)
-    draw_lines(axes, lines, limits, last=8)
+        lines.append((curve.name, _middles(bins), means, curve.style))
+    drawing.distance_axis(axes, length)
+    drawing.draw_lines(axes, lines, limits, last=8)
     for tokens, name in _lengths(rotary, length):
         at, of = (tokens, 1), ("data", "axes fraction")
-        axes.axvline(tokens, **RULE)
-        write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
+        axes.axvline(tokens, **drawing.RULE)
+        drawing.write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
 
 
 def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:
@@ -376,7 +370,7 @@ def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tens
     return curve.relative.distance(query, query - distances.long())
 
 
-def distance_bins(length: int) -> list[Tensor]:
+def _distance_bins(length: int) -> list[Tensor]:
     """Distances 1 .. length in tokens, float64, in bins of 1/8 octave; at most 64 of a bin, spread evenly."""
     octaves = math.log2(length + 1)
     steps = 8 * math.ceil(octaves)
@@ -387,7 +381,7 @@ def distance_bins(length: int) -> list[Tensor]:
     ]
 
 
-def middles(bins: Sequence[Tensor]) -> list[float]:
+def _middles(bins: Sequence[Tensor]) -> list[float]:
     """Where each bin stands on a logarithmic scale."""
     return [math.sqrt(float(part[0] * part[-1])) for part in bins]
 
@@ -400,3 +394,152 @@ def _lengths(rotary: Rotary, length: int) -> list[tuple[int, str]]:
 def _finite(values: Tensor) -> Tensor:
     """NaN, a gap in a line, where a pair does not rotate: the scale is logarithmic."""
     return torch.where((values > 0) & values.isfinite(), values, math.nan)
+
+
+# --- one subject each -------------------------------------------------------------------------------------------------
+
+
+def draw_angles(path: str | Path, rotary: Rotary) -> None:
+    """cos and sin of every pair at the first positions, as two heat maps."""
+    angles = torch.arange(_NEAR).double()[:, None] * rotary.inv_freq()
+    with drawing.picture(path, 9, 3.6) as figure:
+        for axes, name, values in zip(
+            figure.subplots(1, 2, sharey=True), ("cos", "sin"), (angles.cos(), angles.sin()), strict=True
+        ):
+            image = axes.imshow(
+                values.T.numpy(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
+            )
+            drawing.finish_axes(
+                axes, f"{name}(m theta_i)", "position m", "pair i, fastest first" if name == "cos" else ""
+            )
+            axes.grid(visible=False)
+        drawing.colour_bar(figure, image, figure.axes)
+
+
+def draw_similarity(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
+    """The mean of cos((m - n) theta_i) over pairs: near by for plain RoPE, and up to `length` for each method.
+
+    That is the mean score of a random vector with itself at another position, in units of its squared length.
+    """
+    with drawing.picture(path, 10.5, 3.8) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.35))
+        near = torch.arange(_NEAR + 1)
+        left.plot(near, _cosines(rotary.inv_freq(), near), color=drawing.PLAIN, linewidth=1.4)
+        drawing.finish_axes(left, f"Similarity by offset, 0 to {_NEAR}", _DISTANCE, "mean cos((m - n) theta_i)")
+        _draw_by_distance(right, rotary, _method_curves(rotary, methods, length), length, _cosines)
+        drawing.finish_axes(right, f"The same up to {length:,} tokens, mean over 1/8 octave", _DISTANCE, "")
+
+
+def draw_bound(path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int) -> None:
+    """RoFormer's bound on scores by distance: of this rotary embedding, by theta, by dims, and under each method."""
+    near = torch.arange(_NEAR + 1)
+
+    def lines(geometries: Iterable[tuple[str, Rotary]], *, relative: bool = False) -> list[drawing.Line]:
+        made: list[drawing.Line] = []
+        for index, (name, geometry) in enumerate(geometries):
+            values = decay(geometry.theta_inv_freq(), near)
+            values = values / values[0] if relative else values
+            made.append((name, near.tolist(), values.tolist(), {"color": f"C{index}", "linewidth": 1.3}))
+        return made
+
+    with drawing.picture(path, 10.5, 7.2) as figure:
+        (first, by_theta), (by_dims, by_method) = figure.subplots(2, 2)
+        dim, theta, trained = rotary.dim, rotary.theta, rotary.trained_length
+        first.plot(near, decay(rotary.inv_freq(), near), color=drawing.PLAIN, linewidth=1.4)
+        drawing.finish_axes(first, f"The bound: d = {dim}, theta = {theta:,.10g}", _DISTANCE, _BOUND)
+        thetas = [100.0, 1e4, 5e5, 1e7]
+        drawing.draw_lines(
+            by_theta, lines((f"theta {value:,.10g}", Rotary(dim, value, trained)) for value in thetas), (0, None)
+        )
+        drawing.finish_axes(by_theta, f"By theta, d = {dim}: a larger base falls less", _DISTANCE, _BOUND)
+        dims = [16, 32, 64, 128, 256]
+        drawing.draw_lines(
+            by_dims, lines(((f"d {value}", Rotary(value, theta, trained)) for value in dims), relative=True), (0, None)
+        )
+        drawing.finish_axes(
+            by_dims, f"By dims, theta = {theta:,.10g}: fewer dims, more ripple", _DISTANCE, f"{_BOUND} / at 0"
+        )
+        _draw_by_distance(by_method, rotary, _method_curves(rotary, methods, length), length, decay, (0, None))
+        drawing.finish_axes(by_method, f"By method, to {length:,} tokens, mean over 1/8 octave", _DISTANCE, _BOUND)
+        first.set_ylim(bottom=0)
+
+
+def draw_scores(
+    path: str | Path, rotary: Rotary, methods: Mapping[str, RopeMethod], length: int, trained: Tensor | None = None
+) -> None:
+    """Mean scores by distance: of random queries and keys of plain RoPE and, if given, of a trained model's.
+
+    `trained` is what `attention_vectors.spectra` gives, (heads, pairs) complex; methods are drawn with it alone.
+    """
+    near = torch.arange(_NEAR + 1)
+    widths = (1.0,) if trained is None else (1.0, 1.35)
+    with drawing.picture(path, 4.5 * sum(widths), 3.9) as figure:
+        panels = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
+        for colour, name, values in (
+            ("C0", "k = q", _random_scores(rotary, near, same=True)),
+            ("C1", "q and k independent", _random_scores(rotary, near, same=False)),
+        ):
+            mean, spread = values.mean(0), values.std(0)
+            panels[0].fill_between(near, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
+            panels[0].plot(near, mean, color=colour, linewidth=1.4, label=f"{name}: mean, and one standard deviation")
+        panels[0].legend(fontsize=7.5, frameon=False)
+        drawing.finish_axes(panels[0], f"{_SAMPLES} random q and k, plain RoPE", _DISTANCE, "cosine of rotated q and k")
+        if trained is not None:
+            curves = _method_curves(rotary, methods, length)
+
+            def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
+                return mean_scores(trained, inv_freq, distances)
+
+            bins = _distance_bins(length)
+            shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
+            low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)
+            panels[1].fill_between(_middles(bins), low, high, color="#999999", alpha=0.2, linewidth=0, zorder=0)
+            _draw_by_distance(panels[1], rotary, curves, length, lambda *at: heads(*at).mean(0))
+            title = f"Trained q and k, mean over {len(trained)} heads. Grey: 80% of heads, plain RoPE"
+            drawing.finish_axes(panels[1], title, _DISTANCE, "")
+
+
+def draw_rotated(path: str | Path, rotary: Rotary) -> None:
+    """t-SNE of two random vectors, each rotated to every position: by all pairs, the fast ones, the slow ones."""
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError as error:
+        raise ImportError(f"t-SNE needs scikit-learn: {install_command('eval')}") from error
+    inv_freq = rotary.inv_freq()
+    pairs, few = len(inv_freq), _ROTATED // 4
+    vectors = torch.randn(2, 1, pairs, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(_ROTATED).double()[:, None] * inv_freq
+    rotated = vectors * torch.polar(torch.ones_like(angles), angles)  # (2, positions, pairs)
+    fast = pairs - pairs_without_full_cycle(inv_freq, few)
+    slow = pairs_without_full_cycle(inv_freq, _ROTATED)
+    parts = {
+        f"all {pairs} pairs": slice(None),
+        f"{fast} fast pairs, a cycle in {few} tokens": slice(fast),
+        f"{slow} slow pairs, no cycle in {_ROTATED} tokens": slice(pairs - slow, None),
+    }
+    with drawing.picture(path, 10.5, 3.8) as figure:
+        for axes, (name, part) in zip(figure.subplots(1, 3), parts.items(), strict=True):
+            axes.set_title(name, fontsize=9)
+            axes.set_xticks([])
+            axes.set_yticks([])
+            flat = torch.view_as_real(rotated[..., part]).flatten(2).flatten(0, 1).numpy()
+            if not flat.size:
+                continue
+            places = TSNE(perplexity=30, random_state=0, init="pca").fit_transform(flat)
+            places = places.reshape(2, _ROTATED, -1)
+            for own, mark in zip(places, "o^", strict=True):
+                image = axes.scatter(*own.T[:2], c=range(_ROTATED), s=7, marker=mark, cmap="viridis")
+        drawing.colour_bar(figure, image, figure.axes, "position")
+        figure.suptitle(f"t-SNE of 2 vectors (marks), each rotated to positions 0 to {_ROTATED - 1}", fontsize=10)
+
+
+def _cosines(inv_freq: Tensor, distances: Tensor) -> Tensor:
+    return (distances.double()[:, None] * inv_freq.double()).cos().mean(-1)
+
+
+def _random_scores(rotary: Rotary, distances: Tensor, *, same: bool) -> Tensor:
+    """The cosine of random q and k at each distance, (_SAMPLES, distances); k = q if `same`."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.randn(2, _SAMPLES, rotary.dim // 2, dtype=torch.complex128, generator=generator)
+    q, k = pairs / pairs.abs().square().sum(-1, keepdim=True).sqrt()
+    return mean_scores(q * (q if same else k).conj(), rotary.inv_freq(), distances)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary, constant
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
@@ -31,8 +31,6 @@ Layout = Literal["half", "interleaved", "bare", "complex"]
 """How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
 alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
 ("complex")."""
-_COPIES_KEPT = 4
-"""Lists of integers that a rotary module keeps on its device, the frequencies of several lengths among them."""
 
 
 def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None) -> tuple[Tensor, Tensor] | Tensor:
@@ -129,9 +127,7 @@ class RotaryEmbedding(nn.Module):
         self._fixed_by: int | None = None  # the thread inside `at_length`
         # The frequencies are kept twice. `_values`, Python integers, hold them for good; the buffer `frequency` is
         # their copy on the device, made again whenever the module is moved, because `to_empty` does not fill buffers.
-        # `_copies` has those of the last few lengths: holding a length again copies nothing to the device.
         self._values: tuple[int, ...] = ()
-        self._copies: dict[tuple[int, ...], Tensor] = {}
         self.profiles = self._list_profiles()
         buffers = {"frequency": True, "profile_frequencies": bool(self.profiles), "axes": axis_of_pair is not None}
         for name in (name for name, used in buffers.items() if used):
@@ -215,23 +211,13 @@ class RotaryEmbedding(nn.Module):
         return tuple(profiles)
 
     def _refresh_buffer(self) -> None:
-        if self.frequency.device.type != "meta":
-            self.frequency = self._copy(self._values)
+        if (device := self.frequency.device).type != "meta":
+            self.frequency = constant(self._values, device, torch.int64)
             if self.profiles:
                 values = [value for _, each in self.profiles for value in fixed_point(each.inv_freq).tolist()]
-                self.profile_frequencies = self._copy(tuple(values)).view(len(self.profiles), -1)
+                self.profile_frequencies = constant(tuple(values), device, torch.int64).view(len(self.profiles), -1)
             if self.axis_of_pair is not None:
-                self.axes = self._copy(self.axis_of_pair)
-
-    def _copy(self, values: tuple[int, ...]) -> Tensor:
-        device, copy = self.frequency.device, self._copies.pop(values, None)
-        if copy is None or copy.device != device:
-            with torch.inference_mode(False):  # a buffer may outlive the inference mode it is made in
-                copy = torch.tensor(values, dtype=torch.int64, device=device)
-        self._copies[values] = copy  # the last one now
-        if len(self._copies) > _COPIES_KEPT:
-            del self._copies[next(iter(self._copies))]
-        return copy
+                self.axes = constant(self.axis_of_pair, device, torch.int64)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         # What is learned or remembered stays as it was, float32 too, whatever `fn` makes of it: a cast, or `to_empty`.
@@ -241,7 +227,6 @@ class RotaryEmbedding(nn.Module):
                 initial = self._initial_values() if name == "trained" else torch.zeros_like(before, device="cpu")
                 kept[name] = initial if before.device.type == "meta" else before.detach().clone()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._copies.clear()
         for name, value in kept.items():
             if (after := getattr(self, name)).device.type != "meta":
                 after.data = value.to(after.device)

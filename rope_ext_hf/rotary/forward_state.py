@@ -2,15 +2,23 @@
 
 A decoder's hooks `push` a state before its forward and `pop` it after; the modules inside look their own up. Each
 thread has a stack of its own, so that several threads may run one model. docs/internals.md lists what the states hold.
+What looks at values or changes them is kept out of the graphs that `torch.compile` builds by `graph_break`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -60,3 +68,21 @@ def state_of_table(table: nn.Module) -> ForwardState | None:
             if each is table:
                 return state
     return None
+
+
+def graph_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function uncompiled in a compiled caller: its graph ends before the call and another begins after it.
+
+    torch's compiler is not imported for this alone.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if "torch._dynamo" not in sys.modules:
+            return function(*args, **kwargs)
+        disable: Any = torch.compiler.disable
+        # Under fullgraph=True the error message of torch.compile quotes the next line.
+        result: R = disable(function)(*args, **kwargs)  # a graph ends here; with rope_ext_hf.fixed_length it goes on
+        return result
+
+    return call

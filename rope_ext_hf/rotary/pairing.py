@@ -46,10 +46,10 @@ def to_pairing(
     rotated = head_dim - start if rotary_dim is None else rotary_dim
     if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
         raise ValueError(f"{rotated} rotated dims from {start} on are not pairs within a head of {head_dim} dims")
-    by_head = _split(tensor, dim, heads, head_dim)
+    by_head = torch.unflatten(tensor, dim, (heads, head_dim))
     # The rotated dims are a (pairs, 2) or (2, pairs) array in disguise: the other pairing is its transpose.
     sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)
-    pairs = _split(by_head.narrow(dim + 1, start, rotated), dim + 1, *sizes)
+    pairs = torch.unflatten(by_head.narrow(dim + 1, start, rotated), dim + 1, sizes)
     moved = pairs.transpose(dim + 1, dim + 2)
     if rotated == head_dim:
         whole: Tensor = moved.reshape(tensor.shape)
@@ -57,17 +57,13 @@ def to_pairing(
     out = torch.empty_like(by_head, memory_format=torch.contiguous_format)
     for begin, length in ((0, start), (start + rotated, head_dim - start - rotated)):
         out.narrow(dim + 1, begin, length).copy_(by_head.narrow(dim + 1, begin, length))
-    _split(out.narrow(dim + 1, start, rotated), dim + 1, *moved.shape[dim + 1 : dim + 3]).copy_(moved)
+    torch.unflatten(out.narrow(dim + 1, start, rotated), dim + 1, sizes[::-1]).copy_(moved)
     return out.view(tensor.shape)
 
 
 def _check_pairing(pairing: str) -> None:
     if pairing not in PAIRINGS:
         raise ValueError(f"pairing must be one of {', '.join(PAIRINGS)}, got {pairing!r}")
-
-
-def _split(tensor: Tensor, dim: int, first: int, second: int) -> Tensor:
-    return tensor.view(*tensor.shape[:dim], first, second, *tensor.shape[dim + 1 :])
 
 
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:

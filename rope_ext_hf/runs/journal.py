@@ -20,8 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from rope_ext_hf.bounds import limit
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import disk_errors, fsync_path, parse_json_object
-from rope_ext_hf.locks import locked
+from rope_ext_hf.files import disk_errors, fsync_path, locked, parse_json_object, write_text
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.labels import method_key
 
@@ -223,7 +222,7 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
     # Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
     path = folder / _CHUNKS
     if not os.path.lexists(path):
-        _write_chunks(folder, chunk, head_bytes, _link)
+        replace_chunks(folder, chunk, head_bytes)
     try:
         match json.loads(read_plain(path)):
             case [int(chunk), int(head_bytes)] if 1 <= chunk <= 2**31 and 1 <= head_bytes < 2**63:
@@ -235,26 +234,4 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
 
 def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:
     """Have those who take up the run later use these sizes, where the agreed ones needed too much memory."""
-    _write_chunks(folder, chunk, head_bytes, Path.replace)
-
-
-def _write_chunks(folder: Path, chunk: int, head_bytes: int, put: Callable[[Path, Path], object]) -> None:
-    path, own = folder / _CHUNKS, folder / f"chunks.{os.getpid()}.part"
-    with disk_errors(path):
-        own.unlink(missing_ok=True)
-        try:
-            own.write_text(json.dumps([chunk, head_bytes]), encoding="utf-8")
-            fsync_path(own)
-            put(own, path)
-        finally:
-            own.unlink(missing_ok=True)
-
-
-def _link(own: Path, path: Path) -> None:
-    """Give a file another name, where that is free."""
-    try:
-        os.link(own, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links
-        own.replace(path)
+    write_text(folder / _CHUNKS, json.dumps([chunk, head_bytes]))

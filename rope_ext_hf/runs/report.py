@@ -9,29 +9,20 @@ from __future__ import annotations
 import csv
 import io
 import warnings
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line
 from rope_ext_hf.files import atomic_file, json_text, write_text
-from rope_ext_hf.pictures.html_page import (
-    MAX_PICTURE_BYTES,
-    command_section,
-    embedded_picture,
-    html_page,
-    html_table,
-    paragraph,
-    provenance_section,
-)
+from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.run_file import how_to_repeat
 
 
-def write_files(run: Run[Any]) -> Path:
-    """Write results.json, results.csv, a picture and report.html, whose path it is, each whole or not at all."""
+def write_files(run: Run[Any]) -> None:
+    """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
     write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, run.columns)
@@ -39,11 +30,11 @@ def write_files(run: Run[Any]) -> Path:
     table.writerows(run.rows())
     write_text(run.folder / "results.csv", text.getvalue())
     _draw(run, run.folder / f"{run.kind.name}.png")
-    return write_text(run.folder / "report.html", _page(run))
+    write_text(run.folder / "report.html", _page(run))
 
 
 def _draw(run: Run[Any], path: Path) -> None:
-    """Write the picture, where there is something to draw, and a way to."""
+    """Draw the picture, where there is something to draw, and a way to."""
     if run.chart is None:
         return
     try:
@@ -51,7 +42,7 @@ def _draw(run: Run[Any], path: Path) -> None:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
             run.chart.draw(part, run.title)
     except ImportError:
-        pass
+        return
     except FileError:
         raise
     except Exception as error:  # matplotlib raises anything on what it cannot draw
@@ -63,11 +54,7 @@ def _draw(run: Run[Any], path: Path) -> None:
 
 def _page(run: Run[Any]) -> str:
     settings, kind = run.settings, run.kind
-    pictures = []
-    for path in plain_files(run.folder, "*.png"):
-        if path.name != f"{kind.name}.png":
-            with suppress(FileError):
-                pictures.append(embedded_picture(path.stem, read_plain(path, MAX_PICTURE_BYTES)))
+    others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
     versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
     speed = kind.speed(run)
     by = f"by {settings['engine']} on" if "engine" in settings else "on"
@@ -77,13 +64,20 @@ def _page(run: Run[Any]) -> str:
     )
     table = run.table(detailed=True)
     methods = list({method_key(result.method): result.method for result in run.results}.values())
-    return html_page(
+    return html.html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
-        *pictures,
-        "" if table is None else html_table(table),
-        paragraph(summary),
-        command_section("To repeat or continue it", *how_to_repeat(run.folder)),
-        provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
+        *(_embedded(path) for path in others),
+        "" if table is None else html.html_table(table),
+        html.paragraph(summary),
+        html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
+        html.provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
     )
+
+
+def _embedded(path: Path) -> str:
+    try:
+        return html.embedded_picture(path.stem, read_plain(path, html.MAX_PICTURE_BYTES))
+    except FileError:
+        return ""

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
 IN_MEMORY = "in_memory"  # the only key of a value that no file can hold, such as a list of texts; it says what that was
-_FORMAT = 1  # what is written; a file of an earlier format is read by its renamed keys
-_RENAMED: dict[str, str] = {}  # keys of earlier formats, and what they are called now
+_FORMAT = 1  # what is written
 _MOST_BYTES = 1_000_000
 _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --out again\n"
 
@@ -184,7 +183,6 @@ def _read(node: Any, path: Path) -> RunFile:
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = str(key_node.value).replace("-", "_")
-        key = _RENAMED.get(key, key)
         if key in values:
             raise _mistake(path, line, f"{short(key)!r} stands there twice, first in line {lines[key]}")
         lines[key] = line

@@ -22,22 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.runs import journal
 from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
-from rope_ext_hf.runs.journal import (
-    Cell,
-    Record,
-    agree_on_chunks,
-    exclusive,
-    open_journal,
-    read_plain,
-    read_records,
-    replace_chunks,
-)
 from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
 from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.report import write_files
@@ -163,8 +154,8 @@ class _Job:
         self,
         scorer: TokenScorer,
         items: Sequence[int],
-        done: AbstractSet[tuple[str, int, Cell]],
-        write: Callable[[Record], object],
+        done: AbstractSet[tuple[str, int, journal.Cell]],
+        write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:
         measurement = self.plan.measurement
@@ -175,7 +166,7 @@ class _Job:
                     if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
                         scorer.take_cost()  # of whatever went before
                         for cell, value, cost in measurement.measure(scorer, item, left, report):
-                            write(Record(saved, item, cell, value, cost))
+                            write(journal.Record(saved, item, cell, value, cost))
 
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
         """The model under a method; one that it has already, on the same basis, is not patched in a second time."""
@@ -217,7 +208,7 @@ def carry_out(
         job = _Job.from_plan(model, plan)
         settings = job.settings(in_folder=out is not None)
         if out is None:
-            scorer, records = job.scorer(), list[Record]()
+            scorer, records = job.scorer(), list[journal.Record]()
             shown.reading(scorer.reading)
             job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
             kind = run_kind(measurement.kind)
@@ -228,7 +219,7 @@ def carry_out(
         folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with exclusive(folder, workers.rank):
+        with journal.exclusive(folder, workers.rank):
             if workers.rank == 0:
                 _write_settings(folder, settings)
             with disk_errors(folder):
@@ -247,7 +238,7 @@ def carry_out(
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
     """Score what a run's folder lacks of this process's items, each value a line of the journal."""
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
-    records = read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
+    records = journal.read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
     if workers.together:  # also: nobody writes before all have read
         workers.agree({"what was measured before": _short(sorted(done))})
@@ -256,16 +247,19 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
     progress.started(folder, sum(unit in done for unit in units), len(units))
     scorer = job.scorer()
     if not fixed:
-        scorer.chunk, scorer.head_bytes = agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        if workers.rank == 0:
+            journal.agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
+        workers.agree()
+        scorer.chunk, scorer.head_bytes = journal.agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
     agreed = scorer.chunk, scorer.head_bytes
     progress.reading(scorer.reading)
-    with open_journal(folder, workers.rank) as write:
+    with journal.open_journal(folder, workers.rank) as write:
 
-        def add(record: Record) -> None:
+        def add(record: journal.Record) -> None:
             nonlocal agreed
             if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
                 agreed = sizes  # the scorer ran out of memory, and went on with less
-                replace_chunks(folder, *agreed)
+                journal.replace_chunks(folder, *agreed)
             if workers.rank == 0 or not workers.together:
                 write(record)
             workers.check()
@@ -278,7 +272,7 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
-            if not other_settings(_key(parse_json_object(read_plain(path))), _key(settings)):
+            if not other_settings(_key(parse_json_object(journal.read_plain(path))), _key(settings)):
                 return
         except (ValueError, RecursionError):
             pass

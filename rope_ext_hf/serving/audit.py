@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.config_keys.computed import Computed
-from rope_ext_hf.config_keys.keys import rope_settings, text_settings, unread_settings
+from rope_ext_hf.config_keys.keys import Computed, rope_settings, text_settings, unread_settings
 from rope_ext_hf.engines.base import (
     Engine,
     NotCheckedError,
@@ -28,7 +27,7 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
-from rope_ext_hf.patches.family_hooks import angle_table
+from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
@@ -135,7 +134,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     """`audit` of a config that has been read."""
     check_stated(config)
     model_type = str(config.get("model_type"))
-    if angle_table(model_type) is not None:
+    if family(model_type).angle_table:
         raise ServingError(
             f"the angles of {short(model_type)!r} are a table in its weights, which its config does not describe: "
             "there is nothing to audit"

@@ -25,6 +25,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
     PATCH_KEY,
+    PatchSpec,
     config_encoding,
     recorded_specs,
     saved_specs,
@@ -36,7 +37,6 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.patches.patch_spec import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,17 +16,17 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from rope_ext_hf.attention import blockwise as attending
-from rope_ext_hf.attention import kernels
+from rope_ext_hf.attention import kernels, tile_batches
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import Rotary
+from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs, String
-from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.methods.tiles import Mask, Tile
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.support.contracts import THETA, assert_close, attend_and_definition
@@ -70,11 +71,30 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
     pads = tuple(data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=3), "pads"))
     value_dim = data.draw(st.sampled_from([16, 8]), "value dim")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attending, "_MAX_QUERY_BLOCK", data.draw(st.sampled_from([9, 64, 2048]), "queries at a time"))
+        block = data.draw(st.sampled_from([9, 64, 2048]), "queries at a time")
+        patch.setattr(attending, "_MAX_QUERY_BLOCK", block)
+        if data.draw(st.booleans(), "windows"):
+            patch.setattr(attending, "_MAX_WINDOW_BLOCK", block)
+            patch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cpu"]._replace(run=masked_softmax, windows=True))
         actual, expected = attend_and_definition(
             method, tokens, count, heads=kv_heads * groups, kv_heads=kv_heads, dim=dim, pads=pads, value_dim=value_dim
         )
     assert_close(actual, expected)
+
+
+def masked_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, in the dtypes of a fused kernel; windows end at the last query and key."""
+    groups, (queries, keys) = query.shape[1] // key.shape[1], (query.shape[-2], key.shape[-2])
+    key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
+    scores = query.double() @ key.transpose(-1, -2) * scale
+    if mask != "full":
+        assert queries == keys or isinstance(mask, int)  # kernels disagree on which corner the triangle has otherwise
+        before = keys - queries + torch.arange(queries)[:, None] - torch.arange(keys)  # 0: the newest key of a query
+        visible = (before >= 0) & (before < (mask if isinstance(mask, int) else keys))
+        assert visible.any(-1).all()  # a kernel's log-sum-exp of no key is not -inf
+        scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(-1)
+    return (scores.softmax(-1) @ value).to(query.dtype), lse if query.dtype == torch.float64 else lse.float()
 
 
 EACH = [
@@ -121,16 +141,6 @@ def test_a_sliding_window_where_every_score_is_computed(more: dict[str, Any]) ->
 # --- CUDA, as far as it can be tested without -----------------------------------------------------------------------
 
 
-def softmax_and_lse(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
-    scores = query.double() @ key.transpose(-1, -2) * scale
-    if causal:
-        assert query.shape[-2] == key.shape[-2]  # kernels disagree on which corner the triangle has otherwise
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
-    return (scores.softmax(-1) @ value).to(query.dtype), scores.logsumexp(-1).float()
-
-
 def gradients_of_softmax(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,9 +172,21 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         demand(query, key, value)
         assert query.dtype in (torch.float16, torch.bfloat16)
         seen.add("flash attention")
-        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        out, lse = masked_softmax(query, key, value, scale, "causal" if causal else "full")
         none = torch.empty(0, dtype=torch.int64)
         return out, lse, none, none, query.shape[-2], key.shape[-2], none, none, torch.empty(0)
+
+    def flash_by_windows(
+        query: Any, key: Any, value: Any, _: None, __: None, queries: int, keys: int, dropout: float, causal: bool,
+        debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        demand(query, key, value)
+        assert (queries, keys, window_size_right) == (query.shape[1], key.shape[1], 0)
+        seen.add("flash attention")
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out, lse = masked_softmax(query, key, value, scale, window_size_left + 1)
+        none = torch.empty(0, dtype=torch.int64)
+        return out.transpose(1, 2), lse, none, none, torch.empty(0)
 
     def efficient(
         query: Any, key: Any, value: Any, bias: None, logs: bool, p: float = 0, causal: bool = False, *, scale: float
@@ -173,7 +195,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
         assert logs
         assert query.shape[1] == key.shape[1]
         seen.add("memory-efficient attention")
-        out, lse = softmax_and_lse(query, key, value, causal, scale)
+        out, lse = masked_softmax(query, key, value, scale, "causal" if causal else "full")
         room = -lse.shape[-1] % 32  # the real one gives a multiple of 32
         none = torch.empty(0, dtype=torch.int64)
         return out, torch.nn.functional.pad(lse, (0, room), value=math.inf), none, none
@@ -203,6 +225,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     # aten's operators have no kernel for CPUs: while the library lives, they have these.
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     library.impl("_scaled_dot_product_flash_attention", flash, "CPU")
+    library.impl("_flash_attention_forward", flash_by_windows, "CPU")
     library.impl("_scaled_dot_product_efficient_attention", efficient, "CPU")
     library.impl("_scaled_dot_product_flash_attention_backward", flash_backward, "CPU")
     library.impl("_scaled_dot_product_efficient_attention_backward", efficient_backward, "CPU")
@@ -257,10 +280,14 @@ def test_gradients_by_the_code_for_cuda(
         assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("seen", ["full", "causal", "anticausal"])
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "seen"), [*product((torch.float32, *HALF), ("full", "causal", "anticausal")), *product(HALF, (30,))]
+)
 def test_the_operators_of_cuda_are_called_as_torch_has_them(
-    dtype: torch.dtype, seen: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, seen: Mask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_if_cuda(monkeypatch)
     query = torch.empty(2, 8, 100, 20, dtype=dtype, device="meta")
@@ -268,11 +295,31 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
     out, lse = kernels.run_kernel(query, key, value, 0.1, seen)
     assert (out.shape, out.dtype) == ((2, 8, 100, 12), dtype)
     assert (lse.shape, lse.dtype) == ((2, 8, 100), torch.float32)
+    if isinstance(seen, int):
+        return  # without gradients
     gradients = kernels.run_backward((torch.empty_like(out), out, lse[..., None]), (query, key, value), 0.1, seen)
     assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, dtype) for x in (query, key, value)]
 
 
-def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9) -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [1, 30, 300, 5000])
+def test_windows_on_a_gpu(window: int) -> None:
+    """The definition is what the simulated device and the tests above take for flash attention's window."""
+    generator = torch.Generator().manual_seed(window)
+    query = torch.randn(2, 8, 500, 64, generator=generator).half()
+    key, value = (torch.randn(2, 2, 700, 64, generator=generator).half() for _ in range(2))
+    if not kernels.has_windows(query.cuda(), value.cuda()):
+        pytest.skip("torch does not choose flash attention here")
+    out, lse = kernels.run_kernel(query.cuda(), key.cuda(), value.cuda(), 0.1, window)
+    expected, expected_lse = masked_softmax(query, key, value, 0.1, window)
+    torch.testing.assert_close(out.cpu(), expected, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(lse.cpu(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def as_if_cuda(
+    monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9, windows: bool = True
+) -> None:
     """Tensors of another device take the way of CUDA's."""
 
     def choice(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> int:
@@ -285,7 +332,7 @@ def as_if_cuda(monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation
         return SDPBackend.EFFICIENT_ATTENTION.value if taken else SDPBackend.MATH.value
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-    monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"])
+    monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"]._replace(windows=windows))
     monkeypatch.setattr(cache, "_FUSED_UPCAST_DEVICES", {device})
 
 
@@ -312,11 +359,12 @@ def test_what_the_kernels_of_cuda_take(
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
 @pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"])
+@pytest.mark.parametrize("windows", [True, False])
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
-    name: str, heads: int, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+    name: str, heads: int, kv_heads: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against one call of flash attention: 1.5 times the memory, the same products, few launches."""
-    as_if_cuda(monkeypatch)
+    as_if_cuda(monkeypatch, windows=windows)
     tokens, dim = 2**14, 128
     rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
     method: Any = resolve_method(name, rotary)
@@ -334,17 +382,38 @@ def test_what_a_prefill_of_16k_takes_on_a_gpu(
             attend(method, rotation, call, query, key, value, 0.1)
     assert ours.most <= 1.5 * plain.most
     assert ours.products == pytest.approx(plain.products, rel=0.01)
-    assert ours.launches <= (720 if name == "stairs" else 350)  # stairs have nine zones here, others two or three
+    few, many = LAUNCHES_AT_16K[windows]
+    assert ours.launches <= (many if name == "stairs" else few)  # stairs have nine zones here, others two or three
+
+
+LAUNCHES_AT_16K = {True: (310, 520), False: (335, 640)}
+AT_131K = {  # windows, Triton: launches of a step, of a chunk, of all chunks; gigabytes; launches and gigabytes at once
+    (True, True): (7, 14, 377, 45, 579, 96),
+    (True, False): (16, 42, 1095, 118, 1790, 103),
+    (False, True): (7, 54, 1535, 99, 1294, 96),
+    (False, False): (16, 95, 2679, 134, 2075, 114),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("triton", [True, False])
-def test_what_stairs_take_of_a_gpu_at_131k(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("windows", "triton"), AT_131K)
+def test_what_stairs_take_of_a_gpu_at_131k(windows: bool, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of an 8B model trained at 8k: 31 bands of far keys, whose tiles share calls."""
-    as_if_cuda(monkeypatch)
-    if triton:  # a rotation reads and writes each element once
-        monkeypatch.setattr(cache, "can_fuse", lambda x: True)
-        monkeypatch.setattr(cache, "rotate_fused", lambda x, cos, sin, **_: torch.neg(x))
+    as_if_cuda(monkeypatch, windows=windows)
+    works: list[MemoryAndWork] = []
+
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> Tensor:
+        out = torch.empty_like(x)
+        works[-1].launch(x, cos, sin, out)
+        return out
+
+    if triton:  # each element is read and written once
+        for module in (attending, cache, tile_batches):
+            monkeypatch.setattr(module, "can_fuse", lambda x: True)
+        monkeypatch.setattr(cache, "rotate_fused", rotated)
+        monkeypatch.setattr(
+            tile_batches, "merge_fused", lambda out, lse, *parts: works[-1].launch(out, out, lse, *parts)
+        )
     length, dim = 2**17, 128
     rotary = Rotary(dim=dim, theta=5e5, trained_length=8192)
     method: Any = resolve_method("stairs", rotary).bind(rotary, length)  # type: ignore[attr-defined]
@@ -357,19 +426,20 @@ def test_what_stairs_take_of_a_gpu_at_131k(triton: bool, monkeypatch: pytest.Mon
         )
         at = torch.arange(count)[None]
         call = TokenPositions(at[:, count - tokens :], at, (0,), None)
+        works.append(MemoryAndWork())
         with torch.inference_mode():
             if tokens < count:  # what the first layer works out for the others
                 attend(method, rotation, call, query, key, value, 0.1)
-            work = MemoryAndWork(query, key, value)
-            with work:
+            works.append(MemoryAndWork(query, key, value))
+            with works[-1]:
                 attend(method, rotation, call, query, key, value, 0.1)
-        return work
+        return works[-1]
 
-    # Of the traffic a third are the results of 31 rows that are joined, and another what anticausal tiles flip.
-    step, chunk, gigabytes, whole, whole_gigabytes = (16, 92, 105, 2060, 102) if triton else (18, 101, 137, 2090, 115)
+    step, chunk, all_chunks, gigabytes, whole, whole_gigabytes = AT_131K[windows, triton]
     assert counted(1, length).launches <= step
     chunks = [counted(4096, count) for count in range(4096, length + 1, 4096)]
     assert max(each.launches for each in chunks) <= chunk
+    assert sum(each.launches for each in chunks) <= all_chunks
     assert sum(each.traffic for each in chunks) <= gigabytes * 1e9
     prompt = counted(length, length)
     assert prompt.launches <= whole
@@ -395,30 +465,26 @@ def test_half_precision(method: RemappingMethod) -> None:
 @given(
     queries=st.tuples(st.integers(0, 12), st.integers(1, 8)),
     keys=st.tuples(st.integers(0, 16), st.integers(1, 12)),
-    diagonal=st.integers(0, 10),
-    above=st.booleans(),
+    diagonal=st.integers(-5, 10),
+    width=st.one_of(st.just(UNBOUNDED), st.integers(1, 12)),
     low=st.integers(0, 20),
+    windows=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
-    queries: tuple[int, int], keys: tuple[int, int], diagonal: int, above: bool, low: int
+    queries: tuple[int, int], keys: tuple[int, int], diagonal: int, width: int, low: int, windows: bool
 ) -> None:
     (q0, q1), (k0, k1) = ((first, first + count) for first, count in (queries, keys))
     actual = []
-    for (first, last), (begin, end), kind in Tile(0, (q0, q1), (k0, k1), diagonal, above).rectangles(low):
-        assert kind == "full" or last - first == end - begin
-        inside = ((q, k, q - first, k - begin) for q in range(first, last) for k in range(begin, end))
-        if kind == "causal":
-            actual += [(q, k) for q, k, row, column in inside if column <= row]
-        elif kind == "anticausal":
-            actual += [(q, k) for q, k, row, column in inside if column >= row]
-        else:
-            actual += [(q, k) for q, k, _, _ in inside]
+    for (first, last), (begin, end), mask in Tile(0, (q0, q1), (k0, k1), diagonal, width).rectangles(low, windows):
+        assert mask == "full" or windows or last - first == end - begin
+        for q, k in product(range(first, last), range(begin, end)):
+            row, column, before = q - first, k - begin, (end - k) - (last - q)  # before: the newest key that q sees
+            seen = {"full": True, "causal": column <= row, "anticausal": column >= row}
+            if seen[mask] if isinstance(mask, str) else 0 <= before < mask:
+                actual.append((q, k))
     expected = [
-        (q, k)
-        for q in range(q0, q1)
-        for k in range(max(k0, low), k1)
-        if (k > q - diagonal if above else k <= q - diagonal)
+        (q, k) for q in range(q0, q1) for k in range(max(k0, low), k1) if q - diagonal - width < k <= q - diagonal
     ]
     assert sorted(actual) == expected
 

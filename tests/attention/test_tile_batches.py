@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rope_ext_hf.attention.kernels import run_kernel
+from rope_ext_hf.attention.kernels import join_rows, run_kernel
 from rope_ext_hf.attention.tile_batches import (
     KernelCall,
     MergedSoftmax,
@@ -57,7 +57,7 @@ def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_calls_of_their_ow
     first = Tile(0, (0, 4), (0, 4))
     others = {
         Tile(0, (4, 7), (4, 7)): KernelCall((0,), "causal", Spans(4, 3), Spans(4, 3)),  # smaller
-        Tile(0, (4, 8), (4, 8), above_diagonal=True): KernelCall((0,), "anticausal", Spans(4, 3), Spans(5, 3)),
+        Tile(0, (4, 8), (4, 8), -4, width=4): KernelCall((0,), "anticausal", Spans(4, 3), Spans(5, 3)),
         Tile(0, (4, 8), (3, 7), 1): KernelCall((0,), "causal", Spans(4, 4), Spans(3, 4)),  # on another diagonal
         Tile(1, (4, 8), (4, 8)): KernelCall((1,), "causal", Spans(4, 4), Spans(4, 4)),
     }
@@ -95,7 +95,7 @@ def test_calls_over_the_same_queries_are_bounded() -> None:
 
 
 def test_anticausal_calls_are_bounded() -> None:
-    tiles = [Tile(0, (q, q + 4), (q - 5, q - 1), 5, above_diagonal=True) for q in (8, 12, 16, 20, 24)]
+    tiles = [Tile(0, (q, q + 4), (q - 5, q - 1), 1, width=4) for q in (8, 12, 16, 20, 24)]
     calls = [call for call in kernel_calls(tiles, 0, 8) if call.mask == "anticausal"]
     assert [call.queries.times for call in calls] == [2, 2, 1]
 
@@ -180,6 +180,8 @@ def test_rows_of_the_same_queries_have_one_softmax(queries: int, layout: str, ma
         query = query.transpose(1, 2).contiguous().transpose(1, 2)
     key, value = (torch.randn(3, 2, 6, 8, generator=generator) for _ in range(2))
     out, lse = run_kernel(query, key, value, 0.3, mask, joint=True)
+    if mask != "anticausal":
+        out, lse = join_rows(out, lse)
     wide_key, wide_value = (x.repeat_interleave(2, 1) for x in (key, value))
     ones = torch.ones(6, 6, dtype=torch.bool)
     hidden = {"full": ~ones, "causal": ones.triu(1), "anticausal": ones.tril(-1)}[mask]

@@ -27,7 +27,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.grouped import SelfExtend
-from rope_ext_hf.patches.choosing import resolve_choice
+from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.reference import path
 from tests.support.models import build
 
@@ -525,7 +525,7 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 
 
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+    from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
     from rope_ext_hf.reading.spans import Setting
     from rope_ext_hf.runs.kinds import Run
 

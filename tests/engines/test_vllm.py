@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.keys import Computed
 from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.errors import (
     ServingError,

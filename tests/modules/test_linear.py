@@ -286,7 +286,7 @@ def test_work_grows_with_the_length_and_a_step_does_not(kernel: Any) -> None:
         return int(counter.get_total_flops())
 
     assert flops("chunked", 4096) == 4 * flops("chunked", 1024)
-    assert flops("parallel", 4096) == 16 * flops("parallel", 1024)
+    assert flops("parallel", 4096) > 12 * flops("parallel", 1024)
     state, longer = LinearAttentionState(), LinearAttentionState()
     assert flops("chunked", 4096, longer) > flops("chunked", 64, state)
     assert flops("chunked", 1, state) == flops("chunked", 1, longer)

@@ -20,7 +20,7 @@ from rope_ext_hf.patches.engine_keys import (
     compare_engines,
     former_keys,
 )
-from rope_ext_hf.patches.family_hooks import former_key
+from rope_ext_hf.patches.families import former_key
 from rope_ext_hf.patches.saving import save_patched_folder
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope

@@ -17,7 +17,7 @@ from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.static import Linear
 from rope_ext_hf.pictures.attention_vectors import mean_scores, spectra
 from rope_ext_hf.pictures.explaining import explain
-from rope_ext_hf.pictures.law_plots import draw_bound, draw_rotated
+from rope_ext_hf.pictures.rope_plots import draw_bound, draw_rotated
 from tests.support import oracles
 from tests.support.models import tokens
 

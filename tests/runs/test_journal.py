@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.perplexity_results import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import (

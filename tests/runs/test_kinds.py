@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.patches.geometry import base_rope_of_model

@@ -88,7 +88,7 @@ def test_a_mistake_has_its_line(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_a_file_of_the_first_format_is_read() -> None:
-    """As version 0.1.0 wrote it; a field that is renamed later keeps it readable by `_RENAMED`."""
+    """As version 0.1.0 wrote it."""
     first, second = read_run_files(RECORDED / "format-1.yaml")
     assert (first.command, first.model, first.options["revision"]) == ("sweep", "org/name", "a" * 40)
     assert first.options["method"] == [Yarn(factor=4.0), "ntk"]

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoConfig
 
 import rope_ext_hf as rope
-from rope_ext_hf.config_keys.computed import Computed
+from rope_ext_hf.config_keys.keys import Computed
 from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.errors import (
     CheckpointError,

@@ -105,20 +105,31 @@ class MemoryAndWork(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             self.most = max(self.most, sum(self.sizes.values()))
             weakref.finalize(storage, self.sizes.pop, name)
 
+    def launch(self, *tensors: Tensor) -> None:
+        """Count a kernel that reads or writes these tensors."""
+        self.launches += 1
+        self.traffic += sum(_bytes_in_memory(x) for x in tensors)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type == "meta":
                 self.hold(leaf)
         name = func._schema.name.split("::")[1]
-        self.launches += not func.is_view and name not in NO_KERNEL
-        if not func.is_view and name not in NO_KERNEL and "attention" not in name:
+        if not func.is_view and name not in NO_KERNEL:
             leaves = tree_leaves((args, {key: x for key, x in (kwargs or {}).items() if key != "out"}, result))
-            self.traffic += sum(_bytes_in_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+            self.launch(*(leaf for leaf in leaves if isinstance(leaf, Tensor) and "attention" not in name))
         if func is torch.ops.aten._scaled_dot_product_flash_attention.default:
             query, key, value, *more = args
             causal = any(more[1:2])  # half of the square
             self.products += query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]) >> causal
+        if (
+            func is torch.ops.aten._flash_attention_forward.default
+        ):  # heads after tokens; by windows, counted from the end
+            query, key, value, *_ = args
+            (_, queries, _, _), keys, window = query.shape, key.shape[1], kwargs["window_size_left"] + 1
+            pairs = sum(min(window, keys - before) for before in range(queries))
+            self.products += query[:, 0, :, 0].numel() * pairs * (query.shape[-1] + value.shape[-1])
         return result
 
 

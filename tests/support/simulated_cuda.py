@@ -38,6 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from rope_ext_hf.attention import blockwise, tile_batches
 from rope_ext_hf.rotary import kv_cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from tests.support.dispatch import NO_KERNEL
@@ -264,8 +265,10 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         for name, answer in answers.items():
             _replace(undo, torch.cuda, name, answer)
         if self.triton:
-            _replace(undo, kv_cache, "can_fuse", lambda x: isinstance(x, CudaTensor) and not x.requires_grad)
+            for module in (kv_cache, blockwise, tile_batches):
+                _replace(undo, module, "can_fuse", lambda x: isinstance(x, CudaTensor) and not x.requires_grad)
             _replace(undo, kv_cache, "rotate_fused", self._rotate_fused)
+            _replace(undo, tile_batches, "merge_fused", self._merge_fused)
         _replace(undo, torch.inference_mode, "__enter__", _enter_no_grad)
         _replace(undo, torch.inference_mode, "__exit__", lambda mode, *exception: mode.instead.__exit__(*exception))
         undo.enter_context(_FirstDevice())
@@ -464,7 +467,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
     def _rotate_fused(
         self, x: CudaTensor, cos: Tensor, sin: Tensor, *, start: int, half: bool, in_place: int = 0
     ) -> Tensor:
-        """The Triton kernel, by what it is compared with: torch's operators on the CPU."""
+        """The Triton kernel that rotates, by what it is compared with: torch's operators on the CPU."""
         self._one_device("rotate_fused", [x, cos, sin], [x], None)
         self.launch("rotate_fused")
         layout = KeyLayout("half" if half else "interleaved", start, 2 * cos.shape[-1])
@@ -478,9 +481,21 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         result: Tensor = self._wrap(rotated, x.device)
         return result
 
+    def _merge_fused(self, out: CudaTensor, lse: Tensor, parts: Tensor, parts_lse: Tensor) -> None:
+        """The Triton kernel that merges, by the softmax over the parts."""
+        self._one_device("merge_fused", [out, lse, parts, parts_lse], [out], None)
+        self.launch("merge_fused")
+        into, total, parts, parts_lse = map(_held, (out, lse, parts, parts_lse))
+        several = (x.reshape(*total.shape[:2], -1, *x.shape[1:]) for x in (parts.float(), parts_lse))
+        values, scores = (
+            torch.cat([x[:, :, None], more], 2) for x, more in zip((into.float(), total), several, strict=True)
+        )
+        into.copy_((scores.softmax(2)[..., None] * values).sum(2))
+        total.copy_(scores.logsumexp(2))
+
     def _flash(
         self, query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False,
-        debug: bool = False, *, scale: float | None = None,
+        debug: bool = False, *, scale: float | None = None, bias: Tensor | None = None,
     ) -> Any:  # fmt: skip
         if query.dtype not in (torch.float16, torch.bfloat16):
             raise RuntimeError(f"FlashAttention only support fp16 and bf16 data type, got {query.dtype}")
@@ -489,9 +504,25 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         _check_kernel_arguments(query, key, value)
         if query.shape[1] % key.shape[1] or not query.shape[-1] == key.shape[-1] == value.shape[-1]:
             raise RuntimeError("flash attention: head counts or widths do not fit")
-        out, lse = _attention(query, key, value, causal, scale)
+        out, lse = _attention(query, key, value, causal, scale, bias)
         seed = torch.empty(0, dtype=torch.int64)
         return out, lse, None, None, query.shape[2], key.shape[2], seed, seed.clone(), seed.clone()
+
+    def _flash_by_windows(
+        self, query: Tensor, key: Tensor, value: Tensor, query_ends: None, key_ends: None, queries: int, keys: int,
+        dropout: float, causal: bool, debug: bool, *, scale: float, window_size_left: int, window_size_right: int,
+    ) -> Any:  # fmt: skip
+        """Tokens before heads, no causality; a window is counted from the key of a query, the last two side by side."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        if (queries, keys, causal) != (query.shape[2], key.shape[2], False):
+            raise RuntimeError("flash attention: lengths do not fit")
+        distance = keys - queries + torch.arange(queries)[:, None] - torch.arange(keys)
+        hidden = (distance > window_size_left) | (-distance > window_size_right)
+        if hidden.all(-1).any():
+            raise RuntimeError("flash attention: the log-sum-exp of a query without a key is +inf")
+        bias = torch.zeros(queries, keys).masked_fill(hidden, -math.inf)
+        out, lse, *others = self._flash(query, key, value, dropout, scale=scale, bias=bias)
+        return out.transpose(1, 2), lse, *others[-3:]
 
     def _efficient(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, with_lse: bool, dropout: float = 0.0,
@@ -524,6 +555,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
 
 _KERNELS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": SimulatedCuda._flash,
+    "_flash_attention_forward": SimulatedCuda._flash_by_windows,
     "_scaled_dot_product_efficient_attention": SimulatedCuda._efficient,
     "_scaled_dot_product_cudnn_attention": SimulatedCuda._cudnn,
 }

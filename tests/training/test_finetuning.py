@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
-from rope_ext_hf.eval.perplexity_results import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference

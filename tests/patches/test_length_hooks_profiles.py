@@ -414,7 +414,7 @@ def test_no_forward_of_a_generation_waits_for_the_device(monkeypatch: pytest.Mon
     def refuse(*_: Any) -> None:
         raise AssertionError("values were read on the host")
 
-    monkeypatch.setattr("rope_ext_hf.patches.length_profiles.read_on_host", refuse)
+    monkeypatch.setattr("rope_ext_hf.patches.length_hooks._read_on_host", refuse)
     generated(model_at("llama", None), ids, attention_mask=mask, num_beams=2)
 
 

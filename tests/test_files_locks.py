@@ -14,14 +14,14 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import need
-from rope_ext_hf.locks import locked
+from rope_ext_hf.files import locked
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.training import finetune
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from rope_ext_hf.locks import locked
+from rope_ext_hf.files import locked
 with locked(Path(sys.argv[1]), Path("folder")):
     print("held", flush=True)
     time.sleep(600)

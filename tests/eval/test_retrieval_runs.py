@@ -17,8 +17,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import Passkey, passkey
-from rope_ext_hf.eval.retrieval_plans import make_trials, shared_trials
-from rope_ext_hf.eval.retrieval_runs import Retrieval
+from rope_ext_hf.eval.retrieval_runs import Retrieval, make_trials, shared_trials
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from rope_ext_hf.patches.evaluating import evaluating
+from rope_ext_hf.patches.attention_interface import evaluating
 
 
 def test_every_module_gets_its_own_mode_back_after_an_error_and_after_a_replacement() -> None:

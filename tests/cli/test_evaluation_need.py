@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf import hub
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.need import reach_in
+from rope_ext_hf.cli.evaluation import reach_in
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import needs
 from rope_ext_hf.hub import model_folder, source_digest
