@@ -78,8 +78,8 @@ def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
     """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
     from transformers import AutoConfig
 
-    values = {key: copy.deepcopy(value) for key, value in config.items() if key not in _SPELLINGS}
-    values |= {key: _plain(config[key]) for key in _SPELLINGS if key in config}
+    values = copy.deepcopy(dict(config))
+    values |= {key: _plain(values[key]) for key in _SPELLINGS if key in values}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # a class that has `rope_scaling` set from outside
         try:
@@ -92,12 +92,8 @@ def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
 def _plain(settings: Any) -> Any:
     """Rope settings without what transformers has no name for: such keys are logged, and such rope types refused."""
     if not isinstance(settings, Mapping):
-        return copy.deepcopy(settings)
-    kept = {
-        key: _plain(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for key, value in settings.items()
-        if key not in KEYS_FOR_OTHER_ENGINES
-    }
+        return settings
+    kept = {key: _plain(value) for key, value in settings.items() if key not in KEYS_FOR_OTHER_ENGINES}
     if "/" in str(kept.get("rope_type")):
         kept["rope_type"] = "default"
     return kept
