@@ -130,18 +130,6 @@ class NTK(RopeMethod):
         return _theta_parameters(rotary, ntk_theta(rotary, self.factor))
 
 
-def _ramp_by_dimension(rotary: Rotary, beta_fast: float, beta_slow: float, truncate: bool, inv_freq: Tensor) -> Tensor:
-    """0 (keep) to 1 (interpolate), linear in the dim index, as in the YaRN authors' code; (dim // 2,)."""
-    low, high = _index_of_cycles(rotary, beta_fast), _index_of_cycles(rotary, beta_slow)
-    if truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rotary.dim - 1)
-    if low == high:
-        high += 0.001
-    index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
-    return ((index - low) / (high - low)).clamp(0, 1)
-
-
 def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
     """The index, not a whole one, of the pair that rotates so many full cycles over the context length.
 
@@ -220,9 +208,17 @@ class RampedMethod(BandedMethod):
         return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
 
     def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
+        """0 (keep) to 1 (interpolate), (dim // 2,); linear in the dim index as in the YaRN authors' code."""
         if self.ramp == "cycles":
             return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
-        return _ramp_by_dimension(rotary, self.beta_fast, self.beta_slow, self.truncate, inv_freq)
+        low, high = _index_of_cycles(rotary, self.beta_fast), _index_of_cycles(rotary, self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary.dim - 1)
+        if low == high:
+            high += 0.001
+        index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
+        return ((index - low) / (high - low)).clamp(0, 1)
 
     def yarn_parameters(self, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
         betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}

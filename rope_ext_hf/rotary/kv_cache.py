@@ -297,10 +297,10 @@ class KeyOrigin:
 
     def differences(self, other: KeyOrigin) -> tuple[str, str]:
         """Both origins as text, each with the parameters in which it differs from the other."""
-        mine, others = [_settings(self)], [_settings(other)]
-        if len(self.tables) == len(other.tables):
-            mine, others = ([_settings(KeyOrigin((one,))) for one in each.tables] for each in (self, other))
-        one, two = next(pair for pair in zip(mine, others, strict=True) if pair[0] != pair[1])
+        tables = zip(self.tables, other.tables, strict=False)
+        pairs = [tuple(_settings(*table) for table in both) for both in tables]
+        counts = tuple({"method": each.name, "rotary embeddings": len(each.tables)} for each in (self, other))
+        one, two = next((pair for pair in pairs if pair[0] != pair[1]), counts)
         keys = [key for key in {**one, **two} if key != "method" and one.get(key) != two.get(key)]
         return _words(one, keys), _words(two, keys)
 
@@ -309,11 +309,8 @@ class KeyOrigin:
         return " and ".join(dict.fromkeys(method.name for method, _, _ in self.tables))
 
 
-def _settings(origin: KeyOrigin) -> dict[str, Any]:
-    if len(origin.tables) != 1:
-        return {"method": origin.name, "rotary embeddings": len(origin.tables)}
-    method, rotary, length = origin.tables[0]
-    return method.to_dict() | rotary.to_dict() | {"fixed_length": length}
+def _settings(method: RopeMethod, rotary: Rotary, fixed_length: int | None) -> dict[str, Any]:
+    return method.to_dict() | rotary.to_dict() | {"fixed_length": fixed_length}
 
 
 def _words(settings: dict[str, Any], keys: Iterable[str]) -> str:
