@@ -37,9 +37,9 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.slots import patch_state
-from rope_ext_hf.reading.cache_memory import cached_bytes
 from rope_ext_hf.reading.preflight import (
     available,
+    cached_bytes,
     estimate_flops,
     estimate_memory,
     measure_flops,

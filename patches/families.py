@@ -8,13 +8,13 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any, Literal, TypeVar
 
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
 from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.files import package_table
 
 _Block = Literal[
     "q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm"
@@ -88,7 +88,7 @@ def look_up(config: Any, key: str) -> Any:
 @cache
 def tables() -> dict[str, Any]:
     """Return families.toml as it stands: one table per `model_type`, none of them read yet."""
-    return tomllib.loads(files("rope_ext_hf.patches").joinpath("families.toml").read_text(encoding="utf-8"))
+    return package_table("rope_ext_hf.patches", "families.toml")
 
 
 def families() -> dict[str, Family]:

@@ -1,14 +1,13 @@
 """What publishers state about the context of their models, by `recipes.toml`, and how a result compares with it."""
 
 # No postponed annotations: `strict` checks values against the types themselves.
-import tomllib
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
+from rope_ext_hf.files import package_table
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 
 
@@ -69,8 +68,7 @@ class Recipe:
 
 @cache
 def recipes() -> tuple[Recipe, ...]:
-    text = files("rope_ext_hf.patches").joinpath("recipes.toml").read_text(encoding="utf-8")
-    return tuple(Recipe(**values) for values in tomllib.loads(text)["recipe"])
+    return tuple(Recipe(**values) for values in package_table("rope_ext_hf.patches", "recipes.toml")["recipe"])
 
 
 def find_recipe(config: Any) -> Recipe | None:

@@ -58,9 +58,9 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.patches.saving import write_loading_code as write_loading_code
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
-    from rope_ext_hf.servers.baselines import BaselineReport as BaselineReport
-    from rope_ext_hf.servers.baselines import compare_server as compare_server
-    from rope_ext_hf.servers.baselines import record_server as record_server
+    from rope_ext_hf.servers.answers import BaselineReport as BaselineReport
+    from rope_ext_hf.servers.answers import compare_server as compare_server
+    from rope_ext_hf.servers.answers import record_server as record_server
     from rope_ext_hf.servers.checking import ServerReport as ServerReport
     from rope_ext_hf.servers.checking import check_server as check_server
     from rope_ext_hf.serving.audit import Audit as Audit

@@ -24,7 +24,7 @@ MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 dig
 LIMITS = {
     "layers": 2_000,  # of each part of a model; the deepest published ones have a few hundred
     "head_dim": 65_536,  # the widest published heads have 512 dims
-    "json_bytes": 100_000_000,  # of a config, an index or a header; safetensors has the same limit
+    "json_bytes": 100_000_000,  # of a config or an index
     "pickle_bytes": 100_000_000,  # of the pickles in a .bin or .pth file
     "pickle_opcodes": 4_000_000,  # of one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
 }
@@ -46,8 +46,8 @@ def limits(**values: int) -> Iterator[None]:
 
     Args:
         **values: `layers` (2,000; of each part of a model), `head_dim` (65,536), `json_bytes` (100 million; of a
-            config, an index, or the header of a safetensors file), `pickle_bytes` (100 million) and `pickle_opcodes`
-            (4 million; both of a .bin or .pth file).
+            config or an index), `pickle_bytes` (100 million) and `pickle_opcodes` (4 million; both of a .bin or .pth
+            file).
 
     Raises:
         MethodError: an unknown limit, or one that is not a whole number of at least 1.

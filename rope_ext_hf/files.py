@@ -19,8 +19,10 @@ import socket
 import stat
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -107,6 +109,11 @@ def check_destination(dst: Path, source: Path | None = None) -> None:
             f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; "
             "give a folder outside of it"
         )
+
+
+def package_table(package: str, name: str) -> dict[str, Any]:
+    """A TOML file that comes with a package."""
+    return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -250,7 +250,7 @@ values = { "as loaded" = [1.0], "yarn" = [2.0] }
 
 
 def reported() -> None:
-    from rope_ext_hf.advice.reported import reported as tables
+    from rope_ext_hf.advice.advice import reported as tables
 
     assert tables()[-1].source == "Nobody et al."
     assert "Nobody et al." in page("choosing")
@@ -328,10 +328,11 @@ def suite() -> None:
     assert [sample.references for sample in samples] == [("red",), ("red",)]
 
 
-LEVEL = """    "level": Task(
-        name=_identifier, value=_number, held_out=(Wording("\\n{name}: level {value}.\\n", "\\n{name}: level"),)
-    ),
-    "needle": Task(
+LEVEL = """
+[tasks.level]
+name = "identifier"
+value = "number"
+held_out = [["\\n{name}: level {value}.\\n", "\\n{name}: level"]]
 """
 
 
@@ -581,15 +582,15 @@ CHANGES = (
     Change("an evaluation protocol", "rope_ext_hf/reading/protocols.py", protocol, at_end(PROTOCOL)),
     Change(
         "a format of text files",
-        "rope_ext_hf/reading/text_files.py",
+        "rope_ext_hf/reading/documents.py",
         text_format,
         [('    ".ndjson": _json_lines,\n', '    ".ndjson": _json_lines,\n    ".lines": _json_lines,\n')],
     ),
     Change("a suite of tasks", f"{SUITES}/colours.py", suite, at_end(SUITE)),
-    Change("a retrieval task", f"{SUITES}/statements.py", retrieval, [('    "needle": Task(\n', LEVEL)]),
+    Change("a retrieval task", f"{SUITES}/retrievals.toml", retrieval, at_end(LEVEL)),
     Change(
         "the wording of a suite",
-        f"{SUITES}/babilong_wordings.toml",
+        f"{SUITES}/wordings.toml",
         wording,
         [
             (

@@ -37,7 +37,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from transformers.utils import logging
 
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, SINGLE_TABLE
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.plugins import sglang, vllm
 from rope_ext_hf.serving.target import Model, make_target
@@ -137,7 +137,7 @@ def as_vllm(get_rope: Any, target: Target, settings: dict[str, Any], most: int) 
         own = settings.get("attention_factor") == 1.0
         settings["rope_type"] = "deepseek_llama_scaling" if own else "deepseek_yarn"
     half = target.model_type not in INTERLEAVED_FAMILIES
-    single = {"mrope_positions_factor": 1} if target.model_type in SINGLE_TABLE else {}
+    single = {"mrope_positions_factor": 1} if target.model_type in VLLM.table["single_table"] else {}
     head = round(2 * len(target.inv_freq) / settings.get("partial_rotary_factor", 1.0))
     return get_rope(head, most, half, settings, torch.float32, **single)
 

@@ -47,7 +47,7 @@ from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.servers.baselines import compare_server, record_server
+from rope_ext_hf.servers.answers import compare_server, record_server
 from rope_ext_hf.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
 from tests.support.model_servers import listening

@@ -96,7 +96,7 @@ def choosing_purposes() -> str:
 @figure
 def reported_by_papers() -> str:
     """What papers report, a row for each method of each table."""
-    from rope_ext_hf.advice.reported import reported
+    from rope_ext_hf.advice.advice import reported
 
     rows = []
     for table in reported():

@@ -1,13 +1,20 @@
-"""Advice, the result of `advise`: how a model gets to a length, as values and as text."""
+"""Advice, the result of `advise`: how a model gets to a length, as values and as text; and what papers report.
+
+What papers report stands in reported.toml, with the source of each number; nothing there was measured by this project.
+
+    >>> [each.numbers("jet-long") for each in reported() if "jet-long" in each.values]
+    ['4.79 / 2.18 / 2.03']
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
-from rope_ext_hf.advice.reported import Reported
 from rope_ext_hf.engines.base import usual_server
+from rope_ext_hf.files import package_table
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
 from rope_ext_hf.serving.gpu_memory import GPUMemory
@@ -16,6 +23,39 @@ from rope_ext_hf.terminal import Rows, ShownAsTables, line_width, text_table, wr
 _SERVE = "serve with "
 _NOTHING_NEEDED = "No method is needed."
 _MEMORY = "Every generated token reads those of its own input once; weights and activations come on top."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """One table that is reported, or a part of it."""
+
+    source: str
+    url: str
+    place: str  # where in the source
+    model: str  # and how it was trained further
+    model_types: tuple[str, ...]  # in transformers
+    benchmark: str
+    unit: str  # and whether higher or lower is better
+    lengths: tuple[str, ...]  # what the numbers of each method belong to
+    values: dict[str, tuple[float | str, ...]]  # by method, in the order of `lengths`; text where no number is reported
+
+    def numbers(self, method: str) -> str:
+        return " / ".join(map(str, self.values[method]))
+
+    def __str__(self) -> str:
+        numbers = "; ".join(f"{method} {self.numbers(method)}" for method in self.values)
+        what = f"{self.model}, {self.benchmark} ({self.unit}), {' / '.join(self.lengths)}"
+        return f"reported by {self.source} ({self.place}): {what}: {numbers}"
+
+
+@cache
+def reported() -> tuple[Reported, ...]:
+    tables = []
+    for saved in package_table("rope_ext_hf.advice", "reported.toml")["reported"]:
+        saved["values"] = {method: tuple(numbers) for method, numbers in saved["values"].items()}
+        saved |= {key: tuple(saved[key]) for key in ("model_types", "lengths")}
+        tables.append(Reported(**saved))
+    return tuple(tables)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, signed
-from rope_ext_hf.advice.reported import Reported, reported
+from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, Reported, reported, signed
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
@@ -31,8 +30,7 @@ from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.cache_memory import cached_bytes, cached_layers
-from rope_ext_hf.reading.preflight import estimate_flops
+from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_target, open_model
@@ -367,7 +365,5 @@ def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingCon
     yield command_line("serve-config", model, **asked, engine=engine)
     if config.gguf_keys:
         yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)
-    complete = config.command and (config.overrides is not None or not config.config_keys)
-    if complete:
-        variables = "".join(f"{key}={shlex.quote(value)} " for key, value in config.environment.items())
-        yield variables + shlex.join(config.command)
+    if config.command and (config.overrides is not None or not config.config_keys):
+        yield shlex.join(config.command)

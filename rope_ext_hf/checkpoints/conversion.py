@@ -10,6 +10,7 @@ Weight files are copied in ranges of bytes inside the kernel; tensors that rotat
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -17,8 +18,7 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.detection import consumers
 from rope_ext_hf.checkpoints.detection_sources import weights_from_source
-from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
-from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
@@ -169,10 +169,7 @@ class _PairingConversion(Conversion):
 
     def _write_file(self, file: WeightFile, target: Path, advance: Callable[[int], None]) -> None:
         """Write one weight file, unless an interrupted conversion has written it."""
-
-        def read(tensor: str) -> Tensor:
-            return self._read_converted(file, tensor)
-
+        read = partial(self._read_converted, file)
         if file_matches(target, file.tensors, read, header=file.header):
             advance(size_of(file.tensors))
             return

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
-from rope_ext_hf.checkpoints.meta_source import open_checkpoint
+from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
 from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_token, load_tokenizer
@@ -94,12 +94,12 @@ class PairingReport:
     """
 
     path: str
-    pairing: str | None
-    confidence: float
-    score: float
-    error: float
-    layers: tuple[_LayerScore, ...]
-    stated: str | None
+    pairing: str | None = None
+    confidence: float = 0.0
+    score: float = 0.0
+    error: float = 0.0
+    layers: tuple[_LayerScore, ...] = ()
+    stated: str | None = None
     reason: str | None = None
     text: TextLosses | None = None
     consumers: tuple[PairingReport, ...] = ()
@@ -116,20 +116,16 @@ class PairingReport:
 
     def __str__(self) -> str:
         confidence = "above 0.9999" if self.confidence > 0.9999 else f"{self.confidence:.4f}"
-        lines = [f"{self.path}: " + (f"{self.pairing}, confidence {confidence}" if self.pairing else "undecided")]
-        if self.reason:
-            lines.append(f"  because          {self.reason}")
-        if self.contradiction:
-            lines.append(f"  contradiction    {self.contradiction}")
+        rows = {"because": self.reason, "contradiction": self.contradiction}
         if self.layers:
-            lines.append(
-                f"  score            {self.score:+.3f} +- {self.error:.3f} (half above, interleaved below zero)"
-            )
-            width = max(len(layer.name) for layer in self.layers)
-            lines += [
-                f"  {layer.name:{width}}  half {layer.half:+.3f}  interleaved {layer.interleaved:+.3f}"
-                for layer in self.layers
-            ]
+            rows["score"] = f"{self.score:+.3f} +- {self.error:.3f} (half above, interleaved below zero)"
+        lines = [f"{self.path}: " + (f"{self.pairing}, confidence {confidence}" if self.pairing else "undecided")]
+        lines += [f"  {name:<16} {text}" for name, text in rows.items() if text]
+        width = max((len(layer.name) for layer in self.layers), default=0)
+        lines += [
+            f"  {layer.name:{width}}  half {layer.half:+.3f}  interleaved {layer.interleaved:+.3f}"
+            for layer in self.layers
+        ]
         if self.text:
             text = self.text
             lines.append(
@@ -174,7 +170,12 @@ def detect_pairing(
     else:
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
-    report = replace(_from_weights(weights), consumers=consumers(weights))
+    report = PairingReport(weights.path, stated=weights.stated)
+    try:
+        report = _of_attentions(weights, report, weights.attentions(), ("q", "k"))
+    except CheckpointError as unreadable:
+        report = replace(report, reason=str(unreadable))
+    report = replace(report, consumers=consumers(weights))
     return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
 
 
@@ -228,19 +229,10 @@ def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[Pa
         ("layers that predict further tokens", further, ("q", "k"), pairing),
     )
     return tuple(
-        _of_attentions(weights, PairingReport(name, None, 0.0, 0.0, 0.0, (), stated), attentions, sides)
+        _of_attentions(weights, PairingReport(name, stated=stated), attentions, sides)
         for name, attentions, sides, stated in found
         if attentions
     )
-
-
-def _from_weights(weights: AttentionWeights) -> PairingReport:
-    report = PairingReport(weights.path, None, 0.0, 0.0, 0.0, (), weights.stated)
-    try:
-        names = weights.attentions()
-    except CheckpointError as unreadable:
-        return replace(report, reason=str(unreadable))
-    return _of_attentions(weights, report, names, ("q", "k"))
 
 
 def _of_attentions(

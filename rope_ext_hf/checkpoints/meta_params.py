@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import CheckpointError
-from rope_ext_hf.files import read_json
+from rope_ext_hf.files import package_table, read_json
 from rope_ext_hf.patches.config import GUESSED_LENGTH_KEY, PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
 
@@ -120,7 +120,7 @@ class _ContextLength(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """A released model, by what its params.json says; eps None: the other sizes tell it apart."""
+    """A released model, by what its params.json says."""
 
     name: str
     dim: int
@@ -129,33 +129,11 @@ class _Release(NamedTuple):
     kv_heads: int
     theta: float
     scaled: bool
-    eps: float | None
-    length: int
+    length: int  # trained, in tokens
+    eps: float | None = None  # None: the other sizes tell it apart
 
 
-# The lengths that Meta trained its releases at. Llama 1: arXiv 2302.13971; 2: 2307.09288, table 1; Code Llama:
-# 2308.12950, section 2.4 (its 70B Python and Instruct models kept Llama 2's theta and length); 3: its model card
-# (github.com/meta-llama/llama3); 3.1 and later: 2407.21783, section 3.4.2, and the cards of 3.2 and 3.3.
-_RELEASES = (
-    _Release("Llama 1 7B", 4096, 32, 32, 32, 1e4, False, 1e-6, 2_048),
-    _Release("Llama 1 13B", 5120, 40, 40, 40, 1e4, False, 1e-6, 2_048),
-    _Release("Llama 1 33B", 6656, 60, 52, 52, 1e4, False, None, 2_048),
-    _Release("Llama 1 65B", 8192, 80, 64, 64, 1e4, False, None, 2_048),
-    _Release("Llama 2 7B", 4096, 32, 32, 32, 1e4, False, 1e-5, 4_096),
-    _Release("Llama 2 13B", 5120, 40, 40, 40, 1e4, False, 1e-5, 4_096),
-    _Release("Llama 2 70B", 8192, 80, 64, 8, 1e4, False, None, 4_096),
-    _Release("Code Llama 7B", 4096, 32, 32, 32, 1e6, False, None, 16_384),
-    _Release("Code Llama 13B", 5120, 40, 40, 40, 1e6, False, None, 16_384),
-    _Release("Code Llama 34B", 8192, 48, 64, 8, 1e6, False, None, 16_384),
-    _Release("Code Llama 70B", 8192, 80, 64, 8, 1e6, False, None, 16_384),
-    _Release("Llama 3 8B", 4096, 32, 32, 8, LLAMA_3_THETA, False, None, 8_192),
-    _Release("Llama 3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, False, None, 8_192),
-    _Release("Llama 3.2 1B", 2048, 16, 32, 8, LLAMA_3_THETA, True, None, 131_072),
-    _Release("Llama 3.2 3B", 3072, 28, 24, 8, LLAMA_3_THETA, True, None, 131_072),
-    _Release("Llama 3.1 8B", 4096, 32, 32, 8, LLAMA_3_THETA, True, None, 131_072),
-    _Release("Llama 3.1 or 3.3 70B", 8192, 80, 64, 8, LLAMA_3_THETA, True, None, 131_072),
-    _Release("Llama 3.1 405B", 16384, 126, 128, 8, LLAMA_3_THETA, True, None, 131_072),
-)
+_RELEASES = [_Release(**each) for each in package_table("rope_ext_hf.checkpoints", "llama_releases.toml")["release"]]
 
 
 @dataclass(frozen=True, kw_only=True)

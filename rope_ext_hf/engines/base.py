@@ -13,16 +13,15 @@ import functools
 import json
 import re
 import shlex
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from importlib.resources import files
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Computed, Config, RopeKeys
 from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
+from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 
@@ -36,11 +35,12 @@ def engine_table(file: str) -> dict[str, Any]:
 
     `families` holds what the engine's rules need of a family, by model_type; `refused` the model types that it does not
     run, by the reason; `run` and `classes` those that were run in it, or computed by its own rotary classes. The rules
-    of all others were read in its source; `unrun` holds those that could not be run, by the reason.
+    of all others were read in its source; `unrun` holds those that could not be run, by the reason. `usual` has the
+    numbers that the engine takes for missing keys, by rope type.
     """
-    path = files("rope_ext_hf.engines").joinpath(f"{file}.toml")
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return {"families": {}, "refused": {}, "unrun": {}, "run": [], "classes": [], "when": ""} | tomllib.loads(text)
+    nothing: dict[str, Any] = {key: {} for key in ("families", "refused", "unrun", "usual")}
+    nothing |= {"run": [], "classes": [], "when": ""}
+    return nothing | (package_table("rope_ext_hf.engines", f"{file}.toml") if file else {})
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,6 @@ class ServingConfig(ShownAsTables):
         method: the method, for messages.
         length: tokens served.
         command: the command line, one argument each.
-        environment: variables to set for it.
         overrides: the JSON that the command line carries.
         config_keys: keys to write into config.json instead, or where the engine takes no overrides.
         gguf_keys: metadata to write into the GGUF file.
@@ -137,7 +136,6 @@ class ServingConfig(ShownAsTables):
     method: str
     length: int
     command: tuple[str, ...] = ()
-    environment: dict[str, str] = field(default_factory=dict)
     overrides: dict[str, Any] | None = None
     config_keys: dict[str, Any] = field(default_factory=dict)
     gguf_keys: dict[str, Any] = field(default_factory=dict)
@@ -163,10 +161,8 @@ class ServingConfig(ShownAsTables):
 
     @property
     def _command(self) -> str:
-        """Variables and the command line; empty: there is none."""
-        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
         words = map(shlex.quote, self.command)
-        return (variables + " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)).strip()
+        return " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)
 
     @property
     def _files(self) -> Rows:

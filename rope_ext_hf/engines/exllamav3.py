@@ -17,17 +17,6 @@ from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_en
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.errors import ServingError
 
-_USUAL: dict[str, dict[str, float]] = {
-    "linear": {"factor": 1.0},
-    "llama3": {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "factor": 8.0,
-    },
-}
-"""The numbers that it takes for missing keys, by rope type."""
-
 
 @register_engine("exllamav3")
 class ExLlamaV3(FormerSpellingEngine):
@@ -65,9 +54,8 @@ class ExLlamaV3(FormerSpellingEngine):
         dim, softmax_scale = rotated_dims(text, settings), 1.0
         if model_type == "deepseek_v3" and kind != "default" and settings.get("mscale_all_dim"):
             softmax_scale = yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
-        return RopeKeys(
-            text, settings, kind, dim, most, length, most, None, softmax_scale, notes, _USUAL.get(str(kind), {})
-        )
+        usual = self.table["usual"].get(str(kind), {})
+        return RopeKeys(text, settings, kind, dim, most, length, most, None, softmax_scale, notes, usual)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         settings, stated = rope.settings, rope.settings.get("factor")

@@ -23,12 +23,6 @@ from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_msca
 from rope_ext_hf.errors import ServingError
 
 _ORIGINAL = "original_max_position_embeddings"
-_USUAL: dict[str, dict[str, float]] = {
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192},
-    "yarn": {_ORIGINAL: 4096},
-    "deepseek_yarn": {_ORIGINAL: 4096},
-}
-"""The numbers that it takes for missing keys, by rope type."""
 
 
 @register_engine("mlx")
@@ -77,9 +71,8 @@ class MLX(FormerSpellingEngine):
         if text.get("qk_rope_head_dim") and scaling and scaling.get("mscale_all_dim"):
             factor = needed(settings, "factor")
             softmax_scale = yarn_magnitude(factor, needed(settings, "mscale_all_dim")) ** 2
-        return RopeKeys(
-            text, settings, kind, dim, most, length, None, None, softmax_scale, notes, _USUAL.get(str(kind), {})
-        )
+        usual = self.table["usual"].get(str(kind), {})
+        return RopeKeys(text, settings, kind, dim, most, length, None, None, softmax_scale, notes, usual)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         factor, original = rope.number("factor"), rope.number(_ORIGINAL)

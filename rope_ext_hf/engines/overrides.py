@@ -30,8 +30,6 @@ class OverridingEngine(ConfigEngine):
 
     unknown_type = "freezes or refuses the rope type"
     option: ClassVar[str]  # the option that takes the overrides, as JSON
-    theta_alone: ClassVar[frozenset[str]]  # families whose model file hands on nothing of the rope settings but theta
-    whole_theta: ClassVar[frozenset[str]]  # those whose model file cuts theta to a whole number
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:
@@ -57,9 +55,9 @@ class OverridingEngine(ConfigEngine):
             yield Encoding(encoding.name, settings, changed)
 
     def by_type(self, rope: RopeKeys) -> Computed:
-        if rope.model_type in self.theta_alone:
+        if rope.model_type in self.table["theta_alone"]:
             notes = () if rope.kind == "default" else (f"{rope.model_type}: the rope type {rope.kind} is ignored.",)
-            theta = int(rope.theta) if rope.model_type in self.whole_theta else rope.theta
+            theta = int(rope.theta) if rope.model_type in self.table["whole_theta"] else rope.theta
             return replace(rope, notes=notes).computed(plain(theta, rope.dim))
         if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
             raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
@@ -72,7 +70,7 @@ class OverridingEngine(ConfigEngine):
 
     def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
         """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
-        if rope.model_type in self.theta_alone:
+        if rope.model_type in self.table["theta_alone"]:
             raise ServingError(
                 f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
             )

@@ -40,8 +40,6 @@ class SGLang(OverridingEngine):
 
     title = "SGLang"
     option = "--json-model-override-args"
-    whole_theta = frozenset({"dbrx", "granitemoe", "mixtral", "starcoder2"})
-    theta_alone = whole_theta | {"gemma", "gemma2", "olmo", "persimmon", "phi", "stablelm"}
     drafts = (
         "--json-model-override-args and --context-length go to the draft as well (from_server_args of "
         "configs/model_config.py), also to one in a folder of its own, which must have the same rotary embedding."

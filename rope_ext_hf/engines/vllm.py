@@ -38,25 +38,12 @@ from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
 
-DEEPSEEK_FAMILIES = frozenset(
-    {"axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash"}
-)
-"""Families whose model file runs every rope type by the class for DeepSeek's yarn, and takes its softmax scale."""
-INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES | {"glm", "glm4", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "gptj"}
-"""Families whose models here rotate dims (2i, 2i + 1); the longrope class refuses them."""
-RUN_BY_TRANSFORMERS = frozenset(
-    {"arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense"}
-    | {"hunyuan_v1_moe", "jais2", "mellum", "nanochat", "olmo", "olmo2", "olmo3", "phi", "seed_oss", "smollm3"}
-    | {"starcoder2", "vaultgemma", "youtu"}
-)
-"""Families that the classes of transformers run there, by its registry of models or for want of a model file."""
-_NOT_READ = frozenset({"deepseek_v4", "dots3_note_text"})
-"""Families whose model files choose a rope type for each layer by themselves."""
+_TABLE = engine_table("vllm")
+DEEPSEEK_FAMILIES = frozenset(_TABLE["deepseek"])
+INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES.union(_TABLE["interleaved"])
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 _MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
-SINGLE_TABLE = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
-"""Families whose model file asks for a table of the original length, where no video tokens are pruned."""
 
 
 def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
@@ -72,8 +59,6 @@ class VLLM(OverridingEngine):
 
     title = "vLLM"
     option = "--hf-overrides"
-    theta_alone = frozenset({"dbrx", "mimo_v2_flash", "minimax_m3_vl_text"})
-    whole_theta = frozenset({"dbrx"})
     drafts = (
         "--hf-overrides does not reach a draft (compose_draft_hf_overrides of config/speculative.py; vLLM #37443, "
         "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
@@ -84,7 +69,7 @@ class VLLM(OverridingEngine):
     )
     usual_server = True
     version = "0.33.0"
-    table = engine_table("vllm")
+    table = _TABLE
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 
     def with_plugin(self) -> Engine:
@@ -137,7 +122,7 @@ class VLLM(OverridingEngine):
             return self._deepseek(rope)
         if rope.model_type == "gpt_oss":
             rope = self._as_handed_on_by_gpt_oss(rope)
-        if rope.model_type in _NOT_READ and rope.kind != "default":
+        if rope.model_type in self.table["by_layer"] and rope.kind != "default":
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         return self.by_type(rope)
 
@@ -180,7 +165,8 @@ class VLLM(OverridingEngine):
     def longrope(self, rope: RopeKeys) -> Computed:
         if rope.model_type in INTERLEAVED_FAMILIES:
             raise ServingError("its longrope class takes half-paired rotation only")
-        if rope.model_type in RUN_BY_TRANSFORMERS and rope.settings["long_factor"] != rope.settings["short_factor"]:
+        by_transformers = rope.model_type in self.table["run_by_transformers"]
+        if by_transformers and rope.settings["long_factor"] != rope.settings["short_factor"]:
             raise ServingError(
                 f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
                 "input of a batch"
@@ -225,7 +211,7 @@ class _VLLMWithPlugin(VLLM):
         rope = self.read(config, length)
         if plugin_settings(rope.settings) is None:
             return super().computes(config, length)
-        if rope.model_type in _NOT_READ:
+        if rope.model_type in self.table["by_layer"]:
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         softmax_scale = 1.0
         if rope.model_type in DEEPSEEK_FAMILIES:
@@ -247,7 +233,7 @@ def _length_stated(kind: str, model_type: str) -> bool:
 
 def _quadruple(settings: Config, model_type: str) -> bool:
     """Whether YaRN's ramp is that of `_MROPE_TABLE` times the original length."""
-    return "mrope_section" in settings and model_type not in SINGLE_TABLE
+    return "mrope_section" in settings and model_type not in _TABLE["single_table"]
 
 
 def _nested(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

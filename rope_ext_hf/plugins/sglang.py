@@ -27,13 +27,5 @@ def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from sglang.srt.layers import rotary_embedding
 
     refuse_remapping(settings)
-    part = arguments["partial_rotary_factor"]
-    return build_rotary(
-        rotary_embedding,
-        settings,
-        head_size=arguments["head_size"],
-        rotary_dim=int(arguments["rotary_dim"] * min(part, 1.0)),
-        max_position=arguments["max_position"],
-        half=arguments["is_neox_style"],
-        dtype=arguments["dtype"],
-    )
+    part = min(arguments["partial_rotary_factor"], 1.0)
+    return build_rotary(rotary_embedding, arguments, settings, int(arguments["rotary_dim"] * part))

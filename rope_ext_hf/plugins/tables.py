@@ -60,27 +60,14 @@ def _freed(module: Any) -> bool:
     return bool(empty and torch.get_default_device().type != "meta")
 
 
-def build_rotary(
-    engine: Any,
-    settings: dict[str, Any],
-    *,
-    head_size: int,
-    rotary_dim: int,
-    max_position: int,
-    half: bool,
-    dtype: torch.dtype | None,
-    positions_factor: int | None = None,
-) -> Any:
+def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, Any], rotary_dim: int) -> Any:
     """The rotary module of an engine for these settings.
 
     Args:
         engine: the engine's package of rotary classes, with `RotaryEmbedding` and `MRotaryEmbedding`.
+        arguments: those of its `get_rope`.
         settings: with `inv_freq` and `attention_factor`.
-        head_size, rotary_dim: dims of a head, and how many of them rotate.
-        max_position: positions that get angles.
-        half: whether dims (i, i + rotary_dim / 2) rotate together; else dims (2i, 2i + 1).
-        dtype: None: torch's default.
-        positions_factor: how many times `max_position` positions of several axes get angles; None: the class decides.
+        rotary_dim: how many dims of a head rotate.
     """
     frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
@@ -99,10 +86,11 @@ def build_rotary(
     cls = type(f"RopeExt{base.__name__}", (_Table, base), held)
     known = inspect.signature(base.__init__).parameters
     axes = {name: settings[name] for name in known if name.startswith("mrope") and name in settings}
-    if positions_factor is not None and "positions_factor" in known:
-        axes["positions_factor"] = positions_factor
-    dtype = dtype or torch.get_default_dtype()
-    return cls(head_size, rotary_dim, max_position, settings.get("rope_theta", 10000.0), half, dtype, **axes)
+    if "positions_factor" in known and (times := arguments.get("mrope_positions_factor")) is not None:
+        axes["positions_factor"] = times
+    theta, dtype = settings.get("rope_theta", 10000.0), arguments.get("dtype") or torch.get_default_dtype()
+    head_size, most, half = (arguments[name] for name in ("head_size", "max_position", "is_neox_style"))
+    return cls(head_size, rotary_dim, most, theta, half, dtype, **axes)
 
 
 class _Table:

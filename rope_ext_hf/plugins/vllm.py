@@ -105,19 +105,10 @@ def _compared(get_rope: Callable[..., Any]) -> Callable[..., Any]:
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from vllm.model_executor.layers import rotary_embedding
 
-    head_size, half = arguments["head_size"], arguments["is_neox_style"]
-    remapping, pairing = held_remapping(settings), "half" if half else "interleaved"
+    remapping, pairing = held_remapping(settings), "half" if arguments["is_neox_style"] else "interleaved"
     if remapping is not None and remapping[1] != pairing:
         raise ValueError(
             f"vLLM rotates this model in {pairing} pairs, and its rope settings are for {remapping[1]} ones"
         )
-    return build_rotary(
-        rotary_embedding,
-        settings,
-        head_size=head_size,
-        rotary_dim=int(head_size * (settings.get("partial_rotary_factor") or 1.0)),
-        max_position=arguments["max_position"],
-        half=half,
-        dtype=arguments.get("dtype"),
-        positions_factor=arguments.get("mrope_positions_factor"),
-    )
+    dim = int(arguments["head_size"] * (settings.get("partial_rotary_factor") or 1.0))
+    return build_rotary(rotary_embedding, arguments, settings, dim)

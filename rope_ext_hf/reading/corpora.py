@@ -21,10 +21,14 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
-from rope_ext_hf.reading.documents import Corpus, Document, Documents, Tokens, corpus_name, utf8_bytes
-from rope_ext_hf.reading.text_files import (
+from rope_ext_hf.reading.documents import (
     NAMES,
     TABLES,
+    Corpus,
+    Document,
+    Documents,
+    Tokens,
+    corpus_name,
     file_kind,
     find_files,
     optional_package,
@@ -33,6 +37,7 @@ from rope_ext_hf.reading.text_files import (
     reason,
     set_to,
     token_ids,
+    utf8_bytes,
 )
 
 D = TypeVar("D")

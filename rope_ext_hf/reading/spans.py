@@ -15,7 +15,7 @@ from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_token, load_tokenizer
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Corpus, Document, Tokens, utf8_bytes
+from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
 from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
@@ -25,7 +25,6 @@ from rope_ext_hf.reading.protocols import (
     check_lengths,
     resolve_protocol,
 )
-from rope_ext_hf.reading.text_files import token_ids
 from rope_ext_hf.reading.token_bytes import byte_ends
 
 if TYPE_CHECKING:

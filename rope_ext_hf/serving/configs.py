@@ -22,7 +22,7 @@ from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.config import SAVED_KEYS
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import cached_bytes
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 from rope_ext_hf.serving.target import Model, make_targets, open_model

@@ -124,7 +124,9 @@ def write_card(
     head = ModelCardData(**values).to_yaml(original_order=list(values))
     with disk_errors(folder):
         if source is not None:
-            _copy_licences(Path(source), folder)
+            for each in list_files(Path(source)):
+                if each.lower().startswith(_LICENCES) and not (folder / each).exists():
+                    shutil.copyfile(resolve_inside(Path(source), each), folder / each)
         if given:
             _write_results(folder / RESULTS, given)
     return write_text(file, str(ModelCard(f"---\n{head.strip()}\n---\n\n{own}\n{text}")))
@@ -184,12 +186,6 @@ def _metadata(text: str) -> dict[str, Any]:
         raise ValueError(f"{short(taken)!r} is no name of theirs")
     ModelCardData(**values)
     return values
-
-
-def _copy_licences(source: Path, folder: Path) -> None:
-    for file in list_files(source):
-        if file.lower().startswith(_LICENCES) and not (folder / file).exists():
-            shutil.copyfile(resolve_inside(source, file), folder / file)
 
 
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import random
 import re
-import tomllib
 from collections.abc import Callable, Sequence
-from importlib.resources import files
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite, wordings
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-_SAVED = tomllib.loads(files("rope_ext_hf.suites").joinpath("babilong_wordings.toml").read_text(encoding="utf-8"))
-_WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in _SAVED.items()}
+_WORDINGS = {task: {key: text.strip() for key, text in texts.items()} for task, texts in wordings("babilong").items()}
 _PROMPT = "{instruction}\n\n{examples}\n\n{post_prompt}\n\n<context>\n{context}\n</context>\n\nQuestion: {question}"
 _BUDGET = 20  # tokens of an answer, as in BABILong's evaluation
 _PEOPLE = ("Daniel", "John", "Mary", "Sandra")
@@ -59,7 +53,7 @@ class BabiLong(Suite):
 
         def sample(index: int, noise: int) -> Sample:
             rng = random.Random(f"{task} {wanted.seed} {index}")
-            return _sample(task, wanted.tokenizer, rng, sentences, noise)
+            return _sample(task, wanted, rng, sentences, noise)
 
         return fill(task, wanted, sample, 0, 40)
 
@@ -70,9 +64,7 @@ class BabiLong(Suite):
         return float(references[0].lower() in first and not any(other.lower() in first for other in others))
 
 
-def _sample(
-    task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, sentences: Sequence[str], noise: int
-) -> Sample:
+def _sample(task: str, wanted: PromptSettings, rng: random.Random, sentences: Sequence[str], noise: int) -> Sample:
     story = STORIES[task](rng)
     start = rng.randrange(len(sentences))
     lines = [sentences[(start + i) % len(sentences)] for i in range(noise)]
@@ -82,7 +74,7 @@ def _sample(
     prompt = _PROMPT.format(context=" ".join(lines), question=story.question, **_WORDINGS[task])
     # A word of the question is never the answer.
     others = tuple(x for x in story.labels if x != story.answer and x.lower() not in story.question.lower())
-    length = count_tokens(tokenizer, prompt + "\nAnswer:") + _BUDGET
+    length = wanted.tokens(prompt + "\nAnswer:") + _BUDGET
     return Sample(prompt, "\nAnswer:", (story.answer,), _BUDGET, length, others)
 
 

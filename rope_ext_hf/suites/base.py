@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.files import package_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,9 @@ class PromptSettings:
     def room(self) -> int:
         """Tokens of prompt and generation without the chat template."""
         return self.length - self.reserved
+
+    def tokens(self, text: str) -> int:
+        return count_tokens(self.tokenizer, text)
 
 
 class Suite(ABC):
@@ -112,6 +116,11 @@ class Suite(ABC):
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
         """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def wordings(suite: str) -> dict[str, Any]:
+    """The wording of a suite as wordings.toml has it."""
+    return dict(package_table("rope_ext_hf.suites", "wordings.toml")[suite])
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
@@ -177,8 +186,8 @@ def register_suite(cls: S) -> S:
 
 def suite_names() -> list[str]:
     """The names of all suites, by those of their files, without loading them."""
-    files = {file.name for file in pkgutil.iter_modules([str(Path(__file__).parent)])}
-    return sorted(name.replace("_", "-") for name in files - {"base", "statements"})
+    modules = {each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)])}
+    return sorted(name.replace("_", "-") for name in modules - {"base", "statements"})
 
 
 def list_suites() -> dict[str, Suite]:

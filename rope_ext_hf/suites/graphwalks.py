@@ -9,69 +9,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite, wordings
 
 _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
 _SMALLEST = 8  # nodes
 _ROOM = 32  # tokens that an answer may have beyond the right one
-
-_PROMPT = """\
-You will be given a graph as a list of directed edges. All nodes are at least degree 1. You will also get a \
-description of an operation to perform on the graph.
-Your job is to execute the operation on the graph and return the set of nodes that the operation results in. If \
-asked for a breadth-first search (BFS), only return the nodes that are at exactly that depth, do not return the \
-starting node and do not return nodes at a smaller depth. If asked for the parents of a node, only return the nodes \
-that have an edge leading to the given node, do not return the given node itself.
-
-Here is an example:
-<begin example>
-The graph has the following edges:
-uvwx -> alke
-abcd -> uvwx
-abcd -> efgh
-efgh -> uvwx
-
-Example 1:
-Operation:
-Perform a BFS from node abcd with depth 1.
-Final Answer: [uvwx, efgh]
-
-Example 2:
-Operation:
-Perform a BFS from node alke with depth 1.
-Final Answer: []
-
-Example 3:
-Operation:
-Find the parents of node uvwx.
-Final Answer: [abcd, efgh]
-
-Example 4:
-Operation:
-Find the parents of node abcd.
-Final Answer: []
-<end example>
-
-Here is the graph to operate on:
-The graph has the following edges:
-{edges}
-
-Operation:
-{operation}
-
-You should immediately return the set of nodes that the operation results in, with no additional text. Return your \
-final answer as a list of nodes in the very last line of your response. For example, if the operation returns the \
-set of nodes [node1, node2, node3], your response should be:
-Final Answer: [node1, node2, node3]
-If the operation returns the empty set, your response should be:
-Final Answer: []
-"""
+_PROMPT: str = wordings("graphwalks")["prompt"]
 
 
 @register_suite
@@ -83,7 +28,7 @@ class GraphWalks(Suite):
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
         def sample(index: int, nodes: int) -> Sample:
-            return _sample(task, wanted.tokenizer, random.Random(f"{task} {wanted.seed} {index}"), nodes)
+            return _sample(task, wanted, random.Random(f"{task} {wanted.seed} {index}"), nodes)
 
         return fill(task, wanted, sample, _SMALLEST, 2 * _SMALLEST)
 
@@ -104,7 +49,7 @@ def _nodes(text: str) -> set[str] | None:
     return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
 
 
-def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, count: int) -> Sample:
+def _sample(task: str, wanted: PromptSettings, rng: random.Random, count: int) -> Sample:
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
     start, depth = rng.random(), rng.choice(_DEPTHS)
     reached = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}
@@ -112,12 +57,13 @@ def _sample(task: str, tokenizer: PreTrainedTokenizerBase, rng: random.Random, c
     if task == "bfs":
         operation, right = f"Perform a BFS from node {node} with depth {depth}.", _at_depth(reached, node, depth)
     else:
-        operation, right = f"Find the parents of node {node}.", _parents(reached, node)
+        right = [one for one, others in reached.items() if node in others]
+        operation = f"Find the parents of node {node}."
     edges = "\n".join(f"{one} -> {other}" for one, others in reached.items() for other in others)
     answer = f"Final Answer: [{', '.join(right)}]"
     prompt = _PROMPT.format(edges=edges, operation=operation)
-    budget = count_tokens(tokenizer, answer) + _ROOM
-    return Sample(prompt, "", (answer,), budget, count_tokens(tokenizer, prompt) + budget)
+    budget = wanted.tokens(answer) + _ROOM
+    return Sample(prompt, "", (answer,), budget, wanted.tokens(prompt) + budget)
 
 
 def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
@@ -127,7 +73,3 @@ def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> l
         frontier = list(dict.fromkeys(other for node in frontier for other in reached[node] if other not in seen))
         seen.update(frontier)
     return frontier
-
-
-def _parents(reached: Mapping[str, Sequence[str]], node: str) -> list[str]:
-    return [one for one, others in reached.items() if node in others]

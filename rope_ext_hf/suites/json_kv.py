@@ -10,12 +10,8 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from typing import TYPE_CHECKING
 
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, fill, register_suite
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite
 
 _EXAMPLES = 2
 _BUDGET = 100
@@ -30,12 +26,12 @@ class JsonKv(Suite):
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
         def sample(index: int, keys: int) -> Sample:
-            return _sample(wanted.tokenizer, random.Random(f"{wanted.seed} {index}"), keys)
+            return _sample(wanted, random.Random(f"{wanted.seed} {index}"), keys)
 
         return fill(task, wanted, sample, _EXAMPLES + 1, _EXAMPLES + 1)
 
 
-def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -> Sample:
+def _sample(wanted: PromptSettings, rng: random.Random, keys: int) -> Sample:
     place = rng.random()
     pairs = [(_uuid(rng), _uuid(rng)) for _ in range(keys)]
     examples, (key, value), others = pairs[:_EXAMPLES], pairs[_EXAMPLES], pairs[_EXAMPLES + 1 :]
@@ -49,7 +45,7 @@ def _sample(tokenizer: PreTrainedTokenizerBase, rng: random.Random, keys: int) -
     )
     prefix = "Corresponding value:"
     wrong = tuple(it for _, it in [*others, *examples])
-    return Sample(prompt, prefix, (value,), _BUDGET, count_tokens(tokenizer, prompt + prefix) + _BUDGET, wrong)
+    return Sample(prompt, prefix, (value,), _BUDGET, wanted.tokens(prompt + prefix) + _BUDGET, wrong)
 
 
 def _uuid(rng: random.Random) -> str:

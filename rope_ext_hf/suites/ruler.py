@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
@@ -42,14 +42,11 @@ from rope_ext_hf.suites.base import (
     PromptSettings,
     Sample,
     Suite,
-    count_tokens,
     largest_fitting,
     register_suite,
     too_short,
+    wordings,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -69,33 +66,7 @@ class _Template:
     budget: int
 
 
-_NIAH = _Template(
-    "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you about "
-    "the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in the provided "
-    "text?",
-    " The special magic {kind} for {query} mentioned in the provided text are",
-    128,
-)
-_VT = _Template(
-    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
-    "all variables that are assigned the value {query} in the text above.",
-    " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
-    "value {query}, they are: ",
-    30,
-)
-_CWE = _Template(
-    "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-    "appear most often.\n{context}\nQuestion: What are the 10 most common words in the above list?",
-    " Answer: The top 10 words that appear most often in the list are:",
-    120,
-)
-_FWE = _Template(
-    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
-    "coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the "
-    "three most frequently appeared words in the above coded text?",
-    " Answer: According to the coded text above, the three most frequently appeared words are:",
-    50,
-)
+_TEMPLATES = {name: _Template(**saved) for name, saved in wordings("ruler").items()}
 
 
 @dataclass
@@ -104,29 +75,23 @@ class _Generator:
 
     task: str
     template: _Template
-    tokenizer: PreTrainedTokenizerBase
-    length: int  # tokens of prompt and generation together
-    room: int  # of these, beside a chat template's
-    seed: int
-    haystack: str
+    wanted: PromptSettings
+    room: int  # tokens of prompt and generation together
 
     def __post_init__(self) -> None:  # upstream seeds both streams
-        self.random, self.numbers = random.Random(self.seed), numpy.random.RandomState(self.seed)
-
-    def tokens(self, text: str) -> int:
-        return count_tokens(self.tokenizer, text)
+        self.random, self.numbers = random.Random(self.wanted.seed), numpy.random.RandomState(self.wanted.seed)
 
     def shuffle(self, items: list[Any]) -> list[Any]:
         """Shuffle in place, each time from the seed."""
-        random.Random(self.seed).shuffle(items)
+        random.Random(self.wanted.seed).shuffle(items)
         return items
 
     def size(self, make: Callable[[int], _Made], size: int) -> int:
         """The tokens of a prompt, without its budget."""
         for _ in range(_TRIES):
             if (made := self.attempt(make, size)) is not None:
-                return self.tokens(made[0])
-        raise too_short(self.task, self.length)
+                return self.wanted.tokens(made[0])
+        raise too_short(self.task, self.wanted.length)
 
     def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
         """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
@@ -149,12 +114,12 @@ class _Generator:
         """A prompt of this size, or of less by steps until it fits."""
         for _ in range(_TRIES + size // step):
             if (made := self.attempt(make, size)) is not None:
-                length = self.tokens(made[0]) + self.template.budget
+                length = self.wanted.tokens(made[0]) + self.template.budget
                 if length <= self.room:
                     return self.sample(*made, length)
             if size > step:
                 size -= step
-        raise too_short(self.task, self.length)
+        raise too_short(self.task, self.wanted.length)
 
     def sample(self, text: str, right: Sequence[str], wrong: Sequence[str], length: int) -> Sample:
         at = text.rfind(self.template.prefix[:10])
@@ -166,7 +131,7 @@ def _niah(
     g: _Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
-    keys, words = max(keys, queries), re.sub(r"\s+", " ", g.haystack).split(" ")
+    keys, words = max(keys, queries), re.sub(r"\s+", " ", g.wanted.haystack).split(" ")
     draws: dict[str, Callable[[], str]] = {
         "words": lambda: g.random.choice(_pairs()),
         "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
@@ -208,7 +173,7 @@ def _niah(
         wrong += [it for some in held for it in some]
         return template.format(kind=kind, context=context, query=query), right, wrong
 
-    step = 500 if hay == "essay" else 5 if g.length < 4096 else 25
+    step = 500 if hay == "essay" else 5 if g.wanted.length < 4096 else 25
     per_unit = g.size(make, step) / step
     size = g.search(make, step, int(g.room / per_unit * 3))
     return [g.draw(make, size, step) for _ in range(count)]
@@ -245,15 +210,15 @@ def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Samp
             text = text.replace(old, name(len(old)))
         return text.replace("12345", str(g.numbers.randint(10000, 99999)))
 
-    room = 500 - g.length + g.room
+    room = 500 - g.wanted.reserved
     of_example = replace(g, template=replace(g.template, budget=0), room=room)
     per_unit = g.size(lambda size: make(size, True), 5) / 5
     size = of_example.search(lambda size: make(size, True), 5, int(room / per_unit * 3))
     example = of_example.draw(lambda size: make(size, True), size, 5)
     shown = f"{example.prompt}{example.prefix} {' '.join(example.references)}\n"
-    step = 5 if g.length < 4096 else 10
+    step = 5 if g.wanted.length < 4096 else 10
     per_unit = g.size(make, step) / step
-    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.tokens(shown))
+    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.wanted.tokens(shown))
 
     def with_example(size: int) -> _Made:
         text, right, _ = make(size)
@@ -269,13 +234,13 @@ def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample
     template = g.template.text + g.template.prefix
 
     def listed(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
-        chosen = g.random.sample(words if size <= len(words) else _many_words(g.length), size)
+        chosen = g.random.sample(words if size <= len(words) else _many_words(g.wanted.length), size)
         every = g.shuffle(chosen[:common] * often + chosen[common:] * seldom)
         return " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)), chosen[:common], chosen[common:]
 
     def make(size: int) -> _Made:
-        example, answer, _ = listed(20, 3, 1) if g.length < 4096 else listed(40, 10, 3)
-        context, right, wrong = listed(size, 6, 1) if g.length < 4096 else listed(size, 30, 3)
+        example, answer, _ = listed(20, 3, 1) if g.wanted.length < 4096 else listed(40, 10, 3)
+        context, right, wrong = listed(size, 6, 1) if g.wanted.length < 4096 else listed(size, 30, 3)
         answers = " ".join(f"{i + 1}. {word}" for i, word in enumerate(answer))
         return f"{template.format(context=example)} {answers}\n{template.format(context=context)}", right, wrong
 
@@ -289,7 +254,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
     if kinds < 4:
-        raise too_short(g.task, g.length)
+        raise too_short(g.task, g.wanted.length)
 
     def make(size: int) -> tuple[_Made, int]:
         def word() -> str:
@@ -307,14 +272,14 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
             every = g.shuffle([word for word, often in zip(coded, counts, strict=True) for _ in range(often)])
             return (g.template.text + g.template.prefix).format(context=" ".join(every))
 
-        if g.tokens(text(0)) >= room:
-            raise too_short(g.task, g.length)
+        if g.wanted.tokens(text(0)) >= room:
+            raise too_short(g.task, g.wanted.length)
         if size > 0:
-            while g.tokens(text(size)) > room:
+            while g.wanted.tokens(text(size)) > room:
                 size -= step
         else:
             size = room // letters
-            while g.tokens(text(size)) < room:
+            while g.wanted.tokens(text(size)) < room:
                 size += step
             size -= step
         return (text(size), coded[1:4], coded[4:]), size
@@ -322,22 +287,22 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     size, samples = make(0)[1], []
     for _ in range(count):
         text, right, wrong = make(size)[0]
-        samples.append(g.sample(text, right, wrong, g.tokens(text) + g.template.budget))
+        samples.append(g.sample(text, right, wrong, g.wanted.tokens(text) + g.template.budget))
     return samples
 
 
-_RULER_TASKS: dict[str, tuple[_Template, Callable[..., list[Sample]], dict[str, Any]]] = {
-    "niah_single_1": (_NIAH, _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
-    "niah_single_2": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
-    "niah_single_3": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
-    "niah_multikey_1": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
-    "niah_multikey_2": (_NIAH, _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
-    "niah_multikey_3": (_NIAH, _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
-    "niah_multivalue": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
-    "niah_multiquery": (_NIAH, _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
-    "vt": (_VT, _variable_tracking, {}),
-    "cwe": (_CWE, _common_words, {}),
-    "fwe": (_FWE, _frequent_words, {}),
+_RULER_TASKS: dict[str, tuple[str, Callable[..., list[Sample]], dict[str, Any]]] = {
+    "niah_single_1": ("niah", _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
+    "niah_single_2": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
+    "niah_single_3": ("niah", _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
+    "niah_multikey_1": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
+    "niah_multikey_2": ("niah", _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
+    "niah_multikey_3": ("niah", _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
+    "niah_multivalue": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
+    "niah_multiquery": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
+    "vt": ("vt", _variable_tracking, {}),
+    "cwe": ("cwe", _common_words, {}),
+    "fwe": ("fwe", _frequent_words, {}),
 }
 
 
@@ -353,10 +318,7 @@ class Ruler(Suite):
         template, make, parameters = _RULER_TASKS[task]
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
-        generator = _Generator(
-            task, template, wanted.tokenizer, wanted.length, wanted.room, wanted.seed, wanted.haystack
-        )
-        return make(generator, wanted.count, **parameters)
+        return make(_Generator(task, _TEMPLATES[template], wanted, wanted.room), wanted.count, **parameters)
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 
 from rope_ext_hf.errors import CorpusError, MethodError, one_line
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.reading.text_files import set_to
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, count_tokens, register_suite
+from rope_ext_hf.reading.documents import set_to
+from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, register_suite
 
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {
     "arc_easy": ("arc/arc_easy.yaml", "allenai/ai2_arc", "ARC-Easy"),
@@ -47,8 +47,8 @@ class Short(Suite):
             choices = [request.arguments[1].strip() for request in requests]
             right = choices[int(questions.doc_to_target(doc))]
             wrong = tuple(choice for choice in dict.fromkeys(choices) if choice != right)
-            longest = max(count_tokens(wanted.tokenizer, choice) for choice in choices)
-            length = count_tokens(wanted.tokenizer, prompt) + longest + 1
+            longest = max(wanted.tokens(choice) for choice in choices)
+            length = wanted.tokens(prompt) + longest + 1
             if length <= wanted.room and wrong:
                 made.append(Sample(prompt, "", (right,), longest, length, wrong, closed=True))
         if len(made) < wanted.count:

@@ -1,6 +1,6 @@
 """Prompts that ask at their end for what was stated earlier in a long text.
 
-A task is what is asked and in which words; all tasks are data in `RETRIEVALS`, so a new one is a new entry. The
+A task is what is asked and in which words; all tasks are data in retrievals.toml, so a new one is a new entry. The
 bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
 from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
 """
@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import itertools
 import random
-import tomllib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 
-_WORDS = tomllib.loads(files("rope_ext_hf.suites").joinpath("retrieval_words.toml").read_text(encoding="utf-8"))
+from rope_ext_hf.files import package_table
+
+_SAVED = package_table("rope_ext_hf.suites", "retrievals.toml")
 
 
 def _listed(table: str, kind: str) -> tuple[str, ...]:
-    return tuple(str(_WORDS[table][kind]).split())
+    return tuple(str(_SAVED[table][kind]).split())
 
 
 TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
@@ -115,59 +115,17 @@ class Task:
     filler: str | None = None
 
 
-RETRIEVALS: dict[str, Task] = {
-    "key-value": Task(
-        name=_identifier,
-        value=_number,
-        held_out=(
-            Wording("\n# {name} = {value}\n", "\n# {name} ="),
-            Wording("\n| {name} | {value} |\n", "\n| {name} |"),
-        ),
-    ),
-    "assignment": Task(
-        name=_identifier,
-        value=_number,
-        held_out=(
-            Wording("\n{NAME} = 0x{value}\n", "\nassert {NAME} == 0x", "{value}"),
-            Wording("\n{name} := {value}\n", "\nreturn {name}  # ", "{value}"),
-        ),
-    ),
-    "quote": Task(
-        name=_subject,
-        value=_predicate,
-        held_out=(Wording("\n'{name} {value}.'\n", "\n'{name}"), Wording("\n-- {name} {value}!\n", "\n-- {name}")),
-    ),
-    "copy": Task(
-        name=_code_prefix,
-        value=_code,
-        held_out=(
-            Wording("\n({name}{value})\n", "\n({name}", "{value}"),
-            Wording("\nkey={name}{value}\n", "\nkey={name}", "{value}"),
-        ),
-    ),
-    "needle": Task(
-        name=_identifier,
-        value=_number,
-        held_out=(
-            Wording(
-                "\nThe secret number of the {name} is {value}.\n",
-                "\nWhat is the secret number of the {name}? The secret number of the {name} is",
-            ),
-        ),
-    ),
-    "passkey": Task(  # Mohtashami & Jaggi 2023, arXiv 2305.16300
-        name=_identifier,
-        value=_number,
-        head="There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-        "I will quiz you about the important information there.\n",
-        filler="The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. ",
-        held_out=(
-            Wording(
-                "\nThe pass key is {value}. Remember it. {value} is the pass key.\n",
-                "\nWhat is the pass key? The pass key is",
-            ),
-        ),
-    ),
+_DRAWS: dict[str, _Draw] = {
+    **{"number": _number, "identifier": _identifier, "subject": _subject, "predicate": _predicate},
+    **{"code": _code, "code prefix": _code_prefix},
+}
+RETRIEVALS = {
+    task: Task(
+        **saved
+        | {"name": _DRAWS[saved["name"]], "value": _DRAWS[saved["value"]]}
+        | {"held_out": tuple(Wording(*texts) for texts in saved["held_out"])}
+    )
+    for task, saved in _SAVED["tasks"].items()
 }
 """All tasks by name. A task whose wordings have no {name} has one key only."""
 

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 from transformers.integrations import get_available_reporting_integrations
 
 from rope_ext_hf.errors import CorpusError, MethodError, duration
@@ -42,10 +43,7 @@ from rope_ext_hf.terminal import as_wide_as, text_table, wrapped
 from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
-from rope_ext_hf.training.run_folder import Budget, open_run, save_model, settings_of, split_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from rope_ext_hf.training.run_folder import open_run, save_model, settings_of, split_texts
 
 _HELD_OUT = 10  # one document of so many is measured on instead of trained on
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
@@ -164,11 +162,16 @@ def finetune(
     """
     fields, of_method = Finetuning.apart(asked)
     question = Finetuning(model=str(model), parameters=of_method, **fields)
-    if not question.train_all and find_spec("peft") is None:
-        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
-    if question.report_to not in ("none", *get_available_reporting_integrations()):
-        raise ImportError(f"report_to={question.report_to!r} needs its package: pip install {question.report_to}")
+    check_packages(question)
     return _answer(question, Path(out), report or (lambda line: None), progress)
+
+
+def check_packages(asked: Finetuning) -> None:
+    """Raise ImportError where a package is missing that the training needs."""
+    if not asked.train_all and find_spec("peft") is None:
+        raise ImportError(f"adapters need PEFT: {install_command('train')}; or train all weights (train_all)")
+    if asked.report_to not in ("none", *get_available_reporting_integrations()):
+        raise ImportError(f"report_to={asked.report_to!r} needs its package: pip install {asked.report_to}")
 
 
 @holds_folder
@@ -261,22 +264,17 @@ class _FinetuningRun:
         asked, extended = self.asked, name == "trained"
         model = patch(_load(asked), **asked.arguments_of_patch) if extended else _load(asked)
         torch.manual_seed(asked.seed)
-        learner = model if asked.train_all else _with_adapters(model, asked.rank)
+        learner = model if asked.train_all else with_adapters(model, asked.rank)
         learner.train()
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
         self.trained[name] = train(
+            asked,
             learner,
             _load(asked).requires_grad_(False) if asked.guard else None,
             Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
-            Budget(asked.minutes, asked.steps),
-            learning_rate=asked.learning_rate,
             batch=asked.batch * (1 if extended else round(self.long / self.short)),
-            accumulate=asked.accumulate,
-            guard=asked.guard,
-            device="cpu" if next(model.parameters()).device.type == "cpu" else asked.device,
-            report_to=asked.report_to,
             checks=None if asked.report_to == "none" else self._measuring(length),
             report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,
@@ -327,7 +325,7 @@ def doubling(short: int, long: int) -> list[int]:
     return lengths
 
 
-def _with_adapters(model: Any, rank: int) -> Any:
+def with_adapters(model: Any, rank: int) -> Any:
     """A model with LoRA on all linear layers, and its norms and token embeddings trained whole.
 
     LongLoRA (Chen et al. 2023, arXiv 2309.12307, sec. 3.3): adapters alone fall short of training all weights here.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
@@ -21,14 +21,11 @@ from rope_ext_hf.reading.preflight import (
     measure_flops,
     widest_activation,
 )
-from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, doubling, lengths_and_texts
-from rope_ext_hf.training.passages import scored_tokens
+from rope_ext_hf.training.candidates import scored_tokens
+from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, check_packages, doubling, lengths_and_texts, with_adapters
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 from rope_ext_hf.training.run_folder import split_texts
 from rope_ext_hf.training.search_space import fixed_methods
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def forecast(asked: OfModel, out: Path) -> Forecast:
@@ -41,6 +38,7 @@ def forecast(asked: OfModel, out: Path) -> Forecast:
 
 
 def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
+    check_packages(asked)
     short, long, tokenizer, (_, held_out) = lengths_and_texts(asked)
     model = load_empty(asked.model, **asked.source)
     apply_choice(asked, model)
@@ -60,7 +58,8 @@ def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
     speed = measure_flops(device, dtype)
     trained = step * asked.steps / speed if asked.steps else 60 * (asked.minutes or 0.0)
     weights, width = model.num_parameters(), dtype.itemsize
-    learned = weights if asked.train_all else _adapted(model, asked.rank)
+    learner = model if asked.train_all else with_adapters(model, asked.rank)
+    learned = learner.num_parameters(only_trainable=True)
     config: Any = model.config.get_text_config()
     tokens = asked.batch * long
     layers = config.num_hidden_layers * (4 * widest_activation(config) + 8 * config.hidden_size)
@@ -87,15 +86,6 @@ def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
         disk=(weights + 6 * trainings * learned) * width,  # two checkpoints each, with what the optimizer keeps
         folder=str(out),
     )
-
-
-def _adapted(model: PreTrainedModel, rank: int) -> int:
-    """Numbers that are trained with adapters: theirs, and the norms and embeddings."""
-    head = model.get_output_embeddings()
-    linear = [each for each in model.modules() if isinstance(each, nn.Linear) and each is not head]
-    whole = [each for each in model.modules() if "Norm" in type(each).__name__] + [model.get_input_embeddings()]
-    learned: int = sum(parameter.numel() for each in whole for parameter in each.parameters())
-    return learned + sum(rank * (each.in_features + each.out_features) for each in linear)
 
 
 def _of_search(asked: Searching, out: Path) -> Forecast:

@@ -26,6 +26,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.training.callback import RopeCallback
+from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.run_folder import Budget, saving
 
 _CLOCK = "clock.json"
@@ -176,52 +177,48 @@ def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, f
 
 
 def train(
+    asked: Finetuning,
     model: Any,
     teacher: nn.Module | None,
     rows: Rows,
     folder: Path,
-    budget: Budget,
     *,
-    learning_rate: float,
     batch: int,
-    accumulate: int = 1,
-    guard: float = 1.0,
     save_every: int = 20,
-    device: str = "auto",
     report: Callable[[int, float, float], object] | None = None,
     say: Callable[[str], object] = lambda line: None,
-    report_to: str = "none",
     checks: RopeCallback | None = None,
 ) -> dict[str, Any]:
     """Train a model, patched or not, in place, from the newest whole checkpoint on: steps, seconds, loss by ten steps.
 
     Args:
-        teacher, guard, report: as `_GuardedTrainer` and `Clock` take them.
-        batch: long rows of a pass on each device; a step has `accumulate` passes.
+        teacher, report: as `_GuardedTrainer` and `Clock` take them.
+        batch: long rows of a pass on each device.
         save_every: steps between checkpoints.
         say: called with a sentence on each checkpoint that is left out.
         checks: checks the model, and may measure losses by length for the logger.
     """
+    budget = Budget(asked.minutes, asked.steps)
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learned, lr=asked.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),
         max_steps=budget.steps or _ENDLESS,
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=accumulate,
+        gradient_accumulation_steps=asked.accumulate,
         max_grad_norm=1.0,
         save_steps=save_every,
         save_total_limit=2,
         logging_steps=10,
-        report_to=report_to,
+        report_to=asked.report_to,
         run_name=f"{folder.resolve().parent.name}, {folder.name}",
         disable_tqdm=True,
         remove_unused_columns=False,
-        use_cpu=device == "cpu",
+        use_cpu=learned[0].device.type == "cpu",
     )
     checks = checks or RopeCallback()
     trainer = _GuardedTrainer(
@@ -232,7 +229,7 @@ def train(
         optimizers=(optimizer, schedule),
         callbacks=[checks, clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
-        guard=guard,
+        guard=asked.guard,
     )
     checks.trainer = trainer
     trainer.remove_callback(PrinterCallback)

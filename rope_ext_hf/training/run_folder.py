@@ -13,7 +13,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
 from rope_ext_hf.files import atomic_folder, disk_errors
@@ -22,9 +24,6 @@ from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.runs.folder import other_settings, read_whole, write_whole
 from rope_ext_hf.training.questions import Finetuning, Searching
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _SETTINGS = "settings.json"
 _OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")  # files and folders that are there once a run has got on
@@ -44,9 +43,9 @@ class Budget:
         whole = 60 * (self.minutes or 0.0)
         return min(1.0, seconds / max(whole - left_over, whole / 2))
 
-    def seconds_left(self, seconds: float, steps: int, *, left_over: float = 0.0) -> float:
+    def seconds_left(self, seconds: float, steps: int) -> float:
         """About how many more it takes, by those so far."""
-        used = self.share_used(seconds, steps, left_over=left_over)
+        used = self.share_used(seconds, steps)
         return seconds * (1 - used) / used if used else 0.0
 
 

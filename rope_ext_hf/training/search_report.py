@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.statistics import Estimate
@@ -19,30 +19,21 @@ _WITHIN = {
 }
 
 
-class _Decision(NamedTuple):
-    """Whether the find of a search is written, and why, in words."""
-
-    keeps: bool
-    text: str
-
-
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
-) -> _Decision:
-    """Decide whether the find of a search is written, or the best other fixed method that holds the bound, if any.
+) -> tuple[bool, str]:
+    """Whether the find of a search is written, or the best other fixed method that holds the bound, and why, in words.
 
     A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
     `change` is the loss of the find less that of this method, on text that the search did not read, in `unit`.
     """
     if best_fixed is None:
-        return _Decision(True, f"No other fixed method surely holds the bound: {found} is written.")
+        return True, f"No other fixed method surely holds the bound: {found} is written."
     result = verdict(change, unit=unit, item="passage")
     keeps = result.outcome is Outcome.BETTER or (is_fixed and result.outcome is not Outcome.WORSE)
-    return _Decision(
-        keeps,
-        f"The loss of what was found, {found}, at {length:,} tokens, compared with {best_fixed}, the best "
-        f"{'other ' * is_fixed}fixed method, is {result}: {found if keeps else best_fixed} is written.",
-    )
+    compared = f"compared with {best_fixed}, the best {'other ' * is_fixed}fixed method, is {result}"
+    written = found if keeps else best_fixed
+    return keeps, f"The loss of what was found, {found}, at {length:,} tokens, {compared}: {written} is written."
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,11 @@ from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.terminal import as_wide_as
-from rope_ext_hf.training.candidates import Candidate, Reader, best_candidate
-from rope_ext_hf.training.passages import (
+from rope_ext_hf.training.candidates import (
+    Candidate,
     Passage,
+    Reader,
+    best_candidate,
     best_of,
     key_passages,
     pieces,
@@ -147,12 +149,13 @@ def _answer(
         read = prompts(asked.fitness, searched, target, asked.passages, tokenizer, asked.seed)
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
     reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
-    budget = Budget(asked.minutes, asked.trials)
-    run = _Search(out, reader, rotary, settings, say, read_before, budget, progress, file)
+    run = _Search(out, reader, rotary, settings, say, read_before, Budget(asked.minutes, asked.trials))
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
     best = run.through_all_stages(to_measure)
     say("measuring on text that the search did not read")
-    best, made, folder = run.measured(best, measurement, settings["eval_data"] or settings["data"], answered)
+    data = settings["eval_data"] or settings["data"]
+    held = _HeldOut(reader, measurement, data, answered, target, out / "measured", progress, file)
+    best, made = run.measured(best, held)
     values = method_from_dict(best.method).to_dict()
     stated: dict[str, Any] = {} if "factor" in values else {"target_length": target}
     patch(model, values.pop("method"), **values, **stated, **underneath)
@@ -160,7 +163,7 @@ def _answer(
     save_model(model, tokenizer, out / "model")
     with as_wide_as(CARD_COLUMNS):
         about = made.findings
-    write_card(out / "model", [read_run(folder)], name=out.resolve().name, about=about, **origin)
+    write_card(out / "model", [read_run(held.run.folder)], name=out.resolve().name, about=about, **origin)
     run.draw(best)
     write_whole(out / "report.json", made.to_dict())
     return made
@@ -177,8 +180,6 @@ class _Search:
     say: Callable[[str], None]
     candidates: list[Candidate]  # those that were read, in an earlier run or in this one
     budget: Budget
-    progress: Progress  # of the measurement
-    file: RunFile  # what was asked
 
     def __post_init__(self) -> None:
         self.target: int = self.settings["target_length"]
@@ -231,7 +232,7 @@ class _Search:
         # A fixed method is read to the end, and at the context length: what is found is compared with it.
         candidate = self.reader.read(stage, method, [] if stage == "methods" else self.candidates, parameters, label)
         self.candidates.append(candidate)
-        write_whole(self.folder / _CANDIDATES, {"trials": [each.to_dict() for each in self.candidates]})
+        write_whole(self.folder / _CANDIDATES, {"trials": [vars(each) for each in self.candidates]})
         if (best := self.best) is not None and best is not before:
             lost = f"{best.lost:.4f} lost at 1x"
             so_far = sum(each.seconds for each in self.candidates)
@@ -278,23 +279,16 @@ class _Search:
                 best = min(best, cost)
         return step
 
-    def measured(
-        self, found: Candidate, measurement: PerplexityMeasurement, data: str, asked: Sequence[Passage]
-    ) -> tuple[Candidate, SearchReport, Path]:
-        """Read text that the search did not read, and choose between what was found and the best fixed method.
-
-        `asked` are prompts in that text, where answers count. Gives what is written, its report, and the run's folder.
-        """
-        kept = (self.folder / "measured", self.progress, self.file)
-        held = _HeldOut(self.reader, measurement, data, asked, self.target, *kept)
+    def measured(self, found: Candidate, held: _HeldOut) -> tuple[Candidate, SearchReport]:
+        """Choose between what was found and the best fixed method on other text: what is written, and its report."""
         held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
         tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
         rival = min(rivals, key=held.loss, default=None)
         change = None if rival is None else held.change("found", rival)
         unit, is_fixed = f"nats per token{' that counts' * bool(held.counted)}", found.stage == "methods"
-        decision = decide(found.label, rival, change, length=self.target, unit=unit, is_fixed=is_fixed)
-        chosen = found if decision.keeps or rival is None else tried[rival]
+        keeps, why = decide(found.label, rival, change, length=self.target, unit=unit, is_fixed=is_fixed)
+        chosen = found if keeps or rival is None else tried[rival]
         if chosen is found:
             held.rename("found", "chosen")
         else:
@@ -309,7 +303,7 @@ class _Search:
             target_length=self.target,
             method=chosen.method,
             label=chosen.label,
-            decision=decision.text,
+            decision=why,
             losses={name: {str(n): each.loss for n, each in row.items()} for name, row in held.results.items()},
             gains={name: difference(at_target[name], at_target["chosen"]) for name in others},
             lost=difference(held.results["chosen"][context], held.results["as loaded"][context]),
@@ -322,7 +316,7 @@ class _Search:
             cpu_seconds=round(sum(each.cpu_seconds for each in self.candidates), 1),
             folder=str(self.folder / "model"),
         )
-        return chosen, report, held.run.folder
+        return chosen, report
 
     def _write_table(self) -> None:
         columns = ("stage", "label", "loss", "lost", "most_lost", "stopped", "seconds")
@@ -357,7 +351,7 @@ class _HeldOut:
     target: int
     folder: Path
     progress: Progress
-    file: RunFile
+    file: RunFile  # what was asked
     results: dict[str, dict[int, Result]] = field(default_factory=dict)
     """By the method's name in the report, then by length."""
     answers: dict[str, list[float]] = field(default_factory=dict)  # by that name, the loss of each
@@ -408,6 +402,6 @@ def _read_candidates(file: Path) -> list[Candidate]:
     if not file.is_file():
         return []
     try:
-        return [Candidate.from_dict(each) for each in read_whole(file)["trials"]]
+        return [Candidate(**each | {"losses": tuple(each["losses"])}) for each in read_whole(file)["trials"]]
     except (KeyError, TypeError) as error:
         raise FileError(f"{str(file)!r} does not hold the trials of a search: {one_line(error)}") from error

@@ -21,7 +21,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import cached_bytes
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
 from tests.support.wrapped_text import unwrapped

@@ -143,16 +143,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], str]] = {
         "'a' occurs twice",
     ),
     "an index of many brackets": (rewritten(INDEX, lambda data: b"[" * 100_000), "cannot be read"),
-    "a part cut short": (rewritten(SECOND, lambda data: data[:-1]), "is not a valid safetensors file: the tensors end"),
+    "a part cut short": (
+        rewritten(SECOND, lambda data: data[:-1]),
+        "is not a valid safetensors file: .*not fully covered",
+    ),
     "a part cut in its header": (
         rewritten(SECOND, lambda data: data[:100]),
-        "is not a valid safetensors file: a header of",
+        "is not a valid safetensors file: .*header",
     ),
     "a part that is longer": (
         rewritten(SECOND, lambda data: data + b"\0"),
-        "is not a valid safetensors file: the tensors end",
+        "is not a valid safetensors file: .*not fully covered",
     ),
-    "an empty part": (rewritten(SECOND, lambda data: b""), "is not a valid safetensors file: a header of 0 bytes"),
+    "an empty part": (rewritten(SECOND, lambda data: b""), "is not a valid safetensors file: .*header too small"),
     "a header of impossible length": (
         rewritten(SECOND, lambda data: b"\xff" * 8 + data[8:]),
         "is not a valid safetensors file",

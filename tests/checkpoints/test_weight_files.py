@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save, save_file
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.weight_files import (
-    DTYPE_BITS,
     TORCH_DTYPES,
     SafetensorsFile,
     TensorInfo,
@@ -90,7 +89,7 @@ odd: st.SearchStrategy[Any] = st.one_of(
 )
 entries = st.fixed_dictionaries(
     {
-        "dtype": st.one_of(st.sampled_from(sorted(DTYPE_BITS)), odd),
+        "dtype": st.one_of(st.sampled_from([*TORCH_DTYPES, "F4", "F6_E2M3", "F6_E3M2"]), odd),
         "shape": st.one_of(st.lists(st.integers(0, 4), max_size=3), odd),
         "data_offsets": st.one_of(st.lists(st.integers(0, 64), min_size=2, max_size=2), odd),
     },
@@ -122,9 +121,9 @@ def test_every_right_file_is_accepted(data: st.DataObject) -> None:
     at = 0
     fields: list[tuple[str, dict[str, Any]]] = []
     for name in names:
-        dtype = data.draw(st.sampled_from(sorted(set(DTYPE_BITS) - {"F4", "F6_E2M3", "F6_E3M2"})))
+        dtype = data.draw(st.sampled_from(sorted(TORCH_DTYPES)))
         shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
-        end = at + math.prod(shape) * DTYPE_BITS[dtype] // 8
+        end = at + math.prod(shape) * TORCH_DTYPES[dtype].itemsize
         fields.append((name, {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}))
         at = end
     metadata = data.draw(st.one_of(st.none(), st.dictionaries(st.text(max_size=3), st.text(max_size=3), max_size=2)))
@@ -148,24 +147,33 @@ ENTRY = '{"dtype":"U8","shape":[2],"data_offsets":[0,2]}'
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "a header of 0 bytes in a file of 0"),
-        (b"\x02" + b"\0" * 7, "a header of 2 bytes in a file of 8"),
-        ((2**63).to_bytes(8, "little") + b"{}", "a header of 9223372036854775808 bytes"),
-        (with_header("[]"), "not a JSON object"),
-        (with_header(" {}"), "not a JSON object"),
-        (with_header('{"a":' + ENTRY + "}", b"xyz"), "the tensors end at byte .*, the file at"),
-        (with_header('{"a":' + ENTRY + "}", b"x"), "the tensors end at byte .*, the file at"),
+        (b"", "header too small"),
+        (b"\x02" + b"\0" * 7, "invalid header length"),
+        ((2**63).to_bytes(8, "little") + b"{}", "header too large"),
+        (with_header("[]"), "invalid type: sequence"),
+        (with_header('{"a":' + ENTRY + "}", b"xyz"), "file not fully covered"),
+        (with_header('{"a":' + ENTRY + "}", b"x"), "file not fully covered"),
         (with_header('{"a":' + ENTRY + ',"a":' + ENTRY + "}", b"xy"), "'a' occurs twice"),
-        (with_header('{"a":' + ENTRY + ',"b":' + ENTRY + "}", b"xy"), "'b' begins at byte"),
-        (with_header('{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', b"xyz"), "'a' begins at byte"),
-        (with_header('{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}', b"xy"), "'a': 2 bytes for shape"),
-        (with_header('{"a":{"dtype":"U7","shape":[2],"data_offsets":[0,2]}}', b"xy"), "dtype 'U7'"),
-        (with_header('{"a":{"dtype":"U8","shape":"","data_offsets":[0,1]}}', b"x"), "shape ''"),
-        (with_header('{"a":{"dtype":"U8","shape":[],"data_offsets":"01"}}', b"x"), "data_offsets '01'"),
-        (with_header('{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', b"x"), "1 bytes for shape"),
-        (with_header('{"a":{"dtype":"U8","shape":[2]}}', b"xy"), "'a' must have dtype, shape and data_offsets"),
-        (with_header('{"__metadata__":{"a":1}}'), "__metadata__ is not an object of strings"),
-        (with_header('{"__metadata__":[]}'), "__metadata__ is not an object of strings"),
+        (with_header('{"a":' + ENTRY + ',"b":' + ENTRY + "}", b"xy"), "invalid offset for tensor"),
+        (with_header('{"a":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}}', b"xyz"), "invalid offset for tensor `a`"),
+        (
+            with_header('{"a":{"dtype":"U8","shape":[3],"data_offsets":[0,2]}}', b"xy"),
+            "invalid shape",
+        ),
+        (with_header('{"a":{"dtype":"U7","shape":[2],"data_offsets":[0,2]}}', b"xy"), "unknown variant `U7`"),
+        (with_header('{"a":{"dtype":"U8","shape":"","data_offsets":[0,1]}}', b"x"), "invalid type: string"),
+        (with_header('{"a":{"dtype":"U8","shape":[],"data_offsets":"01"}}', b"x"), "expected a tuple of size 2"),
+        (
+            with_header('{"a":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}}', b"x"),
+            "byte boundary",
+        ),
+        (with_header('{"a":{"dtype":"U8","shape":[2]}}', b"xy"), "missing field `data_offsets`"),
+        (with_header('{"__metadata__":{"a":1}}'), "invalid type: integer `1`, expected a string"),
+        (with_header('{"__metadata__":[]}'), "invalid type: sequence, expected a map"),
+        (
+            with_header('{"a":{"dtype":"U8","shape":[0,9223372036854775808],"data_offsets":[0,0]}}'),
+            "'a' has a shape that no tensor of torch can have",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(data: bytes, message: str, tmp_path: Path) -> None:

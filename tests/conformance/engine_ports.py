@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from rope_ext_hf.engines.base import ServingConfig, find_engine
+from rope_ext_hf.engines.base import ServingConfig, engine_table, find_engine
 from rope_ext_hf.engines.exllamav3 import ExLlamaV3
 from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, LlamaCpp, converted
-from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, RUN_BY_TRANSFORMERS, SINGLE_TABLE
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.serving.gguf_files import rewrite
 from tests.conformance import models
@@ -120,7 +120,7 @@ class VLLM(_Classes):
     def module(self, config: Config, layer_type: str | None, length: int | None) -> tuple[Any, int]:
         text = text_of(config)
         kind, family = text.rope_parameters, text.model_type
-        if family in RUN_BY_TRANSFORMERS:
+        if family in engine_table("vllm")["run_by_transformers"]:
             raise NotImplementedError
         settings = dict(kind[layer_type] if layer_type else kind)
         original = getattr(text, "original_max_position_embeddings", None)
@@ -137,7 +137,7 @@ class VLLM(_Classes):
         if family in DEEPSEEK_FAMILIES | {"mistral4"} and settings["rope_type"] != "default":
             settings["rope_type"] = "deepseek_yarn"
             settings.pop("partial_rotary_factor", None)
-        more = {"mrope_positions_factor": 1} if family in SINGLE_TABLE else {}
+        more = {"mrope_positions_factor": 1} if family in engine_table("vllm")["single_table"] else {}
         most = text.max_position_embeddings
         self.home._ROPE_DICT.clear()  # a key of it does not say for which length
         made = self.home.get_rope(head, most, family not in INTERLEAVED, settings, torch.float32, **more)

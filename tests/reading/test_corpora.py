@@ -15,7 +15,7 @@ import torch
 from training_text import stdlib_training
 
 from rope_ext_hf import CorpusError
-from rope_ext_hf.reading import corpora, text_files
+from rope_ext_hf.reading import corpora, documents
 from rope_ext_hf.reading.corpora import HELD_OUT, load, stdlib_held_out
 from rope_ext_hf.reading.documents import Document
 
@@ -407,7 +407,7 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes | 
 def test_a_compressed_file_expands_so_far_and_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt.gz"
     file.write_bytes(gz(b"x" * 200_000))
-    monkeypatch.setattr(text_files, "_FREE_EXPANSION", 1000)
+    monkeypatch.setattr(documents, "_FREE_EXPANSION", 1000)
     with pytest.raises(CorpusError, match=r"a\.txt\.gz' expands to more than [\d,]+ bytes; .*\?max_expansion=NUMBER"):
         load(str(file))
     assert texts(f"{file}?max_expansion=2000") == ["x" * 200_000]

@@ -22,7 +22,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.servers import checking
-from rope_ext_hf.servers.baselines import record_server
+from rope_ext_hf.servers.answers import record_server
 from tests.support.model_servers import KINDS, logprobs, serving
 from tests.support.wrapped_text import unwrapped
 

@@ -18,7 +18,7 @@ from rope_ext_hf.bounds import parse_bytes
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.reading.cache_memory import cached_bytes
+from rope_ext_hf.reading.preflight import cached_bytes
 from rope_ext_hf.serving.gpu_memory import gpu_memory, weight_bytes
 from tests.support.wrapped_text import unwrapped
 

@@ -12,10 +12,16 @@ from transformers import TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
 from rope_ext_hf.training.guarded_training import Clock, Rows, find_checkpoint, train
+from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.run_folder import Budget
 from tests.support.models import build, logits, tokens
 
 DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
+
+
+def asked(**given: Any) -> Finetuning:
+    own: dict[str, Any] = {"model": "m", "method": "linear", "factor": 4, "data": "texts", "learning_rate": 1e-3}
+    return Finetuning(**own | {"accumulate": 1} | given)
 
 
 def test_rows_are_windows_of_the_text_and_the_same_in_every_run() -> None:
@@ -46,10 +52,7 @@ def test_the_first_step_follows_the_gradient_of_its_definition(guard: float, tmp
     torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3 * 0.04, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.step()
-    ran = train(
-        model, teacher if guard else None, rows, tmp_path, Budget(steps=1), learning_rate=1e-3, batch=2, guard=guard,
-        device="cpu",
-    )  # fmt: skip
+    ran = train(asked(steps=1, guard=guard), model, teacher if guard else None, rows, tmp_path, batch=2)
     assert ran["steps"] == 1
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
@@ -73,23 +76,21 @@ class StoppedError(Exception):
 @pytest.mark.slow
 def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
-    options: dict[str, Any] = {"learning_rate": 1e-3, "batch": 2, "save_every": 3, "device": "cpu"}
+    options: dict[str, Any] = {"batch": 2, "save_every": 3}
     whole = rope.patch(build("llama"), "yarn", factor=4)
-    train(whole, None, rows, tmp_path / "whole", Budget(steps=12), **options)
+    train(asked(steps=12), whole, None, rows, tmp_path / "whole", **options)
 
     def stop(step: int, loss: float, used: float) -> None:
         if step == 10:
             raise StoppedError
 
+    cut = rope.patch(build("llama"), "yarn", factor=4)
     with pytest.raises(StoppedError):
-        train(
-            rope.patch(build("llama"), "yarn", factor=4), None, rows, tmp_path / "cut", Budget(steps=12),
-            report=stop, **options,
-        )  # fmt: skip
+        train(asked(steps=12), cut, None, rows, tmp_path / "cut", report=stop, **options)
     (tmp_path / "cut" / "checkpoint-11").mkdir()  # as if it had been killed while it wrote this one
     for _ in range(2):  # the second time there is nothing left to train
         again = rope.patch(build("llama"), "yarn", factor=4)
-        ran = train(again, None, rows, tmp_path / "cut", Budget(steps=12), **options)
+        ran = train(asked(steps=12), again, None, rows, tmp_path / "cut", **options)
         assert ran["steps"] == 12
         for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
             assert torch.equal(ours, theirs)
@@ -135,7 +136,7 @@ def test_a_damaged_checkpoint_is_left_out(file: str, said: str, damage: str, tmp
 @pytest.mark.slow
 def test_a_budget_of_time_ends_the_training(tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
-    ran = train(build("llama"), None, rows, tmp_path, Budget(minutes=0.005), learning_rate=1e-3, batch=1, device="cpu")
+    ran = train(asked(minutes=0.005), build("llama"), None, rows, tmp_path, batch=1)
     assert ran["steps"] >= 1
     assert ran["seconds"] >= 0.3
     assert (tmp_path / f"checkpoint-{ran['steps']}").is_dir()

@@ -17,9 +17,9 @@ from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import prepare, tokenize
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.training.candidates import Reader
-from rope_ext_hf.training.passages import (
+from rope_ext_hf.training.candidates import (
     Passage,
+    Reader,
     best_of,
     key_passages,
     pieces,

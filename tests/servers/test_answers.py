@@ -15,7 +15,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, ServingError
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.servers.baselines import compare_server, record_server
+from rope_ext_hf.servers.answers import compare_server, record_server
 from tests.support.model_servers import KINDS, serving
 from tests.support.wrapped_text import unwrapped
 

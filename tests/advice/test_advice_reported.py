@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.advice.reported import Reported, reported
+from rope_ext_hf.advice.advice import Reported, reported
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
 
