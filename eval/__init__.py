@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
     from rope_ext_hf.eval.measuring import tasks as tasks
-    from rope_ext_hf.eval.need_verdicts import NeedReport as NeedReport
+    from rope_ext_hf.eval.needs import NeedReport as NeedReport
     from rope_ext_hf.eval.needs import need as need
     from rope_ext_hf.eval.perplexity_runs import Result as Result
     from rope_ext_hf.eval.questions import Gain as Gain

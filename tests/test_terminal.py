@@ -10,7 +10,7 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import printable
-from rope_ext_hf.eval.need_verdicts import NeedReport
+from rope_ext_hf.eval.needs import NeedReport
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.servers.checking import ServerReport

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import MOST_TOKENS
-from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
 from rope_ext_hf.errors import FileError, MethodError, duration, short
 from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Need, Passkey, Perplexity, Sweep, Tasks
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.eval.key_token_runs import KeyRanges
-    from rope_ext_hf.eval.need_verdicts import NeedReport
+    from rope_ext_hf.eval.needs import NeedReport
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
@@ -143,7 +143,6 @@ def demo(
     from rope_ext_hf.runs.comparison import Comparison
     from rope_ext_hf.runs.workers import Workers
 
-    quiet_transformers()
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
     lengths = [trained * 2**doublings for doublings in range(4)]
@@ -242,7 +241,6 @@ def need(
 
     digest = source_digest(model, revision=load.revision)
     out = out or _RESULTS / f"need-{Path(model).name or 'model'}-{digest[:10]}"
-    quiet_transformers()
     with foreign_errors(f"the model {model!r} could not be measured"):
         found = find_need(
             load.model(model),
@@ -366,7 +364,6 @@ def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOption
     from rope_ext_hf.runs.run_file import run_file
 
     workers, load = shared.launched(given.load)
-    quiet_transformers()
     with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
         empty = load.empty_model(given.model)
         plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.options import Json, LoadOptions, Model
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files import disk_errors, json_text
@@ -79,7 +79,6 @@ def lm_eval(
         from rope_ext_hf.eval.lm_eval_tasks import long_suite
     except ImportError as error:
         raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
-    quiet_transformers()
     names = tasks.split(",")
     for fetched in dict.fromkeys(filter(None, map(long_suite, names))):
         print_note("fetches", fetched)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, PublishOptions, SourceOptions
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import disk_errors, json_text
@@ -83,7 +83,6 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     from rope_ext_hf.patches.patching import apply_choice
 
     methods.check_single()
-    quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be described"):
         apply_choice(methods, empty)
@@ -122,7 +121,6 @@ def explain(
     stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
     if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
         raise MethodError(f"{', '.join(extra)} given beside a model, which states its own; leave one of the two out")
-    quiet_transformers()
     trained, note, own = None, "", None
     if model is None:
         if methods.underneath != {"over": "own", "context_length": None}:
@@ -220,7 +218,6 @@ def diff(
     """
     from rope_ext_hf.hub import fingerprint
 
-    quiet_transformers()
     one, other = (fingerprint(name, **source.version) for name in (expected, actual))
     sentences = one.differences(other)
     if as_json:
@@ -273,7 +270,6 @@ def write_patched(
     from rope_ext_hf.patches.saving import save_patched_folder
     from rope_ext_hf.serving.model_card import made_from, write_card
 
-    quiet_transformers()
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
@@ -322,7 +318,6 @@ def card(
     from rope_ext_hf.serving.model_card import RESULTS, write_card
 
     publish.check()
-    quiet_transformers()
     written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
     files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
     print_text(
@@ -354,7 +349,6 @@ def convert(
     """
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 
-    quiet_transformers()
     with progress_bar(new_folder.name, unit="bytes") as bar, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = convert_checkpoint(
@@ -400,6 +394,5 @@ def detect(
                 sample = file.read(TEXT_CHARACTERS)
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"the text {short(str(text))!r} cannot be read: {one_line(error)}") from error
-    quiet_transformers()
     report = detect_pairing(model_source(model), text=sample, **source.version)
     print_text(json_text(report.to_dict()) if as_json else str(report))

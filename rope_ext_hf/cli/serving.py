@@ -12,7 +12,7 @@ import typer
 
 from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_lengths
-from rope_ext_hf.cli.console import print_text, progress_bar, quiet_transformers, results_to
+from rope_ext_hf.cli.console import print_text, progress_bar, results_to
 from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast, reach_in
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
@@ -56,7 +56,6 @@ def extend(
     from rope_ext_hf.serving.model_card import CARD, write_card
 
     publish.check()
-    quiet_transformers()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
     chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
@@ -141,7 +140,6 @@ def advise(
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    quiet_transformers()
     advice = advise_on(
         model,
         target_length,
@@ -216,7 +214,6 @@ def check_server(
 
     if sum(file is not None for file in (record, against, from_file)) > 1:
         raise MethodError("--record, --against and --from-file exclude each other; give one of them")
-    quiet_transformers()
     reached: dict[str, Any] = {"served_name": served_name, "seconds": seconds, **load.version}
     asked: dict[str, Any] = {"lengths": parse_lengths(lengths) if lengths else None, "data": data}
     report: ServerReport | BaselineReport
@@ -273,7 +270,6 @@ def audit(
     """
     from rope_ext_hf.serving.audit import audit as audit_path
 
-    quiet_transformers()
     result = audit_path(path, revision=revision)
     print_text(json_text(result.to_dict()) if as_json else str(result))
     if not result.agrees:
@@ -285,5 +281,4 @@ def _configure(
 ) -> ServingConfig:
     from rope_ext_hf.serving.configs import serving_config
 
-    quiet_transformers()
     return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rope_ext_hf.cli.console import print_note, print_text, quiet_transformers
+from rope_ext_hf.cli.console import print_note, print_text
 from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
 from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model, PublishOptions
 from rope_ext_hf.errors import MethodError
@@ -66,7 +66,6 @@ def _carry_out(
     if source.device_map is not None:
         raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
     publish.check()
-    quiet_transformers()
     from rope_ext_hf import training
 
     if dry_run:

@@ -77,11 +77,6 @@ class Comparison:
         return conclude(self.findings)
 
     @property
-    def names(self) -> Mapping[str, str]:
-        """The label of each method by its key; the model as loaded first."""
-        return self.findings.names
-
-    @property
     def measures(self) -> list[Measure]:
         """Those of all runs, the one closest to use first; those that decide nothing last."""
         return self.findings.ordered
@@ -115,7 +110,7 @@ class Comparison:
             "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
         )
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
-        costs = {key: self.cost(key) for key in self.names}
+        costs = {key: self.cost(key) for key in self.findings.names}
         if any(costs.values()):
             cells = {
                 key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
@@ -124,7 +119,7 @@ class Comparison:
             }
             columns.append(("time per token\nas loaded: 1", cells))
         view = results_table(f"{self._title}, by method", caption, "method", *(head for head, _ in columns))
-        for key, name in self.names.items():
+        for key, name in self.findings.names.items():
             view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
         return view
 
@@ -142,7 +137,7 @@ class Comparison:
         loaded, context = known.loaded, known.context_length
         changes = {
             key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
-            for key in self.names
+            for key in self.findings.names
             if key != loaded and (change := measure.change((key, context), (loaded, context))) is not None
         }
         if changes:
@@ -173,8 +168,8 @@ class Comparison:
         """JSON-ready: the conclusion, every value with its interval, effective lengths, agreements, and the runs."""
         return {
             "conclusion": str(self.conclusion),
-            "best": None if self.conclusion.best is None else self.names[self.conclusion.best],
-            "not_told_from_it": [self.names[key] for key in self.conclusion.equal],
+            "best": None if self.conclusion.best is None else self.findings.names[self.conclusion.best],
+            "not_told_from_it": [self.findings.names[key] for key in self.conclusion.equal],
             "measures": [self._measure_dict(measure) for measure in self.measures],
             "agreements": [row._asdict() for row in self.agreements()],
             "runs": [str(run.path) for run in self.runs],
@@ -185,10 +180,10 @@ class Comparison:
         values = [
             {"method": name, "length": length, **measure.estimate(key, length)._asdict()}
             | {"extended_length": known.extended.get(key), "beyond": known.beyond(key, length)}
-            for key, name in self.names.items()
+            for key, name in self.findings.names.items()
             for length in measure.lengths(key)
         ]
-        reaches = {self.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
+        reaches = {self.findings.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
         about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
         return about | {"flaw": measure.flaw, "values": values, "effective_lengths": reaches}
 

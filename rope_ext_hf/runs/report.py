@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +21,32 @@ from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.run_file import how_to_repeat
 
 
-@dataclass(frozen=True)
-class _Files:
-    """What `write_files` wrote: JSON, CSV, the HTML page, and the picture (None: there is none)."""
-
-    json: Path
-    csv: Path
-    page: Path
-    picture: Path | None
-
-
-def write_files(run: Run[Any]) -> _Files:
+def write_files(run: Run[Any]) -> None:
     """Write results.json, results.csv, a picture and report.html into the run's folder, each whole or not at all."""
-    results = write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
-    table = write_text(run.folder / "results.csv", _csv(run))
-    picture = _draw(run, run.folder / f"{run.kind.name}.png")
-    page = write_text(run.folder / "report.html", _page(run))
-    return _Files(results, table, page, picture)
-
-
-def _csv(run: Run[Any]) -> str:
+    write_text(run.folder / "results.json", json_text(run.to_dict()) + "\n")
     text = io.StringIO(newline="")
     table = csv.DictWriter(text, run.columns)
     table.writeheader()
     table.writerows(run.rows())
-    return text.getvalue()
+    write_text(run.folder / "results.csv", text.getvalue())
+    _draw(run, run.folder / f"{run.kind.name}.png")
+    write_text(run.folder / "report.html", _page(run))
 
 
-def _draw(run: Run[Any], path: Path) -> Path | None:
-    """The picture's path; None where there is nothing to draw, or no way to."""
+def _draw(run: Run[Any], path: Path) -> None:
+    """Draw the picture, where there is something to draw, and a way to."""
     if run.chart is None:
-        return None
+        return
     try:
         with warnings.catch_warnings(), atomic_file(path) as part:
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
             run.chart.draw(part, run.title)
     except ImportError:
-        return None
+        return
     except FileError:
         raise
     except Exception as error:  # matplotlib raises anything on what it cannot draw
         warnings.warn(f"the picture {path.name} could not be drawn: {one_line(error)}", stacklevel=3)
-        return None
-    return path
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

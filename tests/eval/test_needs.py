@@ -16,7 +16,7 @@ from torch import Tensor
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import NeedReport, need, needs
-from rope_ext_hf.eval.need_verdicts import ALL_TASKS
+from rope_ext_hf.eval.needs import ALL_TASKS
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.patches.layer_types import sliding_layers
 from rope_ext_hf.reading.documents import Document

@@ -80,7 +80,7 @@ ANSWERS = {
 
 
 def best(comparison: Comparison) -> str | None:
-    return None if comparison.conclusion.best is None else comparison.names[comparison.conclusion.best]
+    return None if comparison.conclusion.best is None else comparison.findings.names[comparison.conclusion.best]
 
 
 def test_answers_decide_before_losses(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_times_of_two_runs_are_not_compared(tmp_path: Path) -> None:
     other = run_of("b", tmp_path, {"yarn": LOSSES["yarn"]}, "text", speeds={"yarn": 50.0})
     comparison, said = every_order(one, other)
     assert "times as long" not in said[0][0]
-    assert not any(comparison.cost(key) for key in comparison.names)
+    assert not any(comparison.cost(key) for key in comparison.findings.names)
 
 
 def test_the_model_as_loaded_may_be_the_best(tmp_path: Path) -> None:

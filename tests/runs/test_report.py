@@ -21,7 +21,7 @@ from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.pictures import charts
+from rope_ext_hf.pictures import charts, drawing
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import label, labels
@@ -84,6 +84,12 @@ class Page(HTMLParser):
             self.drawn.append(data)
 
 
+def page_of(run: Run[Any]) -> Page:
+    """The page of a run, which is written with its other files."""
+    write_files(run)
+    return Page(run.folder / "report.html")
+
+
 def printed(run: Run[Any]) -> str:
     console = Console(width=200, force_terminal=True, color_system=None)
     with console.capture() as captured:
@@ -94,17 +100,17 @@ def printed(run: Run[Any]) -> str:
 @pytest.mark.slow
 def test_every_file_is_written(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
-    files = write_files(run)
+    write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("perplexity.png", "report.html", "results.csv", "results.json")
     ]
-    assert files.picture is not None
-    page = Page(files.page)
+    assert list(run.folder.glob("*.png"))
+    page = Page(run.folder / "report.html")
     assert page.images == []  # a chart in the page's own colours instead
     assert page.tags.count("svg") == 1
     assert {"yarn x4", "as loaded"} <= set(page.drawn)
-    assert len(json.loads(files.json.read_text(encoding="utf-8"))["results"]) == 4
-    with files.csv.open(encoding="utf-8", newline="") as file:
+    assert len(json.loads((run.folder / "results.json").read_text(encoding="utf-8"))["results"]) == 4
+    with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["length"]) for row in rows] == [
         *(("as loaded", "64"), ("as loaded", "128"), ("yarn x4", "64"), ("yarn x4", "128"))
@@ -121,16 +127,16 @@ def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
         for d in (0, 1)
     ]
     run = a_run(tmp_path, results, kind="passkey")
-    files = write_files(run)
+    write_files(run)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("passkey.png", "report.html", "results.csv", "results.json")
     ]
-    page = Page(files.page)
+    page = Page(run.folder / "report.html")
     assert page.text.count("90%  1.5") == 8
     assert page.tags.count("svg") == 2  # methods
     assert page.drawn.count("90%") == 8
     assert page.drawn.count("1.5") == 8
-    with files.csv.open(encoding="utf-8", newline="") as file:
+    with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["depth"] for row in rows] == ["0", "1"] * 4
     assert {(row["task"], row["keys"]) for row in rows} == {("code", "1")}
@@ -143,12 +149,16 @@ def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
     method = {"method": name, "factor": 2.0}  # of a plug-in that is not installed here
     results = [result(n, 2.0, m, ("one", name)) for m in (None, method) for n in (64, 128)]
     run = a_run(tmp_path, [*results, result(256, math.nan, None, (name,))], model=name, data=name, device=name)
-    files = write_files(run)
-    page = Page(files.page)
+    write_files(run)
+    page = Page(run.folder / "report.html")
     assert "script" not in page.tags
     assert "svg" in page.tags
-    assert files.picture is not None
-    for text in (files.page.read_text(encoding="utf-8"), files.csv.read_text(encoding="utf-8"), printed(run)):
+    assert list(run.folder.glob("*.png"))
+    for text in (
+        (run.folder / "report.html").read_text(encoding="utf-8"),
+        (run.folder / "results.csv").read_text(encoding="utf-8"),
+        printed(run),
+    ):
         assert "\x1b" not in text
     if name == HOSTILE:
         assert "[/red] [bold]" in printed(run)  # as text, not as markup
@@ -158,7 +168,7 @@ def test_any_name_can_be_shown(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("loss", [709.5, 1e6, math.inf])
 def test_a_loss_beyond_what_a_float_holds_the_exp_of(tmp_path: Path, loss: float) -> None:
     run = a_run(tmp_path, [result(64, loss), result(128, 2.0)])
-    text = Page(write_files(run).page).text
+    text = page_of(run).text
     assert ("not finite" in text) == math.isinf(loss)
     assert run.results[0].perplexity == math.inf
     assert json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))["results"][0]["perplexity"] is None
@@ -173,23 +183,23 @@ def test_a_picture_that_fails_costs_the_picture_only(tmp_path: Path, monkeypatch
     write_files(run)
     monkeypatch.setattr(charts.LineChart, "draw", broken)
     with pytest.warns(UserWarning, match=r"perplexity\.png could not be drawn: no font"):
-        files = write_files(run)
-    assert files.picture is None
-    assert not (tmp_path / "perplexity.png").exists() or Page(files.page).images == []
-    assert files.csv.exists()
+        write_files(run)
+    assert not (tmp_path / "perplexity.png").exists() or Page(run.folder / "report.html").images == []
+    assert (run.folder / "results.csv").exists()
 
 
 def test_without_matplotlib_there_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise ImportError("matplotlib")
 
-    monkeypatch.setattr(charts, "picture", missing)
-    assert write_files(a_run(tmp_path, RESULTS)).picture is None
+    monkeypatch.setattr(drawing, "picture", missing)
+    write_files(a_run(tmp_path, RESULTS))
+    assert list(tmp_path.glob("*.png")) == []
 
 
 def test_nothing_finished_yet(tmp_path: Path) -> None:
     run = a_run(tmp_path, [])
-    assert "Nothing is finished yet" in Page(write_files(run).page).text
+    assert "Nothing is finished yet" in page_of(run).text
     assert run.table() is None
 
 
@@ -219,7 +229,7 @@ def test_only_plain_pictures_are_embedded(tmp_path: Path) -> None:
     (folder / "folder.png").mkdir()
     (folder / "text.png").write_bytes(b"no picture")
     (folder / "own.png").write_bytes(PNG + b"own")
-    assert Page(write_files(run).page).images == [PNG + b"own"]
+    assert page_of(run).images == [PNG + b"own"]
 
 
 # --- what the page says
@@ -227,11 +237,11 @@ def test_only_plain_pictures_are_embedded(tmp_path: Path) -> None:
 
 def test_the_page_begins_with_a_conclusion(tmp_path: Path) -> None:
     """Two documents decide nothing, three do."""
-    few = Page(write_files(a_run(tmp_path, RESULTS)).page).text
+    few = page_of(a_run(tmp_path, RESULTS)).text
     assert "Which method reads best cannot be told: the loss rests on 2 documents (at least 3 are needed)." in few
     names = ("one", "two", "three")
     results = [result(n, loss, m, names) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 128)]
-    text = Page(write_files(a_run(tmp_path, results)).page).text
+    text = page_of(a_run(tmp_path, results)).text
     assert "At 128 tokens (2x), yarn x4 reads best: loss 1.500" in text
 
 
@@ -240,19 +250,19 @@ def test_results_beyond_the_extended_length_are_marked_everywhere(tmp_path: Path
     names = ("one", "two", "three")
     results = [result(n, loss, m, names) for m, loss in ((None, 2.0), (YARN, 1.5)) for n in (64, 256, 512)]
     run = a_run(tmp_path, results, basis=basis)
-    files = write_files(run)
-    rows = list(csv.DictReader(files.csv.read_text(encoding="utf-8").splitlines()))
+    write_files(run)
+    rows = list(csv.DictReader((run.folder / "results.csv").read_text(encoding="utf-8").splitlines()))
     expected = [("64", "False"), ("256", "True"), ("512", "True"), ("64", "False"), ("256", "False"), ("512", "True")]
     assert [(row["length"], row["beyond_extended_length"]) for row in rows] == expected
     assert [row["extended_length"] for row in rows] == ["64"] * 3 + ["256"] * 3
-    assert [each["beyond"] for each in json.loads(files.json.read_text())["results"]] == [
+    assert [each["beyond"] for each in json.loads((run.folder / "results.json").read_text())["results"]] == [
         b == "True" for _, b in expected
     ]
     console = Console(width=200)
     with console.capture() as captured:
         console.print(run.table())
     assert captured.get().count("\N{DAGGER}") == 3 + 1  # and the caption's
-    page = Page(files.page).text
+    page = Page(run.folder / "report.html").text
     assert page.count("\N{DAGGER}") == 3 + 1
     assert "Measured beyond the length that it is for: yarn x4 (256 tokens)." in page
 
@@ -267,10 +277,10 @@ def test_a_folder_that_carries_a_patch_is_for_the_length_of_the_patch(tmp_path: 
 
 def test_the_page_has_the_methods_and_how_to_repeat_the_run(tmp_path: Path) -> None:
     run = a_run(tmp_path, RESULTS)
-    assert "To repeat" not in Page(write_files(run).page).text
+    assert "To repeat" not in page_of(run).text
     for data in ("my text.txt", "<b>", "my text.txt"):
         RunFile("ppl", "model", {"data": data}).write(tmp_path, beside_others=True)
-    text = Page(write_files(run).page).text
+    text = page_of(run).text
     assert "To repeat or continue it" in text
     assert f"rope-ext run {shlex.quote(str(tmp_path / 'run.yaml'))}" in text
     assert text.count("data: my text.txt") == 1
@@ -326,4 +336,4 @@ def test_columns_count_in_context_lengths_of_the_model(tmp_path: Path) -> None:
     text = printed(run)
     assert "0.5x" in text
     assert "1x" in text
-    assert "0.5x" in Page(write_files(run).page).text
+    assert "0.5x" in page_of(run).text

@@ -155,8 +155,9 @@ def test_what_it_took_is_recorded(tmp_path: Path) -> None:
     assert all(r.gpu_bytes is None for r in found.results) or torch.cuda.is_available()
     costs = [record["cost"] for record in lines(found)]
     assert sum(tokens for tokens, _, _ in costs) == 6 * found.settings["tokens"]  # of 5 methods and none
-    assert "tokens per second" in write_files(found).page.read_text(encoding="utf-8")
-    with write_files(found).csv.open(encoding="utf-8") as file:
+    write_files(found)
+    assert "tokens per second" in (found.folder / "report.html").read_text(encoding="utf-8")
+    with (found.folder / "results.csv").open(encoding="utf-8") as file:
         assert all(float(row["tokens_per_second"]) > 0 for row in csv.DictReader(file))
 
 
@@ -372,7 +373,8 @@ def test_results_do_not_depend_on_the_order_of_documents() -> None:
 @pytest.mark.slow
 def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     found = run(tmp_path)
-    page = write_files(found).page.read_text(encoding="utf-8")
+    write_files(found)
+    page = (found.folder / "report.html").read_text(encoding="utf-8")
     assert "<svg" in page
     assert "data:image" not in page
     assert "http" not in page.replace("http-equiv", "")
@@ -381,7 +383,8 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
         assert label(result.method) in page
         assert f"{result.bits_per_byte:.3f}" in page
     assert found.settings["weights"] in page
-    with write_files(found).csv.open(encoding="utf-8") as file:
+    write_files(found)
+    with (found.folder / "results.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [float(row["loss_nats"]) for row in rows] == [r.loss for r in found.results]
     assert json.loads(rows[-1]["parameters"])["method"] == "dynamic-yarn"
@@ -390,7 +393,8 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_names_are_escaped_in_the_report(tmp_path: Path) -> None:
     found = run(tmp_path, data="<script>alert(1)</script>")
-    assert "<script" not in write_files(found).page.read_text(encoding="utf-8")
+    write_files(found)
+    assert "<script" not in (found.folder / "report.html").read_text(encoding="utf-8")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

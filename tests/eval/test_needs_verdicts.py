@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from rope_ext_hf.eval import NeedReport
-from rope_ext_hf.eval.need_verdicts import ALL_TASKS
+from rope_ext_hf.eval.needs import ALL_TASKS
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.verdicts import Outcome
 from tests.support.wrapped_text import unwrapped
