@@ -14,7 +14,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, cycle
 from operator import attrgetter
@@ -33,7 +33,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label
+from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
@@ -71,7 +71,7 @@ class AnswerLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContextGain:
+class ContextGain(MethodResult):
     """The gain from evidence at one distance in one context length; every answer token weighs the same.
 
     Attributes:
@@ -84,8 +84,6 @@ class ContextGain:
         outcome: better where the gain is surely above 0, worse where it is surely below.
     """
 
-    method: Method
-    length: int
     distance: int
     gain: float
     low: float | None
@@ -94,10 +92,6 @@ class ContextGain:
     without_evidence: float
     outcome: Outcome
     answers: tuple[AnswerLoss, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 @register_run_kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
 from operator import add
@@ -29,7 +29,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label, method_key
+from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import beyond_mark, length_table
@@ -75,7 +75,7 @@ class DocumentLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(MethodResult):
     """A model's loss at one context length; every token weighs the same.
 
     Attributes:
@@ -95,9 +95,7 @@ class Result:
             are compared.
     """
 
-    method: Method
     setting: Setting
-    length: int
     loss: float
     low: float | None
     high: float | None
@@ -161,7 +159,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; documents as objects."""
-        return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
+        return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:

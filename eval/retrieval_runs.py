@@ -10,7 +10,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
@@ -30,7 +30,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method
+from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
 from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
@@ -60,7 +60,7 @@ class TrialScore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(MethodResult):
     """Retrieval from one depth of one context length.
 
     Attributes:
@@ -78,10 +78,8 @@ class Retrieval:
         scores: of each trial.
     """
 
-    method: Method
     task: str
     keys: int
-    length: int
     depth: float
     trials: int
     distractors: int
@@ -104,7 +102,7 @@ class Retrieval:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
+        return super().to_dict() | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
 @register_run_kind
@@ -382,7 +380,11 @@ def plan_passkey(
 ) -> RunPlan[_RetrievalMeasurement]:
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
-    chosen, lengths, haystack = _known(task), list(question.lengths), question.haystack
+    if task not in RETRIEVALS:
+        raise MethodError(
+            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
+        )
+    chosen, lengths, haystack = RETRIEVALS[task], list(question.lengths), question.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and chosen.filler is not None
     make = partial(
@@ -413,11 +415,3 @@ def plan_passkey(
     measurement = _RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     given = "" if haystack is None else f" in {documents.source}"
     return RunPlan(measurement, f"task {task}{given}", **settings)
-
-
-def _known(task: str) -> Task:
-    if task not in RETRIEVALS:
-        raise MethodError(
-            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
-        )
-    return RETRIEVALS[task]

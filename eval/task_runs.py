@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain, takewhile, zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, length_table
@@ -66,7 +66,7 @@ class TaskScore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class TaskResult(MethodResult):
     """The score of one task at one context length.
 
     Attributes:
@@ -76,17 +76,11 @@ class TaskResult:
         score: mean over prompts, from 0 to 1; scores: of each.
     """
 
-    method: Method
     suite: str
     task: str
-    length: int
     samples: int
     score: float
     scores: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 @register_run_kind
@@ -112,7 +106,7 @@ class TaskRuns(RunKind):
     ) -> TaskResult:
         scores = tuple(value.score for value in values)
         task = setting.tasks.split(",")[int(cell[1])]
-        return TaskResult(method, setting.suite, task, int(cell[0]), len(scores), fmean(scores), scores)
+        return TaskResult(method, int(cell[0]), setting.suite, task, len(scores), fmean(scores), scores)
 
     def rows(self, run: Run[TaskResult]) -> Iterable[Sequence[Any]]:
         lengths, means = effective_lengths(run), _suite_scores(run)

@@ -189,13 +189,12 @@ class Comparison:
 
     def write_page(self, path: str | Path) -> Path:
         """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
-        agreement = self.agreement_table()
         page = html.html_page(
             self._title,
             str(self.conclusion),
             html.html_table(self.table(detailed=True)),
             html.side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
-            "" if agreement is None else html.html_table(agreement),
+            html.html_table(self.agreement_table()),
             html.heading("The runs"),
             *map(_run_section, self.runs),
         )
@@ -243,11 +242,10 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
 
 def _run_section(run: Run[Any]) -> str:
     """A run on the page: what it says by itself, its commands, and what its numbers depend on."""
-    table = run.table(detailed=True)
     return html.collapsed(
         f"{run.kind.name}: {run.title}, {run.folder}",
         html.paragraph(str(run.conclusion)),
-        "" if table is None else html.html_table(table),
+        html.html_table(run.table(detailed=True)),
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         html.as_json(run.settings),
     )

@@ -62,14 +62,13 @@ def _page(run: Run[Any]) -> str:
         f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}. "
         f"{len(settings['items'])} {kind.items}. Read {by} {settings['device']}{speed and f' at {speed}'}. {versions}."
     )
-    table = run.table(detailed=True)
     methods = list({method_key(result.method): result.method for result in run.results}.values())
     return html.html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
         *(_embedded(path) for path in others),
-        "" if table is None else html.html_table(table),
+        html.html_table(run.table(detailed=True)),
         html.paragraph(summary),
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         html.provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
