@@ -203,9 +203,9 @@ class PerplexityRuns(RunKind):
         return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {method_key(r.method): loss_increase(run, r.method) for r in run.results}
+        increases = {r.key: loss_increase(run, r.method) for r in run.results}
         for r in run.results:
-            increase = increases[method_key(r.method)]
+            increase = increases[r.key]
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
                 *(len(r.documents), increase.value if increase else "", r.tokens_per_second, r.gpu_bytes),
@@ -366,7 +366,7 @@ def _items(
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
     """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
     length = run.context_length
-    at = {method_key(result.method): result for result in run.results if result.length == length}
+    at = {result.key: result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
     return difference(changed, plain) if plain and changed and changed is not plain else None
 
@@ -411,7 +411,7 @@ def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], de
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
-    mark = "*" if method_key(result.method) in best else " "
+    mark = "*" if result.key in best else " "
     interval = ""
     if detailed and result.low is not None and result.high is not None:
         interval = "\n" + " to ".join(_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high))

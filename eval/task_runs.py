@@ -111,7 +111,7 @@ class TaskRuns(RunKind):
     def rows(self, run: Run[TaskResult]) -> Iterable[Sequence[Any]]:
         lengths, means = effective_lengths(run), _suite_scores(run)
         for r in run.results:
-            key = method_key(r.method)
+            key = r.key
             mean = means[key].get(r.length)
             row = [r.suite, r.task, r.length, r.score, r.samples, fmean(mean) if mean else ""]
             yield [*row, *lengths.get(key, ("", "", ""))]
@@ -127,7 +127,7 @@ class TaskRuns(RunKind):
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
         for name, row in run.by_label.items():
-            key = method_key(row[0].method)
+            key = row[0].key
             mean, reach = means[key], lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
             best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in run.lengths]
@@ -151,7 +151,7 @@ class TaskRuns(RunKind):
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
         """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
         means, reaches = _suite_scores(run), effective_lengths(run)
-        names = {name: method_key(row[0].method) for name, row in run.by_label.items()}
+        names = {name: row[0].key for name, row in run.by_label.items()}
         return {
             "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
             "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},

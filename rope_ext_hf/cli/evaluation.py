@@ -140,7 +140,7 @@ def demo(
     from rope_ext_hf.eval.measuring import measure
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.runs.comparison import Comparison
+    from rope_ext_hf.runs.report import Comparison
     from rope_ext_hf.runs.workers import Workers
 
     model = load_model("reference", dtype="float32", device=device)
@@ -306,9 +306,8 @@ def report(
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
-    from rope_ext_hf.runs.comparison import compare_runs
     from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import write_files
+    from rope_ext_hf.runs.report import compare_runs, write_files
 
     if len(folders) == 1:
         if out is not None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from rope_ext_hf.errors import MethodError, printable, short
@@ -20,6 +21,11 @@ class MethodResult:
 
     method: Method
     length: int
+
+    @cached_property
+    def key(self) -> str:
+        """The key of its method."""
+        return method_key(self.method)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
