@@ -139,16 +139,12 @@ class GainRuns(RunKind):
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
         """The gain; an item is a row, at all distances of a length together."""
-        items = {
-            key: {
-                length: [
-                    (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
-                    for answers in zip(*(result.answers for result in results), strict=True)
-                ]
-                for length, results in row.items()
-            }
-            for key, row in run.by_length.items()
-        }
+        items = run.items(
+            lambda results: (
+                (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
+                for answers in zip(*(result.answers for result in results), strict=True)
+            )
+        )
         return [Measure("gain from evidence", "nats per token", Evidence.GAIN, True, items, "row")]
 
     def not_finite(self, run: Run[ContextGain]) -> list[str]:

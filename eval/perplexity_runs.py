@@ -258,15 +258,21 @@ class PerplexityRuns(RunKind):
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
         unit = "nats per token"
-        every = _items(run, lambda r: ((d.nats, float(d.tokens)) for d in r.documents))
-        keys = _items(run, lambda r: ((d.key_nats, float(d.key_tokens)) for d in r.documents if d.key_tokens))
+        every = run.items(lambda results: [(d.nats, float(d.tokens)) for r in results for d in r.documents])
+        keys = run.items(
+            lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
+        )
         loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE, exponential="perplexity")
         of_keys = Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, exponential="LongPPL")
         return [of_keys, loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
         # Without seconds, nothing was timed.
-        items = _items(run, lambda r: ((s, float(d.tokens)) for s, d in zip(r.seconds, r.documents, strict=False)))
+        items = run.items(
+            lambda results: [
+                (s, float(d.tokens)) for r in results for s, d in zip(r.seconds, r.documents, strict=False)
+            ]
+        )
         return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
 
     def speed(self, run: Run[Result]) -> str:
@@ -350,17 +356,6 @@ class PerplexityMeasurement(Measurement):
                 progress(stop - start)
             cost = scorer.take_cost()
             yield from (((length,), loss, cost) for length, loss in losses.items())
-
-
-def _items(
-    run: Run[Result], pairs: Callable[[Result], Iterable[tuple[float, float]]]
-) -> dict[str, dict[int, list[tuple[float, float]]]]:
-    """The pairs of each result, by the method's key and length; results without any are left out."""
-    found = {
-        key: {length: of_length for length, [result] in row.items() if (of_length := list(pairs(result)))}
-        for key, row in run.by_length.items()
-    }
-    return {key: row for key, row in found.items() if row}
 
 
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:

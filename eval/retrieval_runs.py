@@ -171,16 +171,12 @@ class RetrievalRuns(RunKind):
         """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
-        items = {
-            key: {
-                length: [
-                    (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
-                    for of_trial in zip(*(result.scores for result in results), strict=True)
-                ]
-                for length, results in row.items()
-            }
-            for key, row in run.by_length.items()
-        }
+        items = run.items(
+            lambda results: (
+                (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
+                for of_trial in zip(*(result.scores for result in results), strict=True)
+            )
+        )
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
         return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]

@@ -112,7 +112,7 @@ class TaskRuns(RunKind):
         lengths, means = effective_lengths(run), _suite_scores(run)
         for r in run.results:
             key = r.key
-            mean = means[key].get(r.length)
+            mean = means.get(key, {}).get(r.length)
             row = [r.suite, r.task, r.length, r.score, r.samples, fmean(mean) if mean else ""]
             yield [*row, *lengths.get(key, ("", "", ""))]
 
@@ -128,7 +128,7 @@ class TaskRuns(RunKind):
         view.add_column("effective\nlength", justify="right", overflow="fold")
         for name, row in run.by_label.items():
             key = row[0].key
-            mean, reach = means[key], lengths.get(key)
+            mean, reach = means.get(key, {}), lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
             best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in run.lengths]
             middle = ("all",) if detailed else ()
@@ -153,7 +153,7 @@ class TaskRuns(RunKind):
         means, reaches = _suite_scores(run), effective_lengths(run)
         names = {name: row[0].key for name, row in run.by_label.items()}
         return {
-            "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
+            "suite_scores": {name: {n: fmean(s) for n, s in means.get(key, {}).items()} for name, key in names.items()},
             "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},
         }
 
@@ -241,14 +241,12 @@ def _ranks_first(scorer: TokenScorer, prompt: _TaskPrompt) -> float:
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     """The mean over tasks of each prompt, by the method's key and length, where every task is complete."""
     tasks = run.settings["setting"]["tasks"].split(",")
-    return {
-        key: {
-            length: [fmean(scores) for scores in zip(*(result.scores for result in results), strict=True)]
-            for length, results in sorted(row.items())
-            if len(results) == len(tasks)
-        }
-        for key, row in run.by_length.items()
-    }
+
+    def means(results: Sequence[TaskResult]) -> Iterable[float]:
+        complete = len(results) == len(tasks)
+        return map(fmean, zip(*(result.scores for result in results), strict=True)) if complete else ()
+
+    return run.items(means)
 
 
 def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
@@ -260,7 +258,7 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
     method is compared with itself.
     """
-    means = {key: row for key, row in _suite_scores(run).items() if row}
+    means = _suite_scores(run)
     shortest = min((length for row in means.values() for length in row), default=0)
     plain, chance = means.get(method_key(run.settings["loaded"]), {}), run.settings["setting"].get("chance", 0.0)
     lengths = {}

@@ -42,6 +42,7 @@ R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
+T = TypeVar("T")
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
 """What methods extend, in words, by `over`."""
 
@@ -127,6 +128,14 @@ class Run(Generic[R_co]):
         for result in self.results:
             rows.setdefault(result.key, {}).setdefault(result.length, []).append(result)
         return rows
+
+    def items(self, made_of: Callable[[Sequence[R_co]], Iterable[T]]) -> dict[str, dict[int, list[T]]]:
+        """What is made of the results of each method at each length, by its key and the length; empty ones left out."""
+        rows = {
+            key: {length: made for length, results in sorted(row.items()) if (made := list(made_of(results)))}
+            for key, row in self.by_length.items()
+        }
+        return {key: row for key, row in rows.items() if row}
 
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
