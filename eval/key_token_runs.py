@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +31,7 @@ from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.tables import length_table
 
@@ -312,9 +312,7 @@ class _KeyTokenMeasurement(Measurement):
             digest.update(document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode())
         return {(self.length,): digest.hexdigest()}
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, _DocumentKeys, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[_DocumentKeys]:
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         for each in passes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -29,7 +29,7 @@ from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
@@ -260,9 +260,7 @@ class _RetrievalMeasurement(Measurement):
                     digests[cell] = of_cell.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TrialScore]:
         read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, takewhile, zip_longest
 from statistics import fmean
@@ -25,7 +25,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
@@ -213,9 +213,7 @@ class _TaskMeasurement(Measurement):
             digests[cell] = digest.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, TaskScore, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TaskScore]:
         for cell in cells:
             prompt = self.prompts[cell][item]
             if prompt.candidates:

@@ -43,6 +43,8 @@ R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
 T = TypeVar("T")
+Passed = Callable[[int], None]  # see `Measurement.measure`, also for what it yields
+Scored = Iterator[tuple[Cell, T, Cost]]
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
 """What methods extend, in words, by `over`."""
 
@@ -349,9 +351,7 @@ class Measurement(ABC):
         return hashlib.sha256(repr(sorted(self.cell_fingerprints().items())).encode()).hexdigest()
 
     @abstractmethod
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, Value, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[Value]:
         """Score one item at some of its cells.
 
         Args:
