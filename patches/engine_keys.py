@@ -78,8 +78,8 @@ def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
     """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
     from transformers import AutoConfig
 
-    values = {key: copy.deepcopy(value) for key, value in config.items() if key not in _SPELLINGS}
-    values |= {key: _plain(config[key]) for key in _SPELLINGS if key in config}
+    values = copy.deepcopy(dict(config))
+    values |= {key: _plain(values[key]) for key in _SPELLINGS if key in values}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # a class that has `rope_scaling` set from outside
         try:
@@ -92,12 +92,8 @@ def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
 def _plain(settings: Any) -> Any:
     """Rope settings without what transformers has no name for: such keys are logged, and such rope types refused."""
     if not isinstance(settings, Mapping):
-        return copy.deepcopy(settings)
-    kept = {
-        key: _plain(value) if isinstance(value, Mapping) else copy.deepcopy(value)
-        for key, value in settings.items()
-        if key not in KEYS_FOR_OTHER_ENGINES
-    }
+        return settings
+    kept = {key: _plain(value) for key, value in settings.items() if key not in KEYS_FOR_OTHER_ENGINES}
     if "/" in str(kept.get("rope_type")):
         kept["rope_type"] = "default"
     return kept
@@ -112,16 +108,14 @@ TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 class EngineAgreement(NamedTuple):
     """Engines by what they make of a saved config.json."""
 
-    agreeing: tuple[str, ...]  # known to run it as transformers 5 does: by runs, or by the engine's own rotary classes
-    disagreeing: tuple[str, ...]  # known to load it without an error and run another model
-    by_source: tuple[str, ...] = ()  # run it as transformers 5 does by their source alone, which was read and not run
+    agreeing: list[str]  # known to run it as transformers 5 does: by runs, or by the engine's own rotary classes
+    disagreeing: list[str]  # known to load it without an error and run another model
+    by_source: list[str]  # run it as transformers 5 does by their source alone, which was read and not run
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:
     """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
-    agreeing: list[str] = []
-    disagreeing: list[str] = []
-    by_source: list[str] = []
+    agreement = EngineAgreement([], [], [])
     try:
         expected = expected_of(reference_engine(), config) if config["model_type"] in TRIED_FAMILIES else ()
     except (ServingError, ArithmeticError):
@@ -129,6 +123,6 @@ def compare_engines(config: _Settings) -> EngineAgreement:
     for engine in other_engines() if expected else ():
         with suppress(ServingError, ArithmeticError):
             same = runs_otherwise(engine, expected, config) is None
-            known = by_source if engine.checked(config["model_type"]) == "read" else agreeing
-            (known if same else disagreeing).append(engine.label)
-    return EngineAgreement(tuple(agreeing), tuple(disagreeing), tuple(by_source))
+            known = agreement.by_source if engine.checked(config["model_type"]) == "read" else agreement.agreeing
+            (known if same else agreement.disagreeing).append(engine.label)
+    return agreement

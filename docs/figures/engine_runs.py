@@ -29,10 +29,10 @@ def _classes(result: Row) -> dict[str, str]:
         "configurations by its own rope types": str(len(result["rows"])),
         "of these, the same module with the plug-in registered": str(result["untouched"]) if plugin else "–",
         "configurations by the plug-in": str(len(plugin)) if plugin else "–",
-        "frequencies, largest relative difference (float32 tables)": largest("frequencies"),
-        "magnitude, largest relative difference": largest("magnitude"),
-        "softmax scale, largest relative difference": largest("softmax_scale"),
-        "queries rotated by M-RoPE, largest difference": largest("positions"),
+        "largest relative difference of frequencies (float32 tables)": largest("frequencies"),
+        "of the magnitude": largest("magnitude"),
+        "of the softmax scale": largest("softmax_scale"),
+        "largest difference of queries rotated by M-RoPE": largest("positions"),
         "families not built by its factory": ", ".join(result["skipped"]) or "none",
     }
 

@@ -169,6 +169,7 @@ def linear_attention() -> str:
 def linear_attention_text() -> str:
     line = last_line("linear attention text")
     lengths = [key for key in line["rows"][0] if key.isdigit()]
+    lengths = [lengths[0], lengths[-1]]
     rows = ([row["attention"], *(f"{row[length]:.2f}" for length in lengths)] for row in line["rows"])
     head = ["bits per byte at", *length_heads(map(int, lengths), line["trained_length"])]
     setting = (

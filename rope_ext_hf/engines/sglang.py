@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
     PLUGIN_TYPE,
     Computed,
@@ -27,7 +27,7 @@ from rope_ext_hf.config_keys.keys import (
 from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
-from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, deepseek_yarn
+from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, deepseek_yarn, phi3_longrope
 from rope_ext_hf.errors import ServingError
 
 _DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
@@ -109,13 +109,7 @@ class SGLang(OverridingEngine):
         return rope.computed(inv_freq, magnitude, *(("yarn: attention_factor is ignored.",) if ignored else ()))
 
     def longrope(self, rope: RopeKeys) -> Computed:
-        if rope.model_type in INTERLEAVED_FAMILIES:
-            raise ServingError("its longrope class takes half-paired rotation only")
-        original = rope.number("original_max_position_embeddings")
-        key = "long" if (rope.asked or rope.most) > original else "short"
-        inv_freq = rope.divided(f"{key}_factor")
-        magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
-        computed = replace(rope, table=rope.most).computed(inv_freq, magnitude)
+        computed = phi3_longrope(rope, rope.asked or rope.most)
         if rope.settings["long_factor"] == rope.settings["short_factor"]:
             return computed
         note = "longrope: cached keys keep the list that they were rotated with when an input grows."

@@ -53,6 +53,16 @@ def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
     return rope.yarn(factor, original, truncate=True), magnitude
 
 
+def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
+    """LongRoPE by the class for Phi-3, which takes one list, by the length to serve."""
+    if rope.model_type in INTERLEAVED_FAMILIES:
+        raise ServingError("its longrope class takes half-paired rotation only")
+    original = rope.number("original_max_position_embeddings")
+    key = "long" if served > original else "short"
+    magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
+    return replace(rope, table=rope.most).computed(rope.divided(f"{key}_factor"), magnitude)
+
+
 @register_engine("vllm")
 class VLLM(OverridingEngine):
     """vLLM, started with `vllm serve`."""
@@ -163,20 +173,14 @@ class VLLM(OverridingEngine):
         return replace(rope, table=int(original * factor)).computed(inv_freq, magnitude, *notes)
 
     def longrope(self, rope: RopeKeys) -> Computed:
-        if rope.model_type in INTERLEAVED_FAMILIES:
-            raise ServingError("its longrope class takes half-paired rotation only")
         by_transformers = rope.model_type in self.table["run_by_transformers"]
         if by_transformers and rope.settings["long_factor"] != rope.settings["short_factor"]:
             raise ServingError(
                 f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
                 "input of a batch"
             )
-        original = rope.number("original_max_position_embeddings")
         served = rope.asked or int(rope.text.get("original_max_position_embeddings") or rope.most)
-        key = "long" if served > original else "short"
-        inv_freq = rope.divided(f"{key}_factor")
-        magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
-        return replace(rope, length=served, table=rope.most).computed(inv_freq, magnitude)
+        return phi3_longrope(replace(rope, length=served), served)
 
 
 class _VLLMWithPlugin(VLLM):

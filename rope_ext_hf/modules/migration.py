@@ -12,8 +12,6 @@ every other weight has a place in it, and patching, extension and conversion wor
 from __future__ import annotations
 
 import re
-import tomllib
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
+from rope_ext_hf.files import package_table
 from rope_ext_hf.patches.attention_interface import evaluating
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ _MORE_HEADS = {"electra": ("ForSequenceClassification",)}
 """Ends of the names of classes: with these heads RoFormer computes the same as all encoders, and as some."""
 
 _LEFT_BEHIND = re.compile(r"(^|\.)(embeddings\.(position_embeddings\.weight|position_ids|token_type_ids)|pooler\..*)")
-_TABLES = tomllib.loads(files("rope_ext_hf.modules").joinpath("migration.toml").read_text(encoding="utf-8"))
+_TABLES = package_table("rope_ext_hf.modules", "migration.toml")
 _RENAMES: dict[str, dict[str, str]] = _TABLES["renames"]
 _SETTINGS: dict[str, list[str]] = _TABLES["settings"]
 

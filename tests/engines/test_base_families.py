@@ -118,7 +118,7 @@ def test_no_engine_is_known_to_read_a_folder_right_by_its_source_alone() -> None
     config = known_config("llama").to_dict() | {"rope_theta": 10_000.0, "rope_scaling": None}
     agreement = compare_engines(config)
     assert not any(label.startswith("TensorRT-LLM") for label in agreement.agreeing)
-    assert agreement.by_source == ("TensorRT-LLM 1.2.0rc2",)
+    assert agreement.by_source == ["TensorRT-LLM 1.2.0rc2"]
 
 
 @pytest.mark.parametrize(
