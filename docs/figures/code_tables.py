@@ -102,8 +102,7 @@ def reported_by_papers() -> str:
     for table in reported():
         numbers = "; ".join(f"{_code(method)} {table.numbers(method)}" for method in table.values)
         by = f"[{table.source}]({table.url}), {table.place.replace('as others quote it', 'quoted')}"
-        unit, _, better = table.unit.partition(", ")
-        assert better == ("lower is better" if unit == "perplexity" else "higher is better"), table
+        unit = re.sub("^(perplexity), lower is better$|, higher is better$", r"\1", table.unit)
         numbers = numbers.replace(" / ", ", ")
         rows.append([table.model, f"{table.benchmark} ({unit})", ", ".join(table.lengths), numbers, by])
     note = "Higher is better, but for a perplexity. *quoted*: as others quote it, the source itself was not at hand."
