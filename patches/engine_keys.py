@@ -93,7 +93,8 @@ def _plain(settings: Any) -> Any:
     """Rope settings without what transformers has no name for: such keys are logged, and such rope types refused."""
     if not isinstance(settings, Mapping):
         return settings
-    kept = {key: _plain(value) for key, value in settings.items() if key not in KEYS_FOR_OTHER_ENGINES}
+    kept = {key: value for key, value in settings.items() if key not in KEYS_FOR_OTHER_ENGINES}
+    kept |= {key: _plain(value) for key, value in kept.items() if isinstance(value, Mapping)}
     if "/" in str(kept.get("rope_type")):
         kept["rope_type"] = "default"
     return kept
