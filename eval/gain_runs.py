@@ -13,8 +13,8 @@ import ast
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, cycle
 from operator import attrgetter
@@ -32,8 +32,8 @@ from rope_ext_hf.reading.documents import utf8_bytes
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
@@ -71,7 +71,7 @@ class AnswerLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ContextGain:
+class ContextGain(MethodResult):
     """The gain from evidence at one distance in one context length; every answer token weighs the same.
 
     Attributes:
@@ -84,8 +84,6 @@ class ContextGain:
         outcome: better where the gain is surely above 0, worse where it is surely below.
     """
 
-    method: Method
-    length: int
     distance: int
     gain: float
     low: float | None
@@ -94,10 +92,6 @@ class ContextGain:
     without_evidence: float
     outcome: Outcome
     answers: tuple[AnswerLoss, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 @register_run_kind
@@ -145,16 +139,12 @@ class GainRuns(RunKind):
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
         """The gain; an item is a row, at all distances of a length together."""
-        items = {
-            key: {
-                length: [
-                    (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
-                    for answers in zip(*(result.answers for result in results), strict=True)
-                ]
-                for length, results in row.items()
-            }
-            for key, row in run.by_length.items()
-        }
+        items = run.items(
+            lambda results: (
+                (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
+                for answers in zip(*(result.answers for result in results), strict=True)
+            )
+        )
         return [Measure("gain from evidence", "nats per token", Evidence.GAIN, True, items, "row")]
 
     def not_finite(self, run: Run[ContextGain]) -> list[str]:
@@ -231,9 +221,7 @@ class _GainMeasurement(Measurement):
             digests[cell] = digest.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, AnswerLoss, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[AnswerLoss]:
         """Read one row's prompts with the evidence and without it; what both begin with is read once."""
         row = self._rows[item]
         for cell in cells:

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -31,8 +31,8 @@ from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.tables import length_table
 
 if TYPE_CHECKING:
@@ -240,18 +240,16 @@ class _DocumentKeys(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _KeyTokens:
+class _KeyTokens(MethodResult):
     """The finds of an evaluator; `compared` tokens were read with a long and with a short context."""
 
-    method: Method
     setting: KeySetting
-    length: int
     compared: int
     keys: int
     documents: tuple[_DocumentKeys, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
+        return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
 
 
 @register_run_kind
@@ -273,7 +271,7 @@ class KeyTokenRuns(RunKind):
         self, method: Method, setting: KeySetting, cell: Cell, values: Sequence[_DocumentKeys], costs: Sequence[Cost]
     ) -> _KeyTokens:
         compared, keys = sum(value.compared for value in values), sum(value.keys for value in values)
-        return _KeyTokens(method, setting, int(cell[0]), compared, keys, tuple(values))
+        return _KeyTokens(method, int(cell[0]), setting, compared, keys, tuple(values))
 
     def rows(self, run: Run[_KeyTokens]) -> Iterable[Sequence[Any]]:
         return ([result.length, result.compared, result.keys] for result in run.results)
@@ -314,9 +312,7 @@ class _KeyTokenMeasurement(Measurement):
             digest.update(document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode())
         return {(self.length,): digest.hexdigest()}
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, _DocumentKeys, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[_DocumentKeys]:
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         for each in passes:

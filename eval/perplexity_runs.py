@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
 from operator import add
@@ -28,8 +28,8 @@ from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, label, method_key
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import beyond_mark, length_table
@@ -75,7 +75,7 @@ class DocumentLoss(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(MethodResult):
     """A model's loss at one context length; every token weighs the same.
 
     Attributes:
@@ -95,9 +95,7 @@ class Result:
             are compared.
     """
 
-    method: Method
     setting: Setting
-    length: int
     loss: float
     low: float | None
     high: float | None
@@ -161,7 +159,7 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; documents as objects."""
-        return asdict(self) | {"documents": [document._asdict() for document in self.documents]}
+        return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
@@ -205,9 +203,9 @@ class PerplexityRuns(RunKind):
         return Result.from_documents(method, setting, int(cell[0]), values, costs)
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {method_key(r.method): loss_increase(run, r.method) for r in run.results}
+        increases = {r.key: loss_increase(run, r.method) for r in run.results}
         for r in run.results:
-            increase = increases[method_key(r.method)]
+            increase = increases[r.key]
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
                 *(len(r.documents), increase.value if increase else "", r.tokens_per_second, r.gpu_bytes),
@@ -260,15 +258,21 @@ class PerplexityRuns(RunKind):
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
         unit = "nats per token"
-        every = _items(run, lambda r: ((d.nats, float(d.tokens)) for d in r.documents))
-        keys = _items(run, lambda r: ((d.key_nats, float(d.key_tokens)) for d in r.documents if d.key_tokens))
+        every = run.items(lambda results: [(d.nats, float(d.tokens)) for r in results for d in r.documents])
+        keys = run.items(
+            lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
+        )
         loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE, exponential="perplexity")
         of_keys = Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, exponential="LongPPL")
         return [of_keys, loss] if keys else [loss]
 
     def times(self, run: Run[Result]) -> Measure | None:
         # Without seconds, nothing was timed.
-        items = _items(run, lambda r: ((s, float(d.tokens)) for s, d in zip(r.seconds, r.documents, strict=False)))
+        items = run.items(
+            lambda results: [
+                (s, float(d.tokens)) for r in results for s, d in zip(r.seconds, r.documents, strict=False)
+            ]
+        )
         return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
 
     def speed(self, run: Run[Result]) -> str:
@@ -328,9 +332,7 @@ class PerplexityMeasurement(Measurement):
             digests[(length,)] = of_length.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, DocumentLoss, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
         """Score one document; lengths that share passes share their cost."""
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
@@ -354,21 +356,10 @@ class PerplexityMeasurement(Measurement):
             yield from (((length,), loss, cost) for length, loss in losses.items())
 
 
-def _items(
-    run: Run[Result], pairs: Callable[[Result], Iterable[tuple[float, float]]]
-) -> dict[str, dict[int, list[tuple[float, float]]]]:
-    """The pairs of each result, by the method's key and length; results without any are left out."""
-    found = {
-        key: {length: of_length for length, [result] in row.items() if (of_length := list(pairs(result)))}
-        for key, row in run.by_length.items()
-    }
-    return {key: row for key, row in found.items() if row}
-
-
 def loss_increase(run: Run[Result], method: Mapping[str, Any] | None) -> Estimate | None:
     """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
     length = run.context_length
-    at = {method_key(result.method): result for result in run.results if result.length == length}
+    at = {result.key: result for result in run.results if result.length == length}
     plain, changed = at.get(method_key(run.settings["loaded"])), at.get(method_key(method))
     return difference(changed, plain) if plain and changed and changed is not plain else None
 
@@ -413,7 +404,7 @@ def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], de
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
-    mark = "*" if method_key(result.method) in best else " "
+    mark = "*" if result.key in best else " "
     interval = ""
     if detailed and result.low is not None and result.high is not None:
         interval = "\n" + " to ".join(_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high))

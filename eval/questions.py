@@ -9,9 +9,8 @@ the model. Nothing here imports torch, so that --help answers at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
@@ -40,18 +39,11 @@ def _most_spans(given: Any) -> int | None:
     return number
 
 
-def _function(path: str) -> Callable[..., Any]:
-    """A function of a module that imports torch, by module and name."""
-    module, _, name = path.rpartition(".")
-    function: Callable[..., Any] = getattr(import_module(module), name)
-    return function
-
-
 @dataclass(frozen=True, kw_only=True)
 class LengthsQuestion(Question):
     """What is asked at several context lengths."""
 
-    planner: ClassVar[str]  # the function that plans it, with its module
+    planner: ClassVar[str]  # the function that plans it, as "module:name": its module imports torch
 
     lengths: tuple[int, ...] | Any = asked(
         MISSING,
@@ -80,12 +72,12 @@ class LengthsQuestion(Question):
         if methods is not None:
             question, chosen = self.fit(model, methods)
             settings |= {"methods": (None, *chosen), **methods.underneath}
-        plan: RunPlan[Any] = _function(self.planner)(question, model, tokenizer, settings)
+        plan: RunPlan[Any] = resolve_name(self.planner)(question, model, tokenizer, settings)
         return plan
 
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question, and every method with every factor; without one, fitted to the longest length."""
-        resolve = _function("rope_ext_hf.patches.patching.resolve_choice")
+        resolve = resolve_name("rope_ext_hf.patches.patching:resolve_choice")
         return self, resolve(methods, model, max(self.lengths))
 
 
@@ -94,7 +86,7 @@ class Perplexity(LengthsQuestion):
     """Perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
-    planner = "rope_ext_hf.eval.perplexity_runs.plan_perplexity"
+    planner = "rope_ext_hf.eval.perplexity_runs:plan_perplexity"
     command = "ppl"
 
     data: Any = asked(
@@ -162,7 +154,7 @@ class Sweep(Perplexity):
         method costs short inputs more the larger its factor is.
         """
         fitted: tuple[LengthsQuestion, list[RopeMethod]]
-        fitted = _function("rope_ext_hf.eval.perplexity_runs.fit_sweep")(self, model, methods)
+        fitted = resolve_name("rope_ext_hf.eval.perplexity_runs:fit_sweep")(self, model, methods)
         return fitted
 
 
@@ -175,7 +167,7 @@ class Passkey(LengthsQuestion):
     takes as many times less. All other statements stand at random depths. Names and values are the same at each length.
     """
 
-    planner = "rope_ext_hf.eval.retrieval_runs.plan_passkey"
+    planner = "rope_ext_hf.eval.retrieval_runs:plan_passkey"
     command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
@@ -212,7 +204,7 @@ class Tasks(LengthsQuestion):
     right answers that they hold; ranked ones by whether the first right answer has the highest likelihood per token.
     """
 
-    planner = "rope_ext_hf.eval.task_runs.plan_tasks"
+    planner = "rope_ext_hf.eval.task_runs:plan_tasks"
     command = "tasks"
 
     suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
@@ -244,7 +236,7 @@ class Gain(LengthsQuestion):
     Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
     """
 
-    planner = "rope_ext_hf.eval.gain_runs.plan_gain"
+    planner = "rope_ext_hf.eval.gain_runs:plan_gain"
     command = "gain"
 
     data: Any = asked(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from statistics import fmean
@@ -29,8 +29,8 @@ from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, tokenize
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
 from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
@@ -60,7 +60,7 @@ class TrialScore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Retrieval:
+class Retrieval(MethodResult):
     """Retrieval from one depth of one context length.
 
     Attributes:
@@ -78,10 +78,8 @@ class Retrieval:
         scores: of each trial.
     """
 
-    method: Method
     task: str
     keys: int
-    length: int
     depth: float
     trials: int
     distractors: int
@@ -104,7 +102,7 @@ class Retrieval:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        return asdict(self) | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
+        return super().to_dict() | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
 @register_run_kind
@@ -173,16 +171,12 @@ class RetrievalRuns(RunKind):
         """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
-        items = {
-            key: {
-                length: [
-                    (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
-                    for of_trial in zip(*(result.scores for result in results), strict=True)
-                ]
-                for length, results in row.items()
-            }
-            for key, row in run.by_length.items()
-        }
+        items = run.items(
+            lambda results: (
+                (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
+                for of_trial in zip(*(result.scores for result in results), strict=True)
+            )
+        )
         task = short(printable(one.task))
         name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
         return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
@@ -266,9 +260,7 @@ class _RetrievalMeasurement(Measurement):
                     digests[cell] = of_cell.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, TrialScore, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TrialScore]:
         read = 0  # the length that was read last
         for cell in cells:
             length, depth = int(cell[0]), cell[1]
@@ -382,7 +374,11 @@ def plan_passkey(
 ) -> RunPlan[_RetrievalMeasurement]:
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
-    chosen, lengths, haystack = _known(task), list(question.lengths), question.haystack
+    if task not in RETRIEVALS:
+        raise MethodError(
+            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
+        )
+    chosen, lengths, haystack = RETRIEVALS[task], list(question.lengths), question.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and chosen.filler is not None
     make = partial(
@@ -413,11 +409,3 @@ def plan_passkey(
     measurement = _RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     given = "" if haystack is None else f" in {documents.source}"
     return RunPlan(measurement, f"task {task}{given}", **settings)
-
-
-def _known(task: str) -> Task:
-    if task not in RETRIEVALS:
-        raise MethodError(
-            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
-        )
-    return RETRIEVALS[task]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, takewhile, zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +25,8 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_token, text_of
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Run, RunKind, RunPlan, register_run_kind
-from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, length_table
@@ -66,7 +66,7 @@ class TaskScore(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TaskResult:
+class TaskResult(MethodResult):
     """The score of one task at one context length.
 
     Attributes:
@@ -76,17 +76,11 @@ class TaskResult:
         score: mean over prompts, from 0 to 1; scores: of each.
     """
 
-    method: Method
     suite: str
     task: str
-    length: int
     samples: int
     score: float
     scores: tuple[float, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
 
 @register_run_kind
@@ -112,13 +106,13 @@ class TaskRuns(RunKind):
     ) -> TaskResult:
         scores = tuple(value.score for value in values)
         task = setting.tasks.split(",")[int(cell[1])]
-        return TaskResult(method, setting.suite, task, int(cell[0]), len(scores), fmean(scores), scores)
+        return TaskResult(method, int(cell[0]), setting.suite, task, len(scores), fmean(scores), scores)
 
     def rows(self, run: Run[TaskResult]) -> Iterable[Sequence[Any]]:
         lengths, means = effective_lengths(run), _suite_scores(run)
         for r in run.results:
-            key = method_key(r.method)
-            mean = means[key].get(r.length)
+            key = r.key
+            mean = means.get(key, {}).get(r.length)
             row = [r.suite, r.task, r.length, r.score, r.samples, fmean(mean) if mean else ""]
             yield [*row, *lengths.get(key, ("", "", ""))]
 
@@ -133,8 +127,8 @@ class TaskRuns(RunKind):
         view = length_table(run, title, caption, "method", *(("task",) if detailed else ()))
         view.add_column("effective\nlength", justify="right", overflow="fold")
         for name, row in run.by_label.items():
-            key = method_key(row[0].method)
-            mean, reach = means[key], lengths.get(key)
+            key = row[0].key
+            mean, reach = means.get(key, {}), lengths.get(key)
             marks = {result.length: beyond_mark(run, result) for result in row}
             best = [f"{fmean(mean[n]):.1%}{marks[n]}" if n in mean else "" for n in run.lengths]
             middle = ("all",) if detailed else ()
@@ -157,9 +151,9 @@ class TaskRuns(RunKind):
     def summary(self, run: Run[TaskResult]) -> dict[str, Any]:
         """The mean over tasks by length, and effective lengths with their intervals, by the method's label."""
         means, reaches = _suite_scores(run), effective_lengths(run)
-        names = {name: method_key(row[0].method) for name, row in run.by_label.items()}
+        names = {name: row[0].key for name, row in run.by_label.items()}
         return {
-            "suite_scores": {name: {n: fmean(s) for n, s in means[key].items()} for name, key in names.items()},
+            "suite_scores": {name: {n: fmean(s) for n, s in means.get(key, {}).items()} for name, key in names.items()},
             "effective_lengths": {name: reaches[key]._asdict() for name, key in names.items() if key in reaches},
         }
 
@@ -219,9 +213,7 @@ class _TaskMeasurement(Measurement):
             digests[cell] = digest.hexdigest()
         return digests
 
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, TaskScore, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TaskScore]:
         for cell in cells:
             prompt = self.prompts[cell][item]
             if prompt.candidates:
@@ -247,14 +239,12 @@ def _ranks_first(scorer: TokenScorer, prompt: _TaskPrompt) -> float:
 def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
     """The mean over tasks of each prompt, by the method's key and length, where every task is complete."""
     tasks = run.settings["setting"]["tasks"].split(",")
-    return {
-        key: {
-            length: [fmean(scores) for scores in zip(*(result.scores for result in results), strict=True)]
-            for length, results in sorted(row.items())
-            if len(results) == len(tasks)
-        }
-        for key, row in run.by_length.items()
-    }
+
+    def means(results: Sequence[TaskResult]) -> Iterable[float]:
+        complete = len(results) == len(tasks)
+        return map(fmean, zip(*(result.scores for result in results), strict=True)) if complete else ()
+
+    return run.items(means)
 
 
 def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
@@ -266,7 +256,7 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
     method is compared with itself.
     """
-    means = {key: row for key, row in _suite_scores(run).items() if row}
+    means = _suite_scores(run)
     shortest = min((length for row in means.values() for length in row), default=0)
     plain, chance = means.get(method_key(run.settings["loaded"]), {}), run.settings["setting"].get("chance", 0.0)
     lengths = {}

@@ -332,14 +332,14 @@ def test_names_without_an_underscore_are_used_outside() -> None:
 
 @functools.cache
 def given_by_name() -> set[str]:
-    """Names at the end of a path such as "package.module.Name" in a string of the package,."""
+    """Names at the end of a path such as "package.module.Name" or "package.module:name" in a string of the package."""
     strings = (
         node.value
         for module in modules().values()
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value
     )
-    return {text.rpartition(".")[2] for text in strings if "." in text}
+    return {re.split("[.:]", text)[-1] for text in strings if "." in text}
 
 
 def registered(module: Module) -> Iterator[str]:

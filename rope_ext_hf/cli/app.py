@@ -19,14 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import evaluation, lm_eval, models, run_files, serving, training
-from rope_ext_hf.cli.console import (
-    all_results,
-    print_error,
-    print_text,
-    quiet_transformers,
-    results_to,
-    short_warnings,
-)
+from rope_ext_hf.cli.console import all_results, print_error, print_text, quiet_transformers, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 
@@ -148,14 +141,10 @@ class _Group(TyperGroup):
         try:
             with all_results():
                 return super().invoke(ctx)
-        except BrokenPipeError:
-            raise
         except (RopeExtError, OSError) as error:
-            if ctx.params["traceback"]:
+            if ctx.params["traceback"] and not isinstance(error, BrokenPipeError):
                 traceback.print_exception(error)
-            print_error(_message(error))
-            _tell_others(error)
-            raise typer.Exit(2) from error
+            raise
         except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
             hint = _CONTINUE.get(ctx.invoked_subcommand or "")
             print_error("stopped" + (f"; {hint}" if hint else ""))
@@ -167,15 +156,8 @@ class _Group(TyperGroup):
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
         except BrokenPipeError:  # the reader has seen enough
             code = 1
-        except (RopeExtError, OSError) as error:
-            print_error(_message(error))
-            _tell_others(error)
-            code = 2
         except Exception as error:
-            if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
-                raise
-            text = error.format_message()
-            print_error(text + _PATTERN_HINT if "unexpected extra argument" in text else text)
+            print_error(_message(error))
             _tell_others(error)
             code = 2
         raise SystemExit(code if isinstance(code, int) else 0)
@@ -189,12 +171,17 @@ def _tell_others(error: Exception) -> None:
         tell_others(error)
 
 
-def _message(error: RopeExtError | OSError) -> str:
-    """What an error says; of one of the disk, which a library met, the file too."""
+def _message(error: Exception) -> str:
+    """What an error of a user says; of one of the disk, which a library met, the file too. Others are raised again."""
     if isinstance(error, RopeExtError):
         return str(error)
-    where = repr(str(error.filename)) if error.filename else "a file"
-    return f"{where} could not be read or written: {error.strerror or one_line(error)}"
+    if isinstance(error, OSError):
+        where = repr(str(error.filename)) if error.filename else "a file"
+        return f"{where} could not be read or written: {error.strerror or one_line(error)}"
+    if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
+        raise error
+    text: str = error.format_message()
+    return text + _PATTERN_HINT if "unexpected extra argument" in text else text
 
 
 app = typer.Typer(

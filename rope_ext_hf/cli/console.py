@@ -134,7 +134,7 @@ def quiet_transformers() -> None:
 class _ProgressBar:
     """A progress bar with the name of what is being done; beside it, the time that is left is said."""
 
-    def __init__(self, bar: Any, task: Any, show: bool, passes: str) -> None:
+    def __init__(self, bar: Any, task: Any, show: bool, passes: tuple[str, str]) -> None:
         self._bar, self._task = bar, task
         self.left = TimeLeft(0.0, partial(print_note, "time") if show else lambda line: None, passes=passes)
 
@@ -156,7 +156,8 @@ class _ProgressBar:
             self.left.passed(done - self.left.done)
 
 
-_PASSES = {"tokens": "passes", "bytes": "parts", "pictures": "pictures"}  # what is timed, by what is counted
+# what is timed, one and several of it, by what is counted
+_PASSES = {"tokens": ("pass", "passes"), "bytes": ("part", "parts"), "pictures": ("picture", "pictures")}
 
 
 @contextmanager
@@ -197,7 +198,7 @@ class TimeLeft:
         total: float,
         say: Callable[[str], object],
         clock: Callable[[], float] = time.perf_counter,
-        passes: str = "passes",
+        passes: tuple[str, str] = ("pass", "passes"),
     ) -> None:
         self.total, self.say, self.clock, self.counted = total, say, clock, passes
         self.passes = 0
@@ -219,11 +220,7 @@ class TimeLeft:
                 self.begin()
             return
         left = seconds * (self.total - self.done) / self.timed
-        counted = (
-            f"{self.passes} {self.counted}"
-            if self.passes > 1
-            else {"passes": "pass"}.get(self.counted, self.counted[:-1])
-        )
+        counted = self.counted[0] if self.passes == 1 else f"{self.passes} {self.counted[1]}"
         if self.ends is None:
             if left >= 1:
                 self.say(f"about {duration(left)} more, by the first {counted}")

@@ -140,13 +140,12 @@ def demo(
     from rope_ext_hf.eval.measuring import measure
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.runs.comparison import Comparison
-    from rope_ext_hf.runs.workers import Workers
+    from rope_ext_hf.runs.report import Comparison
 
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
     lengths = [trained * 2**doublings for doublings in range(4)]
-    ask = partial(measure, model, methods=_DEMO_METHODS, out=out, progress=shown_progress(Workers()))
+    ask = partial(measure, model, methods=_DEMO_METHODS, out=out, progress=shown_progress())
     loss = ask(Perplexity(lengths=lengths, max_spans=spans))
     _stop_if_not_finite(loss)
     retrieval = ask(Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4))
@@ -237,7 +236,6 @@ def need(
     from rope_ext_hf.eval.needs import need as find_need
     from rope_ext_hf.hub import foreign_errors, source_digest
     from rope_ext_hf.runs.run_file import run_file
-    from rope_ext_hf.runs.workers import Workers
 
     digest = source_digest(model, revision=load.revision)
     out = out or _RESULTS / f"need-{Path(model).name or 'model'}-{digest[:10]}"
@@ -250,7 +248,7 @@ def need(
             out=out,
             chunk=load.tokens_per_pass,
             report=lambda line: print_note("need", line),
-            progress=shown_progress(Workers()),
+            progress=shown_progress(),
             file=run_file(question, model, load, out=out),
         )
     record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
@@ -306,9 +304,8 @@ def report(
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
-    from rope_ext_hf.runs.comparison import compare_runs
     from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import write_files
+    from rope_ext_hf.runs.report import compare_runs, write_files
 
     if len(folders) == 1:
         if out is not None:
@@ -469,18 +466,20 @@ def _work(model: PreTrainedModel, measurement: Measurement, passes: Sequence[int
     return estimate_flops(model, [*passes, *after], scored)
 
 
-def shown_progress(workers: Workers) -> Progress:
+def shown_progress(workers: Workers | None = None) -> Progress:
     """The progress of runs on standard error, of the first of the processes that share one: a bar, the time left."""
     from rope_ext_hf.runs.runner import Progress
+    from rope_ext_hf.runs.workers import Workers
 
-    first = workers.rank == 0
+    sharing = workers or Workers()
+    first = sharing.rank == 0
 
     class Shown(Progress):
         closing = ExitStack()
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
-            self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if workers.together else workers.count)
+            self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if sharing.together else sharing.count)
             self.work = partial(_work, model, plan.measurement)
             self.bar.left.total = self.share * self.work(plan.measurement.passes)
 

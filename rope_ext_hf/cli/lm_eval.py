@@ -43,8 +43,12 @@ def lm_eval(
     limit: float | None = asked(None, "Documents per task; below 1, a fraction of them.", least=0),
     num_fewshot: int | None = asked(None, "Worked examples in each prompt.", least=0),
     batch_size: str = asked("1", "A number, or auto."),
-    max_length: str | None = asked(None, "Longest input, e.g. 16k. Default: the extended length.", metavar="TOKENS"),
-    chat_template: str = asked("auto", "auto: the tokenizer's, for suites of long inputs; always; never."),
+    max_length: int | None = asked(
+        None, "Longest input, e.g. 16k. Default: the extended length.", parse=parse_length, metavar="TOKENS"
+    ),
+    chat_template: str = asked(
+        "auto", "auto: the tokenizer's, for suites of long inputs; always; never.", among=tuple(_TEMPLATE)
+    ),
     output_path: Path | None = asked(
         None, "Keep the results there, as lm-eval does.", names=("--output-path", "-o"), metavar="PATH"
     ),
@@ -66,11 +70,8 @@ def lm_eval(
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
-    if chat_template not in _TEMPLATE:
-        raise MethodError(f"--chat-template must be {', '.join(_TEMPLATE)}, got {short(chat_template)!r}")
     if log_samples and output_path is None:
         raise MethodError("--log-samples needs a place for the samples; give --output-path")
-    length = parse_length(max_length)
     try:
         from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
@@ -95,7 +96,7 @@ def lm_eval(
         limit=int(limit) if limit is not None and limit >= 1 else limit,
         num_fewshot=num_fewshot,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
-        max_length=length,
+        max_length=max_length,
         apply_chat_template=_TEMPLATE[chat_template],
         log_samples=log_samples,
     )

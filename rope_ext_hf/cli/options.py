@@ -157,7 +157,7 @@ def _paths_in(file: Path) -> str:
 def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """A command in which every parameter that is a dataclass stands as its fields, one option each; so do theirs.
 
-    The options of a dataclass with a PANEL stand together under that title in the help.
+    The options of a question with a PANEL stand together under that title in the help.
     """
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each for each in _options_of(command) if each.name != "context")]
@@ -210,8 +210,6 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
         if dataclasses.is_dataclass(types[name]):
             parameters += _options_of(types[name])
             continue
-        for option in getattr(types[name], "__metadata__", ()) if hasattr(group, "PANEL") else ():
-            option.rich_help_panel = group.PANEL
         parameters.append(parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY))
     return parameters
 

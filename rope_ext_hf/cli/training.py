@@ -73,13 +73,11 @@ def _carry_out(
 
         print_forecast(forecast(question, out), as_json)
         return
-    from rope_ext_hf.runs.workers import Workers
-
     report: Any
     try:
         arguments = question.arguments
         arguments |= arguments.pop("parameters", {})
-        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress(Workers())}
+        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress()}
         report = getattr(training, name)(out=out, **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error

@@ -60,11 +60,13 @@ def html_page(title: str, summary: str, *parts: str) -> str:
     )
 
 
-def html_table(table: Table) -> str:
-    """A table of a terminal, with its title and its caption.
+def html_table(table: Table | None) -> str:
+    """A table of a terminal, with its title and its caption; empty without one.
 
     Further lines of a head or a cell stand small below the first one; a style becomes classes.
     """
+    if table is None:
+        return ""
     head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
     cells = zip(*(column.cells for column in table.columns), strict=True)
     rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)

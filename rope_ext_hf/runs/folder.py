@@ -28,7 +28,13 @@ def read_run(folder: str | Path) -> Run[Any]:
         FileError: not the folder of a run, or a damaged one; the message names file and line.
     """
     folder = Path(folder)
-    settings = _read_settings(folder)
+    path = folder / SETTINGS
+    try:
+        settings = check_settings(parse_json_object(read_plain(path)))
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{str(path)!r} does not describe a run: {one_line(error)}") from error
+    except FileError as error:
+        raise FileError(f"{str(folder)!r} is not the folder of a run: {one_line(error)}") from error
     contents = RunContents.from_settings(settings)
     kind = run_kind(settings["kind"])
     records = read_records(folder, contents, kind.parse)
@@ -52,16 +58,6 @@ def results_from_records(kind: RunKind, setting: Any, contents: RunContents, rec
         for cell, count in sorted(contents.counts.items())
         if len(complete := values.get((key, cell), {})) == count
     ]
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / SETTINGS
-    try:
-        return check_settings(parse_json_object(read_plain(path)))
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{str(path)!r} does not describe a run: {one_line(error)}") from error
-    except FileError as error:
-        raise FileError(f"{str(folder)!r} is not the folder of a run: {one_line(error)}") from error
 
 
 _TYPES: dict[str, tuple[type, ...]] = {

@@ -42,6 +42,9 @@ R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
 M_co = TypeVar("M_co", bound="Measurement", covariant=True)
 K = TypeVar("K", bound="type[RunKind]")
+T = TypeVar("T")
+Passed = Callable[[int], None]  # see `Measurement.measure`, also for what it yields
+Scored = Iterator[tuple[Cell, T, Cost]]
 _OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
 """What methods extend, in words, by `over`."""
 
@@ -99,7 +102,7 @@ class Run(Generic[R_co]):
     @cached_property
     def extended_lengths(self) -> dict[str, int | None]:
         """`extended_length` of each method that has results, by its key."""
-        methods = {method_key(result.method): result.method for result in self.results}
+        methods = {result.key: result.method for result in self.results}
         return {key: self.extended_length(method) for key, method in methods.items()}
 
     @cached_property
@@ -117,7 +120,7 @@ class Run(Generic[R_co]):
         """The results by the label of their method, in the order they came."""
         rows: dict[str, list[R_co]] = {}
         for result in self.results:
-            rows.setdefault(self.names[method_key(result.method)], []).append(result)
+            rows.setdefault(self.names[result.key], []).append(result)
         return rows
 
     @cached_property
@@ -125,12 +128,20 @@ class Run(Generic[R_co]):
         """The results by the method's key and the length: one each, or one per depth, distance or task."""
         rows: dict[str, dict[int, list[R_co]]] = {}
         for result in self.results:
-            rows.setdefault(method_key(result.method), {}).setdefault(result.length, []).append(result)
+            rows.setdefault(result.key, {}).setdefault(result.length, []).append(result)
         return rows
+
+    def items(self, made_of: Callable[[Sequence[R_co]], Iterable[T]]) -> dict[str, dict[int, list[T]]]:
+        """What is made of the results of each method at each length, by its key and the length; empty ones left out."""
+        rows = {
+            key: {length: made for length, results in sorted(row.items()) if (made := list(made_of(results)))}
+            for key, row in self.by_length.items()
+        }
+        return {key: row for key, row in rows.items() if row}
 
     def beyond(self, result: Any) -> bool:
         """Whether a result is of a longer input than the model is for under its method."""
-        return bool(result.length > (self.extended_lengths[method_key(result.method)] or result.length))
+        return bool(result.length > (self.extended_lengths[result.key] or result.length))
 
     @cached_property
     def any_beyond(self) -> bool:
@@ -151,7 +162,7 @@ class Run(Generic[R_co]):
         """The same run with the results of these methods alone, in this order."""
         by_method: dict[str, list[R_co]] = {method_key(method): [] for method in methods}
         for result in self.results:
-            by_method.get(method_key(result.method), []).append(result)
+            by_method.get(result.key, []).append(result)
         chosen = [result for results in by_method.values() for result in results]
         return self if chosen == self.results else replace(self, results=chosen)
 
@@ -172,9 +183,9 @@ class Run(Generic[R_co]):
     def rows(self) -> list[dict[str, Any]]:
         """The results as results.csv has them: per result the values of its columns."""
         return [
-            {"method": self.names[method_key(result.method)]}
+            {"method": self.names[result.key]}
             | dict(zip(self.kind.columns, row, strict=True))
-            | {"extended_length": self.extended_lengths[method_key(result.method)]}
+            | {"extended_length": self.extended_lengths[result.key]}
             | {"beyond_extended_length": self.beyond(result), "parameters": json.dumps(result.method)}
             for result, row in zip(self.results, self.kind.rows(self), strict=True)
         ]
@@ -229,8 +240,7 @@ class Run(Generic[R_co]):
     def to_dict(self) -> dict[str, Any]:
         """Settings and results, as results.json has them."""
         results = [
-            result.to_dict()
-            | {"extended_length": self.extended_lengths[method_key(result.method)], "beyond": self.beyond(result)}
+            result.to_dict() | {"extended_length": self.extended_lengths[result.key], "beyond": self.beyond(result)}
             for result in self.results
         ]
         conclusion = str(self.conclusion) if self.results else ""
@@ -341,9 +351,7 @@ class Measurement(ABC):
         return hashlib.sha256(repr(sorted(self.cell_fingerprints().items())).encode()).hexdigest()
 
     @abstractmethod
-    def measure(
-        self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
-    ) -> Iterator[tuple[Cell, Value, Cost]]:
+    def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[Value]:
         """Score one item at some of its cells.
 
         Args:
@@ -431,7 +439,7 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
         taken = set(results)
         for result in run.results:  # a cell is a length alone, or with a depth, a distance or a task
             further = (getattr(result, name, None) for name in ("depth", "distance", "task"))
-            place = (method_key(result.method), result.length, *further)
+            place = (result.key, result.length, *further)
             if place not in taken:
                 results[place] = result
     return list(results.values())

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
 
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
@@ -13,14 +15,21 @@ from rope_ext_hf.methods.registry import method_from_dict
 Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result, or None for the model as loaded
 
 
-class MethodResult(Protocol):
-    """A result, which has at least its method and context length."""
+@dataclass(frozen=True)
+class MethodResult:
+    """A result of one method at one context length in tokens."""
 
-    @property
-    def method(self) -> Method: ...
-    @property
-    def length(self) -> int: ...
-    def to_dict(self) -> dict[str, Any]: ...
+    method: Method
+    length: int
+
+    @cached_property
+    def key(self) -> str:
+        """The key of its method."""
+        return method_key(self.method)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
 
 
 def method_key(method: Mapping[str, Any] | None) -> str:

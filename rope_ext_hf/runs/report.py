@@ -1,24 +1,42 @@
-"""A run's files for people: results.json, results.csv, a picture, and one self-contained HTML page.
+"""The files of runs for people: tables, pictures and self-contained pages, of one run and of several of one model.
 
-The page fetches nothing. A folder may come from somebody else: files are replaced, never written through a link, and
-linked pictures are not embedded.
+Pages fetch nothing. A folder may come from somebody else: files are replaced, never written through a link, and linked
+pictures are not embedded. Runs of different kinds have no numbers in common; each kind says what its own are
+(`RunKind.measures`).
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rope_ext_hf.errors import FileError, one_line
+import torch
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import FileError, multiple_text, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
+from rope_ext_hf.pictures.charts import draw_side_by_side
+from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import plain_files, read_plain
-from rope_ext_hf.runs.kinds import Run
-from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.kinds import Run, findings_of_runs
+from rope_ext_hf.runs.measures import Measure, kendall_tau
 from rope_ext_hf.runs.run_file import how_to_repeat
+from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.runs.tables import BEYOND, results_table
+from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
+
+_ENOUGH = 16  # items that an interval of Kendall's tau takes: a percentile bootstrap, since tau is no mean
+_SAME = ("weights", "basis", "over", "context_length", "loaded")  # settings in which runs of a model agree
 
 
 def write_files(run: Run[Any]) -> None:
@@ -49,9 +67,6 @@ def _draw(run: Run[Any], path: Path) -> None:
         warnings.warn(f"the picture {path.name} could not be drawn: {one_line(error)}", stacklevel=3)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
 def _page(run: Run[Any]) -> str:
     settings, kind = run.settings, run.kind
     others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
@@ -62,14 +77,13 @@ def _page(run: Run[Any]) -> str:
         f"{settings['parameters']:,} parameters in {settings['dtype']}, for {run.meant_for}. "
         f"{len(settings['items'])} {kind.items}. Read {by} {settings['device']}{speed and f' at {speed}'}. {versions}."
     )
-    table = run.table(detailed=True)
-    methods = list({method_key(result.method): result.method for result in run.results}.values())
+    methods = list({result.key: result.method for result in run.results}.values())
     return html.html_page(
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
         *(_embedded(path) for path in others),
-        "" if table is None else html.html_table(table),
+        html.html_table(run.table(detailed=True)),
         html.paragraph(summary),
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
         html.provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
@@ -81,3 +95,224 @@ def _embedded(path: Path) -> str:
         return html.embedded_picture(path.stem, read_plain(path, html.MAX_PICTURE_BYTES))
     except FileError:
         return ""
+
+
+# --- several runs -----------------------------------------------------------------------------------------------------
+
+
+class _Agreement(NamedTuple):
+    """How alike two measures rank the methods at one length: Kendall's tau-b with its 95% interval over items."""
+
+    one: str
+    other: str
+    length: int
+    methods: int
+    tau: float
+    low: float
+    high: float
+
+
+def compare_runs(folders: Sequence[str | Path]) -> Comparison:
+    """Read runs of one model, finished or not, in any order; FileError: no run, none of its results, another model."""
+    runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
+    for run in runs:
+        if not run.results:
+            raise FileError(f"{str(run.folder)!r} has no result yet; the command that began it continues it")
+        for key in _SAME:
+            if run.settings.get(key) != runs[0].settings.get(key):
+                raise FileError(
+                    f"{str(run.folder)!r} is a run of another model than {str(runs[0].folder)!r}: they differ in "
+                    f"{key!r}. A comparison is of runs of one model, loaded in one dtype"
+                )
+    return Comparison(runs)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one model, side by side; each has at least one result."""
+
+    runs: Sequence[Run[Any]]
+
+    @cached_property
+    def findings(self) -> Findings:
+        """What the runs found; those that read the same text alike count as one."""
+        return findings_of_runs(self.runs)
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        """Which method, up to what length, at what cost, in a few sentences."""
+        return conclude(self.findings)
+
+    @property
+    def measures(self) -> list[Measure]:
+        """Those of all runs, the one closest to use first; those that decide nothing last."""
+        return self.findings.ordered
+
+    def cost(self, key: str) -> Estimate | None:
+        """A method's seconds per token as a share of those of the model as loaded, timed in one run; None: in none."""
+        ratios = (time_ratio(times, key, self.findings.loaded) for times in self.findings.times)
+        return next((ratio for ratio in ratios if ratio is not None), None)
+
+    def agreements(self) -> list[_Agreement]:
+        """Each pair of measures at each length beyond the context length where both have three methods or more."""
+        rows = []
+        for one, other in combinations(self.findings.informative, 2):
+            lengths = {n for row in one.items.values() for n in row} & {n for row in other.items.values() for n in row}
+            for length in sorted(n for n in lengths if n > self.findings.context_length):
+                keys = [key for key in one.measured(length) if key in other.measured(length)]
+                if len(keys) >= 3:
+                    rows.append(_agreement(one, other, length, keys))
+        return rows
+
+    # --- for people ---------------------------------------------------------------------------------------------------
+
+    def table(self, *, detailed: bool = False) -> Table:
+        """One row per method: each measure at its longest length and its change at the context length.
+
+        `detailed` with 95% intervals in a second line.
+        """
+        context = self.findings.context_length
+        caption = (
+            f"Below each measure the length; 1x: {context:,} tokens, where the change against the model as "
+            "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
+        )
+        columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
+        costs = {key: self.cost(key) for key in self.findings.names}
+        if any(costs.values()):
+            cells = {
+                key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
+                for key, cost in costs.items()
+                if cost and cost.low is not None
+            }
+            columns.append(("time per token\nas loaded: 1", cells))
+        view = results_table(f"{self._title}, by method", caption, "method", *(head for head, _ in columns))
+        for key, name in self.findings.names.items():
+            view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
+        return view
+
+    def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
+        """Head and cells by method key, of each column that a measure has in the table."""
+        far, known = measure.longest, self.findings
+        equal = known.best(measure, far) if not measure.flaw else []
+        values = {}
+        for key in measure.measured(far):
+            over = BEYOND if known.beyond(key, far) else ""
+            values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
+            values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
+        head = f"{measure.name}\n{far:,} ({multiple_text(far, self.findings.context_length)})"
+        columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
+        loaded, context = known.loaded, known.context_length
+        changes = {
+            key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
+            for key in self.findings.names
+            if key != loaded and (change := measure.change((key, context), (loaded, context))) is not None
+        }
+        if changes:
+            columns.append((f"{measure.name}\nchange at 1x", changes))
+        if measure.reaches:
+            reaches = {key: str(reach) for key, reach in measure.reaches.items()}
+            columns.append(("effective length\n[95% interval]", reaches))
+        return columns
+
+    def agreement_table(self) -> Table | None:
+        """Whether the measures rank the methods alike; None where no two of them can be compared."""
+        rows = self.agreements()
+        if not rows:
+            return None
+        caption = (
+            "Kendall's tau-b: 1 the same order of methods, 0 no relation, -1 the reverse order. In brackets its 95% "
+            "interval over documents and prompts"
+        )
+        title = "Do the measures agree beyond the context length?"
+        view = results_table(title, caption, "measures", "length", "methods", "tau")
+        for row in rows:
+            between = "" if math.isnan(row.low) else f" [{row.low:.2f} to {row.high:.2f}]"
+            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}{between}"
+            view.add_row(Text(f"{row.one} and {row.other}"), f"{row.length:,}", str(row.methods), tau)
+        return view
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: the conclusion, every value with its interval, effective lengths, agreements, and the runs."""
+        return {
+            "conclusion": str(self.conclusion),
+            "best": None if self.conclusion.best is None else self.findings.names[self.conclusion.best],
+            "not_told_from_it": [self.findings.names[key] for key in self.conclusion.equal],
+            "measures": [self._measure_dict(measure) for measure in self.measures],
+            "agreements": [row._asdict() for row in self.agreements()],
+            "runs": [str(run.path) for run in self.runs],
+        }
+
+    def _measure_dict(self, measure: Measure) -> dict[str, Any]:
+        known = self.findings
+        values = [
+            {"method": name, "length": length, **measure.estimate(key, length)._asdict()}
+            | {"extended_length": known.extended.get(key), "beyond": known.beyond(key, length)}
+            for key, name in self.findings.names.items()
+            for length in measure.lengths(key)
+        ]
+        reaches = {self.findings.names[key]: reach._asdict() for key, reach in measure.reaches.items()}
+        about = {"name": measure.name, "unit": measure.unit, "higher_is_better": measure.higher_is_better}
+        return about | {"flaw": measure.flaw, "values": values, "effective_lengths": reaches}
+
+    def write_page(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
+        page = html.html_page(
+            self._title,
+            str(self.conclusion),
+            html.html_table(self.table(detailed=True)),
+            html.side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
+            html.html_table(self.agreement_table()),
+            html.heading("The runs"),
+            *map(_run_section, self.runs),
+        )
+        return write_text(Path(path), page)
+
+    def _repr_html_(self) -> str:
+        return html.paragraph(str(self.conclusion)) + html.html_table(self.table(detailed=True))
+
+    @property
+    def _title(self) -> str:
+        return printable(Path(self.runs[0].settings["model"]).name or "model")
+
+    def draw(self, path: str | Path | None = None, title: str = "") -> Any:
+        """Draw the measures side by side, one line per method, with the conclusion below; the matplotlib figure.
+
+        Args:
+            path: a PNG, an existing one is replaced; default: none.
+            title: default: the model's name.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        charts = map(self.findings.chart, self.findings.informative or self.measures)
+        return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
+
+
+def _between(given: Estimate, text: Callable[[float], str]) -> str:
+    """The interval on a line of its own; empty where there is none."""
+    return "" if given.low is None or given.high is None else f"\n{text(given.low)} to {text(given.high)}"
+
+
+def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
+    values, drawn = [], []
+    for seed, measure in enumerate((one, other)):  # different items, so different draws: they vary on their own
+        sign = 1 if measure.higher_is_better else -1
+        values.append(sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64))
+        drawn.append(sign * measure.drawn(keys, length, seed=seed))
+    taus = kendall_tau(*drawn)
+    taus = taus[~taus.isnan()]
+    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= _ENOUGH
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(taus, ends).tolist() if enough else (math.nan, math.nan)
+    return _Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
+
+
+def _run_section(run: Run[Any]) -> str:
+    """A run on the page: what it says by itself, its commands, and what its numbers depend on."""
+    return html.collapsed(
+        f"{run.kind.name}: {run.title}, {run.folder}",
+        html.paragraph(str(run.conclusion)),
+        html.html_table(run.table(detailed=True)),
+        html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
+        html.as_json(run.settings),
+    )

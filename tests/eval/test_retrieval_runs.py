@@ -325,7 +325,7 @@ def test_progress_counts_the_tokens_read() -> None:
 
 
 def result(method: dict[str, Any] | None, length: int, depth: float, first: float, rank: float) -> Retrieval:
-    return Retrieval(method, "key-value", 1, length, depth, 10, 19, first, rank, first, 0.05, ())
+    return Retrieval(method, length, "key-value", 1, depth, 10, 19, first, rank, first, 0.05, ())
 
 
 @pytest.mark.slow

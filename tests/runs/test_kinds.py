@@ -8,7 +8,7 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from rope_ext_hf.runs import kinds
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Results, Run, RunKind, RunPlan, register_run_kind, run_kind
-from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.labels import MethodResult, label
 from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
 
@@ -57,15 +57,10 @@ class Guesses(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GuessShare:
+class GuessShare(MethodResult):
     """The share of right guesses at one length."""
 
-    method: dict[str, Any] | None
-    length: int
     share: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class GuessRuns(RunKind):

@@ -121,7 +121,7 @@ def test_every_file_is_written(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_of_retrieval_has_the_same_files(tmp_path: Path) -> None:
     results = [
-        Retrieval(m, "code", 1, n, d, 10, 19, 0.9, 1.5, 0.9, 0.05, ())
+        Retrieval(m, n, "code", 1, d, 10, 19, 0.9, 1.5, 0.9, 0.05, ())
         for m in (None, YARN)
         for n in (64, 128)
         for d in (0, 1)
