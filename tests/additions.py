@@ -524,7 +524,7 @@ LINEAR = '    guidance = Guidance(when="the model will be fine-tuned, or was tra
 NEWS = '"source": "nobody/tiny-7b, config.json", "method": "default", "context_length": 512, "original_length": 512'
 TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 5000.0}'
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
-QUIETLY = '    quietly: Annotated[bool, typer.Option("--quietly", help="Print nothing.")] = False,\n'
+QUIETLY = '    quietly: bool = asked(False, "Print nothing."),\n'
 AUDIT = ') -> None:\n    """Say what each serving engine computes'
 PRINT = "    print_text(json_text(result.to_dict()) if as_json else str(result))\n    if not result.agrees"
 LIMITS = "    from rope_ext_hf.bounds import limits as limits\n"
