@@ -64,8 +64,10 @@ def test_rows_up_to_the_context_length_are_as_loaded_to_the_bit(name: str, metho
         assert not torch.equal(logits(model, tokens(LONG)), logits(build(name), tokens(LONG)))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("llama", "eager"), ("llama", "sdpa"), ("gemma3", "eager"), ("gemma3", "sdpa"), ("gpt_oss", "eager")],
+)
 def test_the_attention_that_the_model_was_loaded_with_is_run(name: str, attention: str) -> None:
     config = build_config(name)
     config._attn_implementation = attention
