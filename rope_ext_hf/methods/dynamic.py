@@ -33,7 +33,7 @@ class DynamicNTK(RopeMethod):
     `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
     """
 
-    guidance = Guidance(decode=ROTATED_AGAIN)
+    guidance = Guidance(when="the model is published with it (rope type dynamic)", decode=ROTATED_AGAIN)
     length_dependent = True
 
     least: ClassVar = {"factor": 1, "initial": 1}
@@ -109,7 +109,9 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
-    guidance = Guidance(purposes=(SHORT_INPUTS,), decode=ROTATED_AGAIN)
+    guidance = Guidance(
+        purposes=(SHORT_INPUTS,), when="attention must stay the model's own, with its kernels", decode=ROTATED_AGAIN
+    )
     length_dependent = True
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -128,7 +130,11 @@ class LongRoPE(RopeMethod):
     length. C is the context length of the model as loaded; for a plain model the trained length L0.
     """
 
-    guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its lists")
+    guidance = Guidance(
+        purposes=(SEARCHED,),
+        when="short inputs have a list of divisors of their own, as in Phi-3",
+        unmeasured="as good as its lists",
+    )
     composable = True
 
     short_factor: tuple[float, ...]

@@ -395,7 +395,9 @@ def check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotar
 class Factors(RopeMethod):
     """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
 
-    guidance = Guidance(purposes=(SEARCHED,), unmeasured="as good as its list")
+    guidance = Guidance(
+        purposes=(SEARCHED,), when="each pair has a divisor of its own", unmeasured="as good as its list"
+    )
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0

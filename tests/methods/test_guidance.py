@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,13 @@ def published(rope_type: str) -> bool:
     return any(rope_type in (recipe.entry or {}).values() or rope_type in str(recipe.where) for recipe in recipes())
 
 
+def rope_scaling_of(name: str) -> dict[str, Any]:
+    """Of a published configuration."""
+    config = json.loads((ROOT / f"conformance/configurations/{name}.json").read_text(encoding="utf-8"))["config"]
+    scaling: dict[str, Any] = config.get("rope_scaling") or config["rope_parameters"]
+    return {"type": scaling.get("rope_type"), **scaling}
+
+
 BASES: dict[str, tuple[str, Callable[[], bool]]] = {
     "linear": ("the model will be fine-tuned, or was trained under it", lambda: published("linear")),
     "ntk": (
@@ -171,6 +179,24 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "alibi": ("far keys are to fade out, or the model was trained with the bias", lambda: fades_out("alibi")),
     "kerple": ("far keys are to fade out, or the model was trained with the bias", lambda: fades_out("kerple")),
+    "dynamic-ntk": (
+        "the model is published with it (rope type dynamic)",
+        lambda: all(
+            rope_scaling_of(name)["type"] == "dynamic" for name in ("internlm2-chat-1.8b", "internlm3-8b", "hunyuan-7b")
+        ),
+    ),
+    "dynamic-yarn": (
+        "attention must stay the model's own, with its kernels",
+        lambda: not issubclass(list_methods()["dynamic-yarn"], RemappingMethod),  # the only ones that attend themselves
+    ),
+    "longrope": (
+        "short inputs have a list of divisors of their own, as in Phi-3",
+        lambda: {"short_factor", "long_factor"} <= set(list_methods()["longrope"].__dataclass_fields__),
+    ),
+    "factors": (
+        "each pair has a divisor of its own",
+        lambda: "factors" in list_methods()["factors"].__dataclass_fields__,
+    ),
     "theta": (
         "the model will be fine-tuned for long",
         lambda: bool(getattr(list_methods()["theta"].guidance, "unmeasured", "")),  # so that it is never advised
