@@ -199,16 +199,6 @@ def test_names_of_the_api_page_exist() -> None:
         assert found, name
 
 
-def test_every_method_is_on_the_api_page() -> None:
-    """By the members of the module that defines it."""
-    from rope_ext_hf.methods.registry import list_methods
-
-    blocks = re.findall(r"^::: (\S+)\n    options: \{ members: \[(.+?)\]", read("docs/api.md"), flags=re.MULTILINE)
-    listed = {f"{module}.{name}" for module, names in blocks for name in names.split(", ")}
-    listed |= set(re.findall(r"^::: (\S+)$", read("docs/api.md"), flags=re.MULTILINE))
-    assert {f"{cls.__module__}.{cls.__name__}" for cls in list_methods().values()} <= listed
-
-
 def test_methods_protocols_and_commands_have_their_place() -> None:
     from rope_ext_hf.methods.registry import list_methods
     from rope_ext_hf.reading.protocols import PROTOCOLS

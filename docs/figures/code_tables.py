@@ -54,6 +54,15 @@ def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
 
 
 @figure
+def api_methods() -> str:
+    """The class of every method, for mkdocstrings."""
+    from rope_ext_hf.methods.registry import list_methods
+
+    classes = "\n".join(f"::: {cls.__module__}.{cls.__name__}" for cls in list_methods().values())
+    return f"\n\n{classes}\n\n"
+
+
+@figure
 def choosing() -> str:
     from rope_ext_hf import Rotary
 
