@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import uuid
+from functools import partial
 
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite
 
@@ -25,13 +26,11 @@ class JsonKv(Suite):
     tasks = ("kv",)
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        def sample(index: int, keys: int) -> Sample:
-            return _sample(wanted, random.Random(f"{wanted.seed} {index}"), keys)
-
-        return fill(task, wanted, sample, _EXAMPLES + 1, _EXAMPLES + 1)
+        return fill(task, wanted, partial(_sample, wanted), _EXAMPLES + 1, _EXAMPLES + 1)
 
 
-def _sample(wanted: PromptSettings, rng: random.Random, keys: int) -> Sample:
+def _sample(wanted: PromptSettings, index: int, keys: int) -> Sample:
+    rng = random.Random(f"{wanted.seed} {index}")
     place = rng.random()
     pairs = [(_uuid(rng), _uuid(rng)) for _ in range(keys)]
     examples, (key, value), others = pairs[:_EXAMPLES], pairs[_EXAMPLES], pairs[_EXAMPLES + 1 :]
