@@ -261,13 +261,13 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
     "dynamic-ntk": (41, 44, 69),
     "dynamic-ntk even": (40, 40, 46),
     "dynamic-yarn": (41, 44, 98),
-    "rerope": (45, 50, 65),
-    "leaky-rerope": (45, 50, 57),
+    "rerope": (45, 50, 69),
+    "leaky-rerope": (45, 50, 61),
     "self-extend": (45, 50, 71),
-    "stairs": (46, 56, 50),
-    "dca": (46, 52, 66),
+    "stairs": (46, 56, 54),
+    "dca": (46, 52, 69),
     "dynamic-self-extend": (45, 49, 88),
-    "jet-long": (44, 48, 64),
+    "jet-long": (44, 48, 68),
 }
 
 
