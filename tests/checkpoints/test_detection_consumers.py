@@ -64,9 +64,12 @@ def test_the_pairing_of_indexers_shows(model_type: str, pairing: str, tmp_path: 
     assert indexers.pairing == (pairing if stays else {"interleaved": "half"}.get(pairing))
 
 
+SPARSE: dict[str, dict[str, Any]] = {"minimax_m3_vl_text": {"layer_types": ["minimax_m3_sparse", "full_attention"]}}
+
+
 @pytest.mark.parametrize("model_type", [*CLASS_ROTATES, "minimax_m3_vl_text", "qwen4_exp_text"])
 def test_random_indexers_do_not_tell(model_type: str) -> None:
-    report = rope.detect_pairing(build_known(model_type))
+    report = rope.detect_pairing(build_known(model_type, **SPARSE.get(model_type, {})))
     assert [each.path for each in report.consumers] == ["indexers"]
     [indexers] = report.consumers
     assert indexers.pairing is None
