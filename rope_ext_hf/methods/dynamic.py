@@ -109,9 +109,7 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
-    guidance = Guidance(
-        purposes=(SHORT_INPUTS,), when="attention must stay the model's own, with its kernels", decode=ROTATED_AGAIN
-    )
+    guidance = Guidance(purposes=(SHORT_INPUTS,), when="attention must stay the model's own", decode=ROTATED_AGAIN)
     length_dependent = True
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:

@@ -32,9 +32,7 @@ class DualChunk(RemappingMethod):
     at s + w.
     """
 
-    guidance = Guidance(
-        purposes=(PYTHON,), when="prompts are long and speed matters: cached keys are never rotated again", decode=ZONES
-    )
+    guidance = Guidance(purposes=(PYTHON,), when="speed matters: cached keys are never rotated again", decode=ZONES)
     local_zone_exact = False
 
     chunk: int | None = None

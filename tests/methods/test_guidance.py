@@ -159,7 +159,7 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
         lambda: "Jet-Long" in (list_methods()["jet-long"].__doc__ or ""),
     ),
     "dca": (
-        "prompts are long and speed matters: cached keys are never rotated again",
+        "speed matters: cached keys are never rotated again",
         lambda: not bound("dca").local_zone_exact,
     ),
     "stairs": (
@@ -186,7 +186,7 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
         ),
     ),
     "dynamic-yarn": (
-        "attention must stay the model's own, with its kernels",
+        "attention must stay the model's own",
         lambda: not issubclass(list_methods()["dynamic-yarn"], RemappingMethod),  # the only ones that attend themselves
     ),
     "longrope": (
