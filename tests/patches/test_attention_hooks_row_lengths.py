@@ -95,7 +95,7 @@ def test_generation_within_the_context_length_is_as_loaded(name: str, cache: str
     assert all(torch.equal(one, other) for one, other in zip(actual.logits, expected.logits, strict=True))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @each_family
 @each_method
