@@ -416,15 +416,17 @@ def _calls_by_zones(
     calls = kernel_calls(rule.tiles(start, stop), low, _MAX_QUERY_BLOCK, joined, windows)
     together: list[tuple[_Zones, list[KernelCall]]] = []
     for zones, alike in groupby(calls, lambda call: call.zones):
-        room = joined // (stop - start) - len(zones)
-        far = (i for i, (before, _) in enumerate(together) if before != (0,) and len(before) <= room)
-        at = next(far, len(together))  # the nearest zone has other keys
-        before, others = together.pop(at) if at < len(together) else ((), [])
+        room = joined // (stop - start) - len(zones)  # the nearest zone has other keys, and stays alone
+        roomy = (i for i, (before, _) in enumerate(together) if before != (0,) and len(before) <= room)
+        at = next(roomy, len(together))
+        if at == len(together):
+            together.append(((), []))
+        before, placed = together[at]
         begin = first_local if zones == (0,) else low
         for call in alike:
             queries, keys = call.queries.after(start), call.keys.after(begin)
-            others = [*others, call._replace(queries=queries, keys=keys, first_row=len(before))]
-        together.insert(at, (before + zones, others))
+            placed.append(call._replace(queries=queries, keys=keys, first_row=len(before)))
+        together[at] = before + zones, placed
     return first_local, together
 
 

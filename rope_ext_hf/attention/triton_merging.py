@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
-import torch
 from torch import Tensor
+
+from rope_ext_hf.rotary.triton_rotation import launching_on, power_of_two
 
 try:
     import triton
@@ -26,10 +25,9 @@ def merge_fused(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor) -> N
         parts_lse: float32 (rows x spans x parts, heads, queries).
     """
     rows, spans, heads, queries, dim = out.shape
-    width = 1 << (dim - 1).bit_length()  # a power of two
+    width = power_of_two(dim)
     block = max(1, _BYTES_PER_PROGRAM // (width * parts.element_size()))
-    # Triton launches on the current device; its interpreter works on the CPU.
-    with torch.cuda.device(out.device) if out.device.type == "cuda" else nullcontext():
+    with launching_on(out.device):
         _merge[(rows * spans * -(-queries // block) * heads,)](
             out, lse, parts, parts_lse, *out.stride()[:-1], *lse.stride(), *parts.stride()[:-1], *parts_lse.stride(),
             heads, spans, queries, len(parts) // (rows * spans), dim, block, width,

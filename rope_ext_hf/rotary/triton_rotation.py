@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -61,10 +61,9 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
     pairs = cos.shape[-1]
     others = width - 2 * pairs
     # One size of block for any number of tokens: another size would be another kernel to compile.
-    pairs_block, others_block = _power_of_two(pairs), _power_of_two(others)
+    pairs_block, others_block = power_of_two(pairs), power_of_two(others)
     tokens_block = max(1, _ELEMENTS_PER_PROGRAM // max(2 * pairs_block, others_block))
-    # Triton launches on the current device; its interpreter works on the CPU.
-    with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+    with launching_on(x.device):
         _rotate[(rows * -(-tokens // tokens_block) * heads,)](
             x, out, cos, sin, *x.stride(), *out.stride(), *_strides(cos), *_strides(sin),
             heads, tokens, tokens - in_place, start, 2 * pairs, others, half, in_place > 0,
@@ -73,7 +72,12 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
     return out
 
 
-def _power_of_two(count: int) -> int:
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current device; its interpreter works on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`; Triton's own function takes forty times as long."""
     return 1 << max(0, count - 1).bit_length()
 
