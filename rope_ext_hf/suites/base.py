@@ -79,9 +79,12 @@ class Suite(ABC):
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
-            MethodError: the task does not fit into the length; the message has one that it fits into.
+            MethodError: the task does not fit into the length; the message has one that it fits into. Or the tokenizer
+                gives no tokens of a text, so that no prompt would ever fill its length.
         """
         wanted = PromptSettings(tokenizer, **settings)
+        if not wanted.tokens(task):
+            raise MethodError("the tokenizer gives no tokens of a text: take the one that the model was trained with")
         try:
             return self.make(task, wanted)
         except _TooShortError as error:
