@@ -143,18 +143,18 @@ class Result(MethodResult):
             high=high,
             perplexity=_perplexity_from_loss(loss),
             bits_per_token=loss / math.log(2),
-            bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
+            bits_per_byte=nats / math.log(2) / max(1, sum([document.bytes for document in documents])),
             tokens=tokens,
-            spans=sum(document.spans for document in documents),
-            nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
+            spans=sum([document.spans for document in documents]),
+            nonfinite=tuple([document.name for document in documents if not math.isfinite(document.nats)]),
             documents=tuple(documents),
             longppl=keys[0],
             longppl_low=keys[1],
             longppl_high=keys[2],
-            key_tokens=sum(document.key_tokens for document in documents) if setting.keys else None,
+            key_tokens=sum([document.key_tokens for document in documents]) if setting.keys else None,
             tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
             gpu_bytes=cost.peak or None,
-            seconds=tuple(each.seconds for each in costs) if cost.seconds else (),
+            seconds=tuple([each.seconds for each in costs]) if cost.seconds else (),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -279,12 +279,12 @@ class PerplexityRuns(RunKind):
 
     def speed(self, run: Run[Result]) -> str:
         """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
-        rates = sorted(result.tokens_per_second for result in run.results if result.tokens_per_second)
+        rates = sorted([result.tokens_per_second for result in run.results if result.tokens_per_second])
         if not rates:
             return "not timed"
         slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
         text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
-        peak = max(result.gpu_bytes or 0 for result in run.results)
+        peak = max([result.gpu_bytes or 0 for result in run.results])
         return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
     def not_finite(self, run: Run[Result]) -> list[str]:
@@ -342,7 +342,7 @@ class PerplexityMeasurement(Measurement):
             losses: dict[int, DocumentLoss] = {}
             for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
                 scored = list(same_pass)
-                first = min(span.score_from for span in scored)
+                first = min([span.score_from for span in scored])
                 ids, shift = self.plan.input_ids(document, start, stop)
                 nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
                 for span in scored:
@@ -360,8 +360,8 @@ class PerplexityMeasurement(Measurement):
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
     """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
-    of_key, of_loaded = (run.by_length.get(each, {}) for each in (key, method_key(run.settings["loaded"])))
-    [changed], [plain] = (row.get(run.context_length, [None]) for row in (of_key, of_loaded))
+    of_key, of_loaded = [run.by_length.get(each, {}) for each in (key, method_key(run.settings["loaded"]))]
+    [changed], [plain] = [row.get(run.context_length, [None]) for row in (of_key, of_loaded)]
     return difference(changed, plain) if plain and changed and changed is not plain else None
 
 

@@ -180,7 +180,7 @@ def _attend_in_context(
             out = _attend_as_loaded(module, layer, context, group, q, k, v, seen, **kwargs)
         else:
             rule = group.method if group.method and isinstance(layer.rule, RemappingMethod) else layer.rule
-            total = group.positions.key_positions.shape[-1]  # a static cache has empty places after the tokens
+            total = group.positions.total  # a static cache has empty places after the tokens
             k, v = k[:, :, :total], v[:, :, :total]
             out, _ = attend_from_kwargs(rule, layer.rotation, group.positions, q, k, v, seen, **kwargs)
         if group.rows is None:
@@ -298,7 +298,7 @@ def attend_from_kwargs(
     """`attend` with the keywords and the result of an attention function of transformers."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     in_order = positions.left_padding is not None  # else distances may be larger than there are keys
-    bias = rule.score_bias(query.shape[1], int(positions.key_positions.shape[-1]) if in_order else UNBOUNDED)
+    bias = rule.score_bias(query.shape[1], positions.total if in_order else UNBOUNDED)
     modifiers = ScoreModifiers(softcap, s_aux, mask, dropout, bias)
     # (rows, heads, tokens, head_dim); transformers reshapes what is returned to (rows, tokens, heads * head_dim).
     out = attend(rule, rotation, positions, query, key, value, scale, modifiers)

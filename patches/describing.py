@@ -84,11 +84,11 @@ class Description(ShownAsTables):
     @property
     def rows(self) -> Rows:
         """What it says, each under a name."""
-        longer = sum(wavelength > self.trained_length for wavelength in self.wavelengths)
+        longer = sum([wavelength > self.trained_length for wavelength in self.wavelengths])
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
         return [
             ("method", _call(self.method, self.params)),
-            *(("over", str(scaling)) for scaling in reversed(self.underneath)),
+            *[("over", str(scaling)) for scaling in reversed(self.underneath)],
             ("pairing", self.pairing or "unknown (family not in the table)"),
             ("trained length", f"{self.trained_length:,} tokens"),
             ("context length", f"{self.context_length:,} tokens ({self.context_rule})"),
@@ -97,11 +97,11 @@ class Description(ShownAsTables):
             ("rotating layers", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
             ("attention factor", f"{self.attention_factor:.4f}"),
             ("wavelengths", f"{len(self.wavelengths)} pairs, {longer} of them longer than the trained length"),
-            ("  tokens by pair", ", ".join(f"{pair}: {self.wavelengths[pair]:.4g}" for pair in shown)),
+            ("  tokens by pair", ", ".join([f"{pair}: {self.wavelengths[pair]:.4g}" for pair in shown])),
             ("saved as", self.save_route),
             *((("published", self.recipe),) if self.recipe else ()),
-            *(("short inputs", text) for text in self.short_inputs),
-            *(("note", note) for note in self.notes),
+            *[("short inputs", text) for text in self.short_inputs],
+            *[("note", note) for note in self.notes],
         ]
 
     def tables(self) -> Sequence[Rows]:
@@ -112,11 +112,11 @@ class Description(ShownAsTables):
         return f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
 
     def __str__(self) -> str:
-        return "\n".join([self._heading, *(wrapped(text, f"  {name:<18}") for name, text in self.rows)])
+        return "\n".join([self._heading, *[wrapped(text, f"  {name:<18}") for name, text in self.rows]])
 
 
 def _call(method: str, params: Mapping[str, Any]) -> str:
-    return f"{method}({', '.join(f'{key}={_short(value)}' for key, value in params.items())})"
+    return f"{method}({', '.join([f'{key}={_short(value)}' for key, value in params.items()])})"
 
 
 def _short(value: Any) -> str:

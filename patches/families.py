@@ -152,11 +152,11 @@ def rows_rotate(model_type: str, layer: Any) -> bool:
     return model_type != "mistral_large4_text" or bool(layer.no_rope_layers)  # named for the contrary
 
 
-def rope_key(model_type: str, layer_type: str) -> str:
-    """The key of `rope_parameters` under which the rotary embedding of a layer type stands."""
+def rope_keys(model_type: str, layer_types: list[str]) -> list[str]:
+    """The key of `rope_parameters` under which the rotary embedding of each layer stands, by their types."""
     if model_type == "deepseek_v4":
-        return "main" if layer_type == "sliding_attention" else "compress"
-    return layer_type
+        return ["main" if layer_type == "sliding_attention" else "compress" for layer_type in layer_types]
+    return layer_types
 
 
 _FORMER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rope_ext_hf.bounds import advice, limit
@@ -17,8 +18,8 @@ _LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"
 def check_sizes(config: Any) -> None:
     """Check that a model of this config can be built in reasonable time and memory, even without weights."""
     for part in _parts(config):
-        layers, heads = max(_number_or_zero(part, key) for key in _LAYERS), _number_or_zero(part, "num_attention_heads")
-        width = _number_or_zero(part, "head_dim") or (heads and _number_or_zero(part, "hidden_size") / heads)
+        layers, heads = _largest(part, *_LAYERS), _largest(part, "num_attention_heads")
+        width = _largest(part, "head_dim") or (heads and _largest(part, "hidden_size") / heads)
         for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", width)):
             if value > (most := limit(name)):
                 raise CheckpointError(
@@ -56,14 +57,13 @@ def _parts(config: Any) -> Iterator[Any]:
             yield from _parts(value)
 
 
-def _number_or_zero(config: Any, key: str) -> float:
-    """A number of a config, 0 where it has none: whoever needs the number reports that."""
-    keys = family(config.model_type).config_keys
-    try:
-        values = [config_number(config, key)] if key in keys else values_of(config, key)
-    except CheckpointError:
-        return 0
-    return max((each for each in values if isinstance(each, (int, float)) and not isinstance(each, bool)), default=0)
+def _largest(config: Any, *keys: str) -> float:
+    """The largest number of a config under these keys, 0 where it has none: whoever needs the number reports that."""
+    own, values = family(config.model_type).config_keys, list[Any]()
+    for key in keys:
+        with suppress(CheckpointError):
+            values += [config_number(config, key)] if key in own else values_of(config, key)
+    return max([each for each in values if isinstance(each, (int, float)) and not isinstance(each, bool)], default=0)
 
 
 def values_of(config: Any, key: str) -> list[Any]:

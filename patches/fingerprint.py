@@ -125,7 +125,7 @@ class Fingerprint:
             )
         mine, others = self.layers, other.layers
         if len(mine) == len(others) == 1:  # one program may name them, and another not
-            mine, others = ({"": next(iter(layers.values()))} for layers in (mine, others))
+            mine, others = [{"": next(iter(layers.values()))} for layers in (mine, others)]
         sentences += [f"There are no {name} layers that rotate." for name in mine if name not in others]
         sentences += [f"There are further layers that rotate: {name}." for name in others if name not in mine]
         for name, expected in mine.items():
@@ -134,7 +134,7 @@ class Fingerprint:
                 sentences += [where + sentence for sentence in _layer_differences(expected, actual)]
         if not _alike(self.softmax_scale, other.softmax_scale):
             scales = [
-                ", ".join(f"{scale:.5g}" for scale in each) or "nothing"
+                ", ".join([f"{scale:.5g}" for scale in each]) or "nothing"
                 for each in (other.softmax_scale, self.softmax_scale)
             ]
             sentences.append(
@@ -326,7 +326,7 @@ def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | Non
 def _without_scaling(layer: _LayerRope) -> tuple[float, ...]:
     pairs = len(layer.inv_freq)
     plain = Rotary(2 * pairs, layer.theta, _FEWEST_TOKENS).inv_freq().tolist()
-    return tuple(value if actual else 0.0 for value, actual in zip(plain, layer.inv_freq, strict=True))
+    return tuple([value if actual else 0.0 for value, actual in zip(plain, layer.inv_freq, strict=True)])
 
 
 def _theta(a: Sequence[float], b: Sequence[float], theta: float) -> float | None:

@@ -105,13 +105,15 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
 
 def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
     """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers."""
-    some_attend = any(slot.scaled_layers for slot in slots)
-    return _only_rope(
-        read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
-        for slot in slots
-        for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
-        for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
-    )
+    some_attend, described = any(slot.scaled_layers for slot in slots), list[ConfigRope]()
+    for slot in slots:
+        before = None
+        if PATCH_KEY in vars(slot.config):
+            before = config if slot.config is slots[0].config else before_patches(slot.config)
+        for layer_type in slot.scaled_layers if some_attend else slot.as_loaded:
+            rope = slot.as_loaded[layer_type]
+            described.append(rope if before is None else read_rope(before, rope.plain.dim, layer_type))
+    return _only_rope(described)
 
 
 def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:

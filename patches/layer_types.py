@@ -11,21 +11,17 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import ConfigRope, recorded_specs
-from rope_ext_hf.patches.families import family, rope_key
+from rope_ext_hf.patches.families import family, rope_keys
 from rope_ext_hf.patches.family_settings import values_of
 
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
-_WITHOUT_ATTENTION = frozenset({"linear_attention", "conv", "moe", "mamba", "recurrent"})
-"""Layer types without keys that could be rotated."""
+_NOT_FULL = SLIDING | {"linear_attention", "conv", "moe", "mamba", "recurrent"}
+"""Those, and layer types without keys that could be rotated; all others attend to everything."""
 LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
 """A choice of layers: layer types, keys of `rope_parameters`, or indices from 0 on."""
-
-
-def _attends_to_all(layer_type: str) -> bool:
-    return layer_type not in SLIDING | _WITHOUT_ATTENTION
 
 
 _Served = Mapping[LayerType, tuple[int, ...]]  # the indices of the layers that use each of a rotary module's embeddings
@@ -62,7 +58,7 @@ class AttentionLayers:
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         stated = [*values_of(self.config, "sliding_window"), *values_of(self.config, "attention_chunk_size")]
-        return max((each for each in stated if isinstance(each, int) and each > 0), default=None)
+        return max([each for each in stated if isinstance(each, int) and each > 0], default=None)
 
     @property
     def sliding(self) -> int:
@@ -76,7 +72,7 @@ class AttentionLayers:
     def rotating(self) -> tuple[int, int]:
         """How many full-attention layers rotate their queries and keys, and how many there are."""
         config = self.config
-        full = [index for index, kind in enumerate(self.types) if _attends_to_all(kind)]
+        full = [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
         if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
             return 0, len(full)
         settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
@@ -89,7 +85,7 @@ class AttentionLayers:
     @cached_property
     def _rope_keys(self) -> list[str]:
         """The name of the rotary embedding of every layer, where there are several."""
-        return [rope_key(self.config.model_type, kind) for kind in self.types]
+        return rope_keys(self.config.model_type, self.types)
 
     def served(self, keys: Sequence[LayerType], theta: float | None = None) -> _Served:
         """The indices of the layers that use each of a rotary module's embeddings, `keys`; [None]: one for all layers.
@@ -106,11 +102,11 @@ class AttentionLayers:
         types = self.types
         if asked is None:
             if list(served) == [None]:
-                attend = any(_attends_to_all(types[i]) for i in served[None])
+                attend = not _NOT_FULL.issuperset([types[i] for i in served[None]])
                 apart = len(served[None]) < len(types)  # a module of its own theta, maybe for windows alone
-                windows = getattr(self.config, "layer_types", None) is None and all(kind in SLIDING for kind in types)
+                windows = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
                 return (None,) if served[None] and (attend or not (apart or windows)) else ()
-            full = tuple(key for key, indices in served.items() if any(_attends_to_all(types[i]) for i in indices))
+            full = tuple([key for key, each in served.items() if not _NOT_FULL.issuperset([types[i] for i in each])])
             return full or tuple(key for key, indices in served.items() if not indices and key not in SLIDING)
         wanted = self._indices(served, asked)
         for indices in served.values():

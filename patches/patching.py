@@ -240,7 +240,8 @@ def _own_length_dependent(model: nn.Module) -> Iterator[str]:
 
 def patched_method(model: nn.Module) -> RopeMethod | None:
     """The method `patch` put into a model, None if it runs as loaded."""
-    return next((spec.method for spec in reversed(present_specs(model))), None)
+    specs = present_specs(model)
+    return specs[-1].method if specs else None
 
 
 # --- a choice of methods, bound to a model, with every factor ------------------------------------------------------

@@ -119,7 +119,7 @@ def _plan(
         attention = probe_layers(model, slots, spec.method, spec.rotary)
     unlike_published = recipe_warning(config, spec.rotary, spec.method, spec.target_length)
     # 3. how the configs state it; these are copies
-    layer_types = list(dict.fromkeys(layer_type for slot in slots for layer_type in slot.scaled_layers))
+    layer_types = list(dict.fromkeys([layer_type for slot in slots for layer_type in slot.scaled_layers]))
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
     encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
     write_rope(config, encoding, spec, saved, layer_types)
@@ -132,13 +132,13 @@ def _plan(
     notes = [
         sliding,
         slots[0].layers.unrotated_note(spec.method),
-        *(slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers),
+        *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
     ]
     state = PatchState(
         spec,
         encoding,
         base.rule,
-        notes=tuple(note for note in notes if note),
+        notes=tuple([note for note in notes if note]),
         warning=sliding if every_layer else unlike_published,
         configs=configs,
         below=live,

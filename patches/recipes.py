@@ -29,9 +29,8 @@ class Recipe:
         """Whether a text config of one of the model types, without patches, is one of these models."""
         rope = getattr(config, "rope_parameters", None) or {}
         values = config.to_dict() | rope.get("full_attention", rope)
-        return all(
-            values.get(key) in (stated if isinstance(stated, list) else [stated]) for key, stated in self.where.items()
-        )
+        one_of = {key: stated if isinstance(stated, list) else [stated] for key, stated in self.where.items()}
+        return not [key for key, stated in one_of.items() if values.get(key) not in stated]
 
     @property
     def stated_length(self) -> int:

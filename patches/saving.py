@@ -223,8 +223,8 @@ def save_patched_folder(
     if as_code and adapter is not None:
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
     names = [file for file in list_files(source) if not _left_out(Path(file))]
-    inputs = file_stamps(source / file for file in names)
-    size = sum(size for _, size, _ in inputs.values())
+    inputs = file_stamps([source / file for file in names])
+    size = sum([size for _, size, _ in inputs.values()])
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
         copied = 0
         progress(copied, size)

@@ -105,8 +105,9 @@ def _inspect(
     for layer_type, name in ({} if is_table else frequency_buffers(module)).items():
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))
         as_loaded[layer_type] = rope = read_rope(config, 2 * inv_freq.shape[-1], layer_type)
-        _check_against_config(config, inv_freq, rope)
-        layout, cast, axis_of_pair[layer_type] = _probe(module, rope, layer_type)
+        stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
+        _check_against_config(config, inv_freq, rope, stated)
+        layout, cast, axis_of_pair[layer_type] = _probe(module, stated.float(), layer_type)
         log_multiplier = _log_multiplier(module, config, inv_freq.shape[-1])
     layers = AttentionLayers(config)
     served = layers.served(list(as_loaded), as_loaded[None].plain.theta if several and None in as_loaded else None)
@@ -142,15 +143,13 @@ def _rope_of_table(module: nn.Module, config: Any) -> ConfigRope:
     return rope
 
 
-def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope) -> None:
+def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope, stated: Tensor) -> None:
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
-    rotary, method = rope.plain, rope.method
-    expected = method.frequencies(rotary, rotary.trained_length).inv_freq
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
     # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
-    if not torch.allclose(inv_freq.double().cpu(), expected, rtol=1e-2, atol=6e-8):
+    if not torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8):
         raise _another_geometry(config, rope)
 
 
@@ -163,11 +162,14 @@ def _another_geometry(config: Any, rope: ConfigRope) -> UnsupportedModelError:
     )
 
 
-def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
-    """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes."""
+def _probe(module: nn.Module, stated: Tensor, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
+    """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes.
+
+    `stated`: the frequencies that its config describes, (pairs,) float32.
+    """
     # A shallow copy with buffers of its own on the CPU: the module may be on a GPU or have no weights yet (meta), and
     # forwards that follow the input would change its buffers.
-    stand_in, pairs = copy.copy(module), rope.plain.dim // 2
+    stand_in, pairs = copy.copy(module), len(stated)
     # Different frequencies of at most one radian: each pair of columns shows which of them it was rotated by.
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     empty = {name: x if x is None else x.new_zeros(x.shape, device="cpu") for name, x in module._buffers.items()}
@@ -196,9 +198,8 @@ def _probe(module: nn.Module, rope: ConfigRope, layer_type: str | None) -> tuple
         layout = next((name for name, matches in layouts.items() if matches), None)
         if layout is not None:
             several, axis_of_pair = _axes(run, known, layout)
-            # Some modules compute from their config at every call and never read their buffer.
-            of_config = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq  # PhiMoE
-            alone = not several and any(_own_angles(run, each, layout) for each in (known, of_config.float()))
+            # Some modules compute from their config at every call and never read their buffer (PhiMoE).
+            alone = not several and (_own_angles(run, known, layout) or _own_angles(run, stated, layout))
             if axis_of_pair is not None or alone:
                 return layout, cast, axis_of_pair
     raise UnsupportedModelError(
@@ -225,7 +226,7 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
         if not (isinstance(out, tuple) and out[0].shape[:2] == (1, 1)):
             return False, None
         pairs = len(known)
-        cos, sin = (_once(part[0, 0].float(), pairs, layout) for part in out)
+        cos, sin = [_once(part[0, 0].float(), pairs, layout) for part in out]
         size = (cos.square() + sin.square()).sqrt()  # (1 or 2, 1, pairs): the attention factor of a scaling of its own
         angles = positions.flatten()[:, None] * known  # (axes, pairs)
         differences = (angles.cos() - cos / size).abs() + (angles.sin() - sin / size).abs()
@@ -239,7 +240,7 @@ def _axes(run: Callable[..., Any], known: Tensor, layout: Layout) -> tuple[bool,
 def _own_angles(run: Callable[..., Any], frequencies: Tensor, layout: Layout) -> bool:
     """Whether each pair is rotated by its own one of these frequencies, of at most one radian."""
     out = run(torch.ones(1, 1, dtype=torch.int64, device="cpu"), torch.float32)
-    cos, sin = (_once(part[0, 0].float(), len(frequencies), layout) for part in out)
+    cos, sin = [_once(part[0, 0].float(), len(frequencies), layout) for part in out]
     return torch.allclose(torch.atan2(sin, cos), frequencies.expand_as(sin), atol=1e-5)
 
 

@@ -202,7 +202,8 @@ class PatchedSlot(nn.Module):
     def present_spec(self) -> PatchSpec:
         """The patch, with the values that a trainable parameter has now."""
         spec = self.state.spec
-        table = next((each for each in tables_of([self]) if each.method == spec.method), None)
+        trained = tables_of([self]) if spec.method.trainable else []
+        table = next((each for each in trained if each.method == spec.method), None)
         return spec if table is None else replace(spec, method=table.present_method)
 
     def table(self, name: str) -> RotaryEmbedding:
@@ -257,4 +258,5 @@ def patch_state(model: nn.Module) -> PatchState | None:
 
 def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:
     """The patches of a live model, bottom first; none for a model that runs as loaded."""
-    return next(((*slot.state.below, slot.present_spec) for slot in patched_slots(model)), ())
+    slots = patched_slots(model)
+    return (*slots[0].state.below, slots[0].present_spec) if slots else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from rope_ext_hf.errors import printable
 
 Rows = Sequence[Sequence[str]]
 """The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
+LINE = 110  # columns of sentences and commands at most, as longer lines are hard to read
 _fixed: list[int] = []  # columns that count instead of the terminal's; the last ones do
 
 
@@ -29,21 +31,16 @@ def as_wide_as(columns: int) -> Iterator[None]:
         _fixed.pop()
 
 
-def terminal_width() -> int:
-    """Columns of the terminal, or of COLUMNS where that is set; 160 in a pipe."""
-    return _fixed[-1] if _fixed else shutil.get_terminal_size((160, 24)).columns
-
-
-def line_width() -> int:
-    """Columns of sentences and commands: those of the terminal, at most 110, as longer lines are hard to read."""
-    return min(terminal_width(), 110)
+def terminal_width(most: int = sys.maxsize) -> int:
+    """Columns of the terminal, or of COLUMNS where that is set, 160 in a pipe; at most so many."""
+    return min(most, _fixed[-1] if _fixed else shutil.get_terminal_size((160, 24)).columns)
 
 
 def wrapped(text: str, first: str = "", then: str | None = None) -> str:
-    """Sentences on lines of `line_width` behind `first`, and then behind `then` or blanks; long words stay whole."""
+    """Sentences on lines of `LINE` columns behind `first`, and then behind `then` or blanks; long words stay whole."""
     return textwrap.fill(
         text,
-        max(line_width(), len(first) + 20),
+        max(terminal_width(LINE), len(first) + 20),
         initial_indent=first,
         subsequent_indent=" " * len(first) if then is None else then,
         break_long_words=False,

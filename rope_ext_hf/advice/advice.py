@@ -18,7 +18,7 @@ from rope_ext_hf.files import package_table
 from rope_ext_hf.methods.guidance import NOTHING
 from rope_ext_hf.methods.measurements import measured_models
 from rope_ext_hf.serving.gpu_memory import GPUMemory
-from rope_ext_hf.terminal import Rows, ShownAsTables, line_width, text_table, wrapped
+from rope_ext_hf.terminal import LINE, Rows, ShownAsTables, terminal_width, text_table, wrapped
 
 _SERVE = "serve with "
 _NOTHING_NEEDED = "No method is needed."
@@ -43,7 +43,7 @@ class Reported:
         return " / ".join(map(str, self.values[method]))
 
     def __str__(self) -> str:
-        numbers = "; ".join(f"{method} {self.numbers(method)}" for method in self.values)
+        numbers = "; ".join([f"{method} {self.numbers(method)}" for method in self.values])
         what = f"{self.model}, {self.benchmark} ({self.unit}), {' / '.join(self.lengths)}"
         return f"reported by {self.source} ({self.place}): {what}: {numbers}"
 
@@ -172,10 +172,10 @@ class Advice(ShownAsTables):
             lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
         lines += ["", text_table(_memory_rows(self.memory)), wrapped(_MEMORY)]
         if self.on_gpus is not None:
-            lines += ["", *(wrapped(sentence) for sentence in self.on_gpus.sentences)]
+            lines += ["", *[wrapped(sentence) for sentence in self.on_gpus.sentences]]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
-                lines += ["", f"# {purpose}", *(_broken(each) for each in commands)]
+                lines += ["", f"# {purpose}", *[_broken(each) for each in commands]]
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
@@ -239,9 +239,9 @@ def _explained(groups: Mapping[str, Sequence[str]]) -> list[str]:
 
 def _broken(command: str) -> str:
     """A command line, its options on further lines where it is long."""
-    lines = [""]
+    lines, room = [""], terminal_width(LINE) - 3
     for part in command.replace(" --", "\n--").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) > line_width() - 3:
+        if lines[-1] and len(lines[-1]) + len(part) > room:
             lines.append("  " + part)
         else:
             lines[-1] += (" " if lines[-1] else "") + part

@@ -187,6 +187,8 @@ class _Planner:
 
     def __post_init__(self) -> None:
         self.options = {key: value for key, value in self.underneath.items() if value not in (None, "own")}
+        self.factor = self.target_length / self.rotary.context_length
+        self.asked = [find_engine(name) for name in self.engines]
 
     def result(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
         """The model's rotary embedding, and the method that the commands take; None: no candidate is for serving."""
@@ -202,9 +204,8 @@ class _Planner:
     def _method(self, name: str, guidance: Guidance) -> MethodAdvice:
         engines: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
-        factor = self.target_length / self.rotary.context_length
-        rises = rises_at(name, factor)
-        kind, fits, short = "", False, ""
+        rises = rises_at(name, self.factor)
+        kind, short, models = "", "", list[str]()
         try:
             method = resolve_method(name, self.rotary, target_length=self.target_length)
             method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
@@ -212,15 +213,15 @@ class _Planner:
             why = guidance.unmeasured or one_line(error)
         else:
             kind = _kind(method)
-            fits = bool(helped(rises))
-            why = self._why(name, guidance, rises)
-            short = self._short_inputs(method, factor)
+            models = [model.name for model in helped(rises)]
+            why = self._why(name, guidance, rises, models)
+            short = self._short_inputs(method)
         if kind == "static":
             engines, refusals = self._engines(name, PatchSpec(method, self.rotary, self.target_length))
         return MethodAdvice(
             method=name,
             kind=kind,
-            fits=fits,
+            fits=bool(models),
             why=why,
             measured={rise.model.name: rise.increase for rise in rises},
             short_inputs=short,
@@ -231,22 +232,22 @@ class _Planner:
             refusals=refusals,
         )
 
-    def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise]) -> str:
+    def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
         if not rises:
             reach = reach_text(name)
             never = "not measured" if reach == "not measured" else f"not measured at this length; helped: {reach}"
             return guidance.unmeasured or never
-        if models := helped(rises):
-            return f"helped at this length on the {' and the '.join([model.name for model in models])}"
+        if models:
+            return f"helped at this length on the {' and the '.join(models)}"
         return f"helped none of the small models that were measured ({len(rises)})"
 
-    def _short_inputs(self, method: RopeMethod, factor: float) -> str:
+    def _short_inputs(self, method: RopeMethod) -> str:
         kept = method.unchanged_length(self.rotary)
         if kept >= min(self.target_length, UNBOUNDED):
             return "the same"
         if kept:
             return f"the same up to {kept:,} tokens"
-        rises = rises_for_short_inputs(method.name, factor)
+        rises = rises_for_short_inputs(method.name, self.factor)
         if not rises:
             return "change"
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
@@ -258,14 +259,14 @@ class _Planner:
             [target] = make_targets(self.opened, spec)
         except (MethodError, ServingError) as error:
             return encodings, dict.fromkeys(self.engines, one_line(error))
-        for engine in self.engines:
+        for engine in self.asked:
             try:
-                config = find_engine(engine).config_for(target)
+                config = engine.config_for(target)
             except ServingError as error:
-                encodings[engine], refusals[engine] = None, one_line(error)
+                encodings[engine.name], refusals[engine.name] = None, one_line(error)
             else:
-                encodings[engine] = config.encoding
-                self.configs[engine, name] = config
+                encodings[engine.name] = config.encoding
+                self.configs[engine.name, name] = config
         return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
@@ -313,7 +314,7 @@ class _Planner:
     ) -> dict[str, tuple[str, ...]]:
         model, target = self.name, self.target_length
         first = next(iter(choices.get(SERVING, ())), None)
-        compared = list(dict.fromkeys(name for names in choices.values() for name in names))
+        compared = list(dict.fromkeys([name for names in choices.values() for name in names]))
         lengths = tuple(dict.fromkeys((min(reached, target), target)))
         result: dict[str, tuple[str, ...]] = {}
         if compared:

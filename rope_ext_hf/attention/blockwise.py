@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from rope_ext_hf.attention.kernels import has_kernel, has_windows, run_backward, run_kernel
+from rope_ext_hf.attention.kernels import run_backward, run_kernel, usable_kernel
 from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
@@ -84,19 +84,22 @@ class _Attention:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
         plain = modifiers.mask is None and modifiers.softcap is None and not modifiers.dropout
         plain = plain and modifiers.bias is None and modifiers.pair_scales is None
+        needs_grad = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (query, key, value, modifiers.sinks)
+        )
         # Kernels hide keys by causality alone.
-        if left_padding is None or not plain or not has_kernel(query, value):
-            return self._eager(query, key, value)
+        usable, windows = usable_kernel(query, value) if plain and left_padding is not None else (False, False)
+        if left_padding is None or not usable:
+            return self._eager(needs_grad, query, key, value)
         alike = len(set(left_padding)) == 1
         if not alike and query.shape[-2] < _MIN_FUSED_QUERIES:
-            return self._eager(query, key, value)
-        if needs_grad := self._needs_grad(query, key, value):
+            return self._eager(needs_grad, query, key, value)
+        if needs_grad:
             if torch.compiler.is_exporting():  # an exported program holds the computation itself
-                return self._eager(query, key, value)
+                return self._eager(needs_grad, query, key, value)
             fused = graph_break(self._fused)  # tiles are other ones for each length
         else:
-            windows = query.shape[-2] > 1 and has_windows(query, value)
-            fused = (replace(self, windows=True) if windows else self)._fused
+            fused = (replace(self, windows=True) if windows and query.shape[-2] > 1 else self)._fused
         # Rows padded alike have the same tiles: one launch serves the batch. Otherwise each row is launched by itself.
         if alike:
             return fused(needs_grad, query, key, value, left_padding[0])
@@ -130,7 +133,9 @@ class _Attention:
     ) -> Tensor:
         """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled."""
         if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
-            return self._scale_query(query if rotation is None else self._rotate(rotation, query), m, name)
+            scale = self._query_scale(m, name, query.dtype)
+            turned = query if rotation is None else self._rotate(rotation, query)
+            return turned if scale is None else turned * scale
         rotations, table = self.positions.rotations, self.rotation.table
         entry = (self.rule, table, self.device, "scaled", zones, name)
         # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
@@ -154,26 +159,6 @@ class _Attention:
     def _rotate(self, rotation: KeyRotation | None, x: Tensor) -> Tensor:
         return x if rotation is None or self.rotation is None else rotation.apply(x, self.rotation.layout)
 
-    def _scale_query(self, query: Tensor, m: Callable[[], Tensor], name: Hashable) -> Tensor:
-        scale = self._query_scale(m, name, query.dtype)
-        return query if scale is None else query * scale
-
-    def _needs_grad(self, *tensors: Tensor) -> bool:
-        given = (*tensors, self.modifiers.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-
-    @cached_property
-    def _max_joined(self) -> int:
-        """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
-        whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
-        tokens, rows = self.positions.query_positions.shape[-1], self.positions.left_padding or ()
-        total = self._total
-        return total // (2 if 2 * tokens <= total else 4) if len(rows) == 1 else 0
-
-    @cached_property
-    def _total(self) -> int:
-        return int(self.positions.key_positions.shape[-1])
-
     def _far_keys(self, key: Tensor, positions: Callable[[], Tensor], name: Hashable) -> Tensor:
         """Keys where every zone but the nearest sees them; arguments as in `_rotation_to`."""
         return self._rotate(self._rotation_to((), positions, ("far keys", name)), key)
@@ -183,7 +168,7 @@ class _Attention:
     def _fused(self, needs_grad: bool, query: Tensor, key: Tensor, value: Tensor, padding: int) -> Tensor:
         """Rows that begin with `padding` padded tokens, all others in order."""
         # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
-        tokens, evicted = int(query.shape[-2]), self._total - int(key.shape[-2])
+        tokens, evicted = int(query.shape[-2]), self.positions.total - int(key.shape[-2])
         # Keys evicted by a sliding-window cache are outside every query's window.
         begin = max(0, padding - evicted)
         key, value = key[:, :, begin:], value[:, :, begin:]
@@ -191,10 +176,10 @@ class _Attention:
         last = first_key + int(key.shape[-2])
         padded_queries = max(0, tokens - last)
         first = last - tokens + padded_queries
-        count = (last - first) * query.shape[1] // key.shape[1] if self._max_joined else 0
+        count = (last - first) * query.shape[1] // key.shape[1] if self.positions.max_joined else 0
         rule, grid, step = self.rule.for_queries(first, count)
         # With windows a zone is one call, and fewer rotations save little where they and the merging are cheap.
-        if self.windows and (can_fuse(query) or self._max_joined >= 2 * (last - first)):
+        if self.windows and (can_fuse(query) or self.positions.max_joined >= 2 * (last - first)):
             rule, grid, step = self.rule, 0, 1
         layer, far_key = self if rule is self.rule else replace(self, rule=rule), key
         if rule.by_length:
@@ -217,7 +202,7 @@ class _Attention:
                 parts.append(_FusedBlock.apply(layer, start, first_key, sinks, *given))  # type: ignore[no-untyped-call]
             else:
                 part = None if out is None else out[:, :, block]
-                parts.append(layer._fused_block(start, first_key, *given, out=part).result)
+                parts.append(layer._fused_block(start, first_key, *given, out=part).out)
         if out is None:
             return parts[0] if whole else torch.cat(parts, dim=-2)
         out[:, :, :padded_queries] = 0
@@ -239,14 +224,14 @@ class _Attention:
             # A sink is a score without a value: it adds exp(sink) to the denominator alone, so that the output shrinks
             # by exp(lse) / (exp(lse) + exp(sink)) = sigmoid(lse - sink).
             weight = torch.sigmoid(merged.log_sum_exp() - self.modifiers.sinks.float()[None, :, None, None])
-            merged.result.mul_(weight.to(merged.result.dtype))
+            merged.out.mul_(weight.to(merged.out.dtype))
         return merged
 
     def _zones(self, start: int, first_key: int, *given: Tensor) -> Iterator[Zones]:
         """The zones that a block sees, nearest first, those together whose queries are rotated by one launch."""
         rule, device, (query, key, far_key, value) = self.rule, self.device, given
         stop = start + query.shape[-2]
-        first_local, by_zones = _calls_by_zones(rule, start, stop, first_key, self._max_joined, self.windows)
+        first_local, by_zones = _calls_by_zones(rule, start, stop, first_key, self.positions.max_joined, self.windows)
         queries, local_name = ("positions", start, stop), ("positions", first_local, stop)
 
         def m() -> Tensor:
@@ -256,7 +241,7 @@ class _Attention:
         # The temperature of few zones goes into cos and sin; of many, those would be larger than the queries.
         scale_first = self.windows and sum(len(zones) for zones, _ in by_zones) > _MAX_SCALED_ZONES
         if scale_first:
-            query = self._scale_query(query, m, queries)
+            query = self._place_query(None, query, m, (), queries)
         for zones, calls in by_zones:
             if zones == (0,):
                 rotation = local and local.last(query.shape[-2])
@@ -274,13 +259,12 @@ class _Attention:
 
     # --- whole scores
 
-    def _eager(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _eager(self, needs_grad: bool, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Scores of a few queries at a time, for any mask and any positions."""
         rows, heads, tokens = int(query.shape[0]), query.shape[1], int(query.shape[2])
         score_bytes = SCORE_BYTES.get(query.device.type, SCORE_BYTES["cuda"])
         # (rows, heads, block, keys) in float32, 4 bytes each.
         block_size = max(1, score_bytes // (4 * rows * heads * int(key.shape[-2])))
-        needs_grad = self._needs_grad(query, key, value)
         out = []
         for start in range(0, tokens, block_size):
             block = slice(start, min(start + block_size, tokens))
@@ -292,12 +276,12 @@ class _Attention:
 
     def _eager_block(self, query: Tensor, key: Tensor, value: Tensor, block: slice) -> Tensor:
         rule, tokens, count, device = self.rule, int(query.shape[-2]), int(key.shape[-2]), query.device
-        evicted = self._total - count
+        evicted = self.positions.total - count
         first_visible, end, first_query = 0, count, None
         if self.positions.left_padding is not None and self.modifiers.mask is None:  # positions are in order
             first_query = count - tokens + block.start  # where the first query is among the keys
             # The block sees no key beyond its farthest zone, and none after its last query.
-            farthest = max(bound for _, bound in rule.zone_distances(self._total))
+            farthest = max(bound for _, bound in rule.zone_distances(self.positions.total))
             first_visible, end = max(0, first_query - farthest + 1), count - tokens + block.stop
             first_query -= first_visible
         visible_keys = slice(first_visible, end)
@@ -306,7 +290,7 @@ class _Attention:
         n = self.positions.key_positions[:, evicted + first_visible : evicted + end].to(device)
         key, value = key[:, :, visible_keys], value[:, :, visible_keys]
         name = ("queries", block.start, block.stop)
-        scaled = self._scale_query(query[:, :, block], lambda: m, name)
+        scaled = self._place_query(None, query[:, :, block], lambda: m, (), name)
         scores = self._zone_scores(scaled, key, m, n, first_query, name, evicted + first_visible)
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
         weights = self._softmax_with_sinks(scores)
@@ -330,7 +314,7 @@ class _Attention:
         """
         rule, queries, keys = self.rule, query.shape[-2], int(key.shape[-2])
         # Keys that may be in each zone: between the farthest one of the first query and the nearest one of the last.
-        distances = rule.zone_distances(self._total)
+        distances = rule.zone_distances(self.positions.total)
         if first_query is not None:
             ranges = [
                 (max(0, first_query - bound + 1), min(keys, first_query + queries - smallest))
@@ -393,7 +377,7 @@ class _Attention:
             visible = visible & (key_index > query_index - self.rule.window_size)
         visible = visible[None, None]
         if self.positions.key_mask is not None:
-            evicted = self._total - count
+            evicted = self.positions.total - count
             real = self.positions.key_mask[:, None, None, evicted + keys.start : evicted + keys.stop]
             visible = visible & real.to(device)
         return scores.masked_fill(~visible, lowest)
@@ -440,8 +424,9 @@ class _FusedBlock(torch.autograd.Function):
         if sinks is not None:
             lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
         ctx.asked = attention, start, first_key
-        ctx.save_for_backward(sinks, merged.result, lse, *given)
-        return merged.result
+        out: Tensor = merged.out
+        ctx.save_for_backward(sinks, out, lse, *given)
+        return out
 
     @staticmethod
     @once_differentiable

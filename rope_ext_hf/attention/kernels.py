@@ -24,7 +24,8 @@ class _Fused(NamedTuple):
     """(query, key, value, scale, mask) -> output and log-sum-exp."""
     backward: Callable[[_Three, _Three, float, bool], _Three]
     """As `run_backward`, (whole, rows, scale, causal) -> gradients of the rows."""
-    kernel: Callable[[Tensor, int], int]  # (query, widest head_dim) -> a value of `SDPBackend`; MATH: none takes them
+    kernel: Callable[[Tensor, int], int] | None
+    """(query, widest head_dim) -> a value of `SDPBackend`, MATH where none takes them; None: flash attention does."""
     head_dim_multiple: int  # head_dim is padded to a multiple of this
     windows: bool  # whether its flash attention takes masks that are numbers
 
@@ -113,25 +114,23 @@ def _cuda_kernel(query: Tensor, width: int) -> int:
 
 
 KERNELS = {
-    "cpu": _Fused(_on_cpu, _cpu_backward, lambda query, width: SDPBackend.FLASH_ATTENTION.value, 1, False),
+    "cpu": _Fused(_on_cpu, _cpu_backward, None, 1, False),
     "cuda": _Fused(_on_cuda, _cuda_backward, _cuda_kernel, 8, torch.version.hip is None),
 }
 
 
-def has_kernel(query: Tensor, value: Tensor) -> bool:
-    return _kernel(query, value) != SDPBackend.MATH.value
+def usable_kernel(query: Tensor, value: Tensor) -> tuple[bool, bool]:
+    """Whether a fused kernel takes queries and values like these, and whether masks may be numbers.
 
-
-def has_windows(query: Tensor, value: Tensor) -> bool:
-    """Whether masks may be numbers. Where torch prefers cuDNN's attention, whose windows it does not offer, they may
-    not, and tiles without windows get the faster kernel."""
-    return KERNELS[query.device.type].windows and _kernel(query, value) == SDPBackend.FLASH_ATTENTION.value
-
-
-def _kernel(query: Tensor, value: Tensor) -> int:
-    fused = KERNELS.get(query.device.type)
-    width = max(query.shape[-1], value.shape[-1])
-    return SDPBackend.MATH.value if fused is None else fused.kernel(query, width)
+    Where torch prefers cuDNN's attention, whose windows it does not offer, they may not, and tiles without windows get
+    the faster kernel.
+    """
+    if (fused := KERNELS.get(query.device.type)) is None:
+        return False, False
+    if fused.kernel is None:
+        return True, fused.windows
+    kernel = fused.kernel(query, max(query.shape[-1], value.shape[-1]))
+    return kernel != SDPBackend.MATH.value, fused.windows and kernel == SDPBackend.FLASH_ATTENTION.value
 
 
 def run_kernel(
@@ -194,7 +193,8 @@ def _pad_head_dims(widest: int, *tensors: Tensor) -> list[Tensor]:
     """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
     wide = -(-widest // multiple) * multiple
-    return [
-        x if x.shape[-1] == wide and x.stride(-1) == 1 else nn.functional.pad(x, (0, wide - x.shape[-1])).contiguous()
-        for x in tensors
-    ]
+    padded = list(tensors)
+    for index, x in enumerate(tensors):
+        if x.shape[-1] != wide or x.stride(-1) != 1:
+            padded[index] = nn.functional.pad(x, (0, wide - x.shape[-1])).contiguous()
+    return padded

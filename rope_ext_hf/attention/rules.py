@@ -112,6 +112,18 @@ class TokenPositions:
     query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)  # as `rotations`
 
     @cached_property
+    def total(self) -> int:
+        """The tokens of a row, those in the cache included."""
+        return int(self.key_positions.shape[-1])
+
+    @cached_property
+    def max_joined(self) -> int:
+        """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
+        whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
+        share = 2 if 2 * self.query_positions.shape[-1] <= self.total else 4
+        return self.total // share if len(self.left_padding or ()) == 1 else 0
+
+    @cached_property
     def reach(self) -> int:
         """One more than the largest position, where positions are not in order; the host waits for it."""
         return int(self.key_positions.max()) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,8 +133,11 @@ class Zones(NamedTuple):
 
     def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a call, as `run_kernel` takes them."""
-        query = batch_rows(self.of_call(self.query, call), call.queries)
-        return query, batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
+        query, (begin, size, _, times) = self.of_call(self.query, call), call.keys
+        if times > 1:
+            return batch_rows(query, call.queries), batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
+        first, keys = call.queries.begin, slice(begin, begin + size)  # of a single span, as are the queries then: views
+        return query[:, :, first : first + call.queries.size], self.keys[:, :, keys], self.values[:, :, keys]
 
 
 class MergedSoftmax:
@@ -145,14 +148,10 @@ class MergedSoftmax:
     """
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
-        self.query, self.out = query, out
+        self.query = query
+        self.out: Any = out  # the result; None before a first part
         self._lse: Tensor | None = None
         self._last: tuple[Spans, Tensor] | None = None  # not yet in `_lse`
-
-    @property
-    def result(self) -> Tensor:
-        assert self.out is not None  # after a first part
-        return self.out
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
         """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys.
@@ -168,7 +167,6 @@ class MergedSoftmax:
             shape, device = self.query.shape[:-1], self.query.device
             self.out = part.new_zeros(*shape, part.shape[-1]) if self.out is None else self.out.zero_()
             self._lse = torch.full((*shape, 1), -math.inf, dtype=part_lse.dtype, device=device)
-        assert self.out is not None
         out = strided_spans(self.out, spans)
         lse = strided_spans(self.log_sum_exp(), spans)
         if can_fuse(part) and out.stride(-1) == part.stride(-1) == 1:

@@ -162,7 +162,7 @@ class ServingConfig(ShownAsTables):
     @property
     def _command(self) -> str:
         words = map(shlex.quote, self.command)
-        return " ".join(f"\\\n  {word}" if word.startswith("--") else word for word in words)
+        return " ".join([f"\\\n  {word}" if word.startswith("--") else word for word in words])
 
     @property
     def _files(self) -> Rows:
@@ -175,7 +175,7 @@ class ServingConfig(ShownAsTables):
         named = [
             ("Shorter, a folder that carries the method", "\n".join(self.by_folder)),
             ("config.json", json.dumps(keys, indent=2) if keys else ""),
-            ("GGUF metadata", "\n".join(f"{key} = {value}" for key, value in self.gguf_keys.items())),
+            ("GGUF metadata", "\n".join([f"{key} = {value}" for key, value in self.gguf_keys.items()])),
             *tensors,
             ("GGUF tensors to leave out, where they are there", ", ".join(self.gguf_removed)),
         ]
@@ -296,7 +296,7 @@ class Engine(ABC):
 
     def moved_theta(self, target: Target, theta: float) -> str | None:
         """How a theta changes the sliding-window layers, which the method leaves alone; None: it does not."""
-        if self.table["families"].get(target.model_type, {}).get("sliding") != "theta" or target.layer_type is None:
+        if self.table["families"].get(target.model_type, {}).get("sliding") != "theta":
             return None
         own = target.config["rope_parameters"][target.layer_type]["rope_theta"]
         return None if theta == own else "it takes one theta for all layers, and the method is for some of them"
@@ -413,7 +413,7 @@ class ConfigEngine(Engine):
             reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
             if reason is None and computed.table is not None and computed.table < target.length:
                 reason = f"its table of angles ends at position {computed.table:,}"
-            if reason is None:
+            if reason is None and target.layer_type is not None:
                 reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
             if reason is None:
                 served = self.served(target, encoding, changes, computed)

@@ -228,7 +228,7 @@ class _GGUFEngine(Engine):
                     reason = "the softmax scale of this family is not in these rules"
                 if reason is None and target.layer_type and "rope.scaling.attn_factor" in candidate.file.keys:
                     reason = "the magnitude would reach the sliding-window layers too"
-                if reason is None:
+                if reason is None and target.layer_type is not None:
                     reason = self.moved_theta(target, candidate.file.keys["rope.freq_base"])
                 if reason is None:
                     return self.served(target, candidate, computed)
@@ -324,7 +324,8 @@ class LlamaCpp(_GGUFEngine):
     )
 
     def computed(self, candidate: _ServedFile) -> Computed:
-        return candidate.computed if candidate.flags is None else file_computes(candidate.file, by_flags=True)
+        alike = candidate.flags is None or not candidate.file.keys.keys() & _UNREAD  # flags reach no more than keys
+        return candidate.computed if alike else file_computes(candidate.file, by_flags=True)
 
     def served(self, target: Target, candidate: _ServedFile, computed: Computed) -> ServingConfig:
         if candidate.flags is None:

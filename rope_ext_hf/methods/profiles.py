@@ -73,7 +73,7 @@ class Profiles(RopeMethod):
         return (*(self.smaller or ()), self.factor)
 
     def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
-        return tuple((round(rotary.context_length * factor), self._at(factor)) for factor in self.factors)
+        return tuple([(round(rotary.context_length * factor), self._at(factor)) for factor in self.factors])
 
     def _at(self, factor: float) -> RopeMethod:
         assert self.frequency is not None
@@ -84,7 +84,7 @@ class Profiles(RopeMethod):
 
     def _limits(self, rotary: Rotary) -> list[int]:
         """The longest input of each profile but the last, which has every longer one, in tokens."""
-        return [length for length, _ in self.profiles(rotary)[:-1]]
+        return [round(rotary.context_length * factor) for factor in self.smaller or ()]
 
     def next_change(self, rotary: Rotary, length: int) -> int:
         return next((limit for limit in self._limits(rotary) if length <= limit), UNBOUNDED)

@@ -75,17 +75,20 @@ def resolve_method(
         below = {key: values.pop(key) for key in list(values) if key not in accepted}
         shared = cls.takes_factor(values)
         if shared and factor is None and target_length is not None:
-            factor, target_length = _factor_for(cls, values, rotary, target_length), None
+            factor, target_length = _factor_for(rotary, target_length), None
         values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
         factor = factor if shared else None
     elif isinstance(values.get("frequency"), Mapping):
         values["frequency"] = method_from_dict(values["frequency"])
-    _check_known(name, values, accepted)
+    if not values.keys() <= accepted.keys():
+        _check_known(name, values, accepted)
+    takes_factor = cls.takes_factor(values)
     if factor is not None and target_length is not None:
         raise MethodError(f"factor={factor} and target_length={target_length} both state the extended length; give one")
     if target_length is not None:
-        factor = _factor_for(cls, values, rotary, target_length)
-    if factor is not None and cls.takes_factor(values):
+        reached = _factor_for(rotary, target_length)
+        factor = reached if takes_factor else None
+    if factor is not None and takes_factor:
         values["factor"] = float(factor) if is_number(factor) else factor
     elif factor is not None and not (is_number(factor) and 1 <= factor <= MOST_TOKENS):
         raise MethodError(f"{name}: factor must be a number of at least 1 and at most {MOST_TOKENS:,}, got {factor!r}")
@@ -136,19 +139,16 @@ def accepts_factor(name: str) -> bool:
     return name in _METHODS and _METHODS[name].takes_factor(implied)
 
 
-def _factor_for(
-    cls: type[RopeMethod], values: Mapping[str, Any], rotary: Rotary | None, target_length: int
-) -> float | None:
-    """target_length as a factor, None where the method (or its growth rule) has none."""
-    takes_factor = cls.takes_factor(values)
+def _factor_for(rotary: Rotary | None, target_length: int) -> float:
+    """target_length as a factor."""
     whole("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
-    if target_length < rotary.context_length:
+    if target_length < (context_length := rotary.context_length):
         raise MethodError(
-            f"target_length={target_length} is below the context length {rotary.context_length}: nothing to extend"
+            f"target_length={target_length} is below the context length {context_length}: nothing to extend"
         )
-    return target_length / rotary.context_length if takes_factor else None
+    return target_length / context_length
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:

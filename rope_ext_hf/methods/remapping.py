@@ -187,7 +187,7 @@ class RemappingMethod(RopeMethod):
     def unchanged_length(self, rotary: Rotary) -> int:
         if self.by_length:
             return self.max_distance or rotary.context_length
-        if not super().unchanged_length(rotary):  # a frequency method underneath
+        if self.frequency is not None and not super().unchanged_length(rotary):
             return 0
         formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:

@@ -110,7 +110,7 @@ class LineChart:
         for name, place in reversed(list(zip(upward, places, strict=True))):
             style, at = styles[name], [(x(length), y(value)) for length, value in lines[name]]
             colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
-            path = "L".join(f"{across:.1f} {down:.1f}" for across, down in at)
+            path = "L".join([f"{across:.1f} {down:.1f}" for across, down in at])
             dots = (f'<circle cx="{across:.1f}" cy="{down:.1f}" r="2.5" fill="{colour}"/>' for across, down in at)
             dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
             label = _text(right + 8, place + 4, _safe(name, 18), "start", f' style="fill:{colour}"')

@@ -67,10 +67,10 @@ def html_table(table: Table | None) -> str:
     """
     if table is None:
         return ""
-    head = "".join(f"<th>{_lines(str(column.header))}</th>" for column in table.columns)
-    cells = zip(*(column.cells for column in table.columns), strict=True)
-    rows = "".join(f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells)
-    title, caption = (html.escape(printable(str(text or ""))) for text in (table.title, table.caption))
+    head = "".join([f"<th>{_lines(str(column.header))}</th>" for column in table.columns])
+    cells = zip(*[column.cells for column in table.columns], strict=True)
+    rows = "".join([f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells])
+    title, caption = [html.escape(printable(str(text or ""))) for text in (table.title, table.caption)]
     return (
         f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
         f"<p><small>{caption}</small></p>"
@@ -83,8 +83,8 @@ def _cell(cell: Any) -> str:
 
 
 def _lines(text: str) -> str:
-    first, *others = (html.escape(printable(line.strip())) for line in text.split("\n"))
-    return first + "".join(f"<br><small>{line}</small>" for line in others)
+    first, *others = [html.escape(printable(line.strip())) for line in text.split("\n")]
+    return first + "".join([f"<br><small>{line}</small>" for line in others])
 
 
 def provenance_section(summary: str, values: Mapping[str, Any]) -> str:

@@ -91,8 +91,9 @@ def chunked_attention(
     Returns:
         (batch, tokens, heads, head_dim), None for the weights.
     """
-    unknown = [name for name in _UNSUPPORTED if given.get(name) is not None]
-    if unknown:
+    if not given.keys().isdisjoint(_UNSUPPORTED) and (
+        unknown := [name for name in _UNSUPPORTED if given.get(name) is not None]
+    ):
         raise NotReadInChunksError(f"its attention is given {', '.join(unknown)}")
     if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
         raise NotReadInChunksError("its attention is not causal")
@@ -110,30 +111,23 @@ def chunked_attention(
     if (seen := _REACH_SEEN.get()) is not None:
         seen(rule.window or rule.chunk)
     given["dropout"] = 0.0  # whatever mode the model is in
-    if rule.chunk is None:
-        return _attend(rule, rule.window, query, key, value, given)
-    # Chunks of attention: the queries of each see keys from its beginning on, causally and nothing else.
-    first_key = rule.past + tokens - keys  # a sliding-window cache has dropped those before
-    parts = []
     start, end = rule.past, rule.past + tokens
+    begin = first_key = end - keys  # a sliding-window cache has dropped the keys before
+    parts = []
     while start < end:
-        begin = start // rule.chunk * rule.chunk
-        stop = min(begin + rule.chunk, end)
-        here = slice(begin - first_key, stop - first_key)
-        some = query[:, :, start - rule.past : stop - rule.past]
-        parts.append(_attend(rule, None, some, key[:, :, here], value[:, :, here], given)[0])
+        stop = end
+        if rule.chunk is not None:  # its queries see keys from its beginning on, causally and nothing else
+            begin = start // rule.chunk * rule.chunk
+            stop = min(begin + rule.chunk, end)
+        entry = (query.device, len(query), stop - start, stop - begin)
+        if entry not in rule.placed:
+            positions = torch.arange(stop - begin, device=query.device)[None]  # what counts is their distance
+            rule.placed[entry] = TokenPositions(positions[:, start - stop :], positions, (0,) * len(query), None)
+        some, here = query[:, :, start - rule.past : stop - rule.past], slice(begin - first_key, stop - first_key)
+        tensors = some, key[:, :, here], value[:, :, here], None
+        parts.append(attend_from_kwargs(LocalAttention(rule.window), None, rule.placed[entry], *tensors, **given)[0])
         start = stop
-    return torch.cat(parts, dim=1), None
-
-
-def _attend(
-    rule: MaskRule, window: int | None, query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any]
-) -> tuple[Tensor, None]:
-    tokens, entry = query.shape[-2], (query.device, *query.shape[::2], key.shape[-2])
-    if entry not in rule.placed:
-        positions = torch.arange(key.shape[-2], device=query.device)[None]  # what counts is their distance
-        rule.placed[entry] = TokenPositions(positions[:, -tokens:], positions, (0,) * len(query), None)
-    return attend_from_kwargs(LocalAttention(window), None, rule.placed[entry], query, key, value, None, **given)
+    return torch.cat(parts, dim=1) if parts[1:] else parts[0], None
 
 
 def reading_in_chunks(

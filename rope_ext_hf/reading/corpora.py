@@ -162,7 +162,7 @@ def load(
 
 
 def _joined(documents: Iterable[Document | Tokens]) -> str:
-    return "\n\n".join(document.text for document in documents)
+    return "\n\n".join([document.text for document in documents])
 
 
 def _in_groups(documents: Iterable[Document | Tokens], least: int) -> list[Document]:

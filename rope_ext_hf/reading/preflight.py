@@ -64,11 +64,12 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahe
     keep none; linear attention and Mamba keep a state. A number of keys and values has `width` bytes. `layers`: what
     `cached_layers` returns, where it is known.
     """
-    return sum(
+    sizes = [
         layer.per_token * min(tokens, (layer.window or tokens) + ahead) * width // min(gpus, layer.shards)
         + layer.state * _STATE_WIDTH // gpus
         for layer in layers or cached_layers(config)
-    )
+    ]
+    return sum(sizes)
 
 
 def cached_layers(config: Any) -> list[_LayerMemory]:
@@ -267,7 +268,7 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
     routed = getattr(config, "num_experts_per_tok", None) or 1
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
     tables = list(model.get_input_embeddings().parameters())
-    embedding = sum(table.numel() for table in tables)
+    embedding = sum([table.numel() for table in tables])
     body = 0.0
     for name, parameter in model.named_parameters():
         body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
@@ -300,7 +301,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
     size, once = 64, 0.0
     while size < largest and once < seconds / 32:
         size *= 2
-        once = min(run(size, 1) for _ in range(3))
+        once = min([run(size, 1) for _ in range(3)])
     count = max(1, round(seconds / max(once, 1e-6)))
     return EFFICIENCY * count * 2 * size**3 / run(size, count)
 

@@ -17,7 +17,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -29,9 +29,9 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
-from rope_ext_hf.patches.patching import fixed_length, patched_method
+from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, patched_slots
+from rope_ext_hf.patches.slots import Slot, patch_state, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.preflight import budgets, widest_activation
@@ -207,7 +207,7 @@ class TokenScorer:
         """
         ids = prompt.to(self._device)
         with self._timed(0), _length(self.model, len(ids) + count):
-            made = self._fitting(lambda: list(self._greedy(ids, count, stop)))
+            made = self._fitting(lambda: list(self._greedy(ids, count, stop)), chunked=self.chunked)
         self.cost = self.cost.plus(Cost(len(ids) + len(made), 0.0, 0))
         return torch.tensor(made, dtype=torch.int64)
 
@@ -274,11 +274,22 @@ class TokenScorer:
 
     # --- in chunks
 
-    def _fitting(self, work: Callable[[], T]) -> T:
+    @property
+    def _own_attention(self) -> bool:
+        """Whether the model runs the attention of a remapping method, which needs neither masks nor more memory."""
+        state = patch_state(self.model)
+        return state is not None and isinstance(state.spec.method, RemappingMethod)
+
+    def _in_chunks(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:
+        """Inside, the model can read in chunks; see `reading_in_chunks`."""
+        return nullcontext() if self._own_attention else reading_in_chunks(self.model, reach_seen)
+
+    def _fitting(self, work: Callable[[], T], *, chunked: bool = True) -> T:
         """Do some work again and again, in chunks of half as many tokens each time, until it fits into the memory."""
         while True:
             try:
-                return work()
+                with self._in_chunks() if chunked else nullcontext():
+                    return work()
             except torch.OutOfMemoryError:
                 if self.chunk <= _LEAST_CHUNK:
                     raise
@@ -329,15 +340,12 @@ class TokenScorer:
 
     def _hidden(self, ids: Tensor, cache: SpanCache, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The decoder's output for tokens after the `start` tokens of a cache: (first position, (tokens, hidden))."""
-        # An attention-level method has an attention of its own, which needs neither masks nor more memory. It would
-        # compare given positions with those in the cache, which waits for the device.
-        own = isinstance(patched_method(self.model), RemappingMethod)
-        with nullcontext() if own else reading_in_chunks(self.model, cache.see):
-            for piece in torch.split(ids, self.chunk) if len(ids) else ():
-                positions = None if own else torch.arange(start, start + len(piece), device=ids.device)[None]
-                out = self.decoder(input_ids=piece[None], position_ids=positions, past_key_values=cache, use_cache=True)
-                yield start, out.last_hidden_state[0]
-                start += len(piece)
+        own = self._own_attention  # would compare given positions with those in the cache, which waits for the device
+        for piece in torch.split(ids, self.chunk) if len(ids) else ():
+            positions = None if own else torch.arange(start, start + len(piece), device=ids.device)[None]
+            out = self.decoder(input_ids=piece[None], position_ids=positions, past_key_values=cache, use_cache=True)
+            yield start, out.last_hidden_state[0]
+            start += len(piece)
 
     def _empty_cache(self, tokens: int) -> SpanCache:
         """The cache, emptied, with room for so many tokens."""
@@ -369,7 +377,8 @@ class TokenScorer:
             self.chunk, self.longest = 5, 1  # several tokens onto a cache, and a single one
             try:
                 cache = self._empty_cache(CHECKED - 1)
-                hidden = torch.cat([each for _, each in self._hidden(ids[:-1], cache)])
+                with self._in_chunks(cache.see):
+                    hidden = torch.cat([each for _, each in self._hidden(ids[:-1], cache)])
                 for index, window in remapped_windows(self.model):
                     cache.seen.setdefault(index, set()).add(window)
             except NotReadInChunksError as error:

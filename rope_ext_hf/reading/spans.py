@@ -121,7 +121,7 @@ class EvalPlan:
     @property
     def scored(self) -> int:
         """Scored tokens; a token that counts for two lengths counts twice."""
-        return sum(span.score_to - span.score_from for _, spans in self.documents for span in spans)
+        return sum([span.score_to - span.score_from for _, spans in self.documents for span in spans])
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
@@ -165,14 +165,14 @@ def make_plan(
         if prefix is None:  # nothing stands before the first token, so it cannot be scored
             spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
         cut.append((document, [span for span in spans if span.score_from < span.score_to]))
-    left_out += sum(not spans for _, spans in cut)
+    left_out += sum([not spans for _, spans in cut])
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
     reading_order = attrgetter("context", "start", "stop", "score_from")
-    kept = tuple((document, tuple(sorted(spans, key=reading_order))) for document, spans in cut if spans)
+    kept = tuple([(document, tuple(sorted(spans, key=reading_order))) for document, spans in cut if spans])
     measured = {span.length for _, spans in kept for span in spans}
     if missing := [length for length in ordered if length not in measured]:
-        longest = max((len(document.ids) for document in documents), default=0)
+        longest = max([len(document.ids) for document in documents], default=0)
         raise CorpusError(
             f"no document has {missing[-1]} tokens, the longest length asked for; "
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"

@@ -52,7 +52,7 @@ def results_from_records(kind: RunKind, setting: Any, contents: RunContents, rec
         costs.setdefault(key, {})[record.item] = record.cost
     return [
         kind.result(
-            method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
+            method, setting, cell, *[[each[item] for item in sorted(each)] for each in (complete, costs[key, cell])]
         )
         for key, method in {method_key(record.method): record.method for record in records}.items()
         for cell, count in sorted(contents.counts.items())

@@ -65,8 +65,8 @@ class RunContents:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
         """Read `items`, `cells` and `per_cell`; ValueError where one is missing, or of another shape."""
-        items, cells, counts = (_list(settings, key) for key in ("items", "cells", "per_cell"))
-        if not items or not all(isinstance(name, str) for name in items):
+        items, cells, counts = [_list(settings, key) for key in ("items", "cells", "per_cell")]
+        if {*map(type, items)} != {str}:
             raise ValueError("'items' must be a list of names")
         if len(cells) != len(counts) or not cells:
             raise ValueError("'cells' and 'per_cell' must be lists of the same length")

@@ -113,7 +113,7 @@ class Run(Generic[R_co]):
     @cached_property
     def names(self) -> dict[str, str]:
         """The label of each method that has results, by its key."""
-        return labels(result.method for result in self.results)
+        return labels([result.method for result in self.results])
 
     @cached_property
     def by_label(self) -> dict[str, list[R_co]]:
@@ -398,7 +398,7 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
     """What runs of one model found, in any order; those of one kind that read the same items alike count as one."""
     first, *_ = runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
     loaded = first.settings["loaded"]
-    names = labels([loaded, *(result.method for run in runs for result in run.results)])
+    names = labels([loaded, *[result.method for run in runs for result in run.results]])
     extended = {key: length for run in runs for key, length in run.extended_lengths.items()}
     every = [(m, run) for run in _merged(runs) for m in run.kind.measures(run) if any(m.items.values())]
     return Findings(
@@ -438,7 +438,7 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
     for run in runs:
         taken = set(results)
         for result in run.results:  # a cell is a length alone, or with a depth, a distance or a task
-            further = (getattr(result, name, None) for name in ("depth", "distance", "task"))
+            further = [getattr(result, name, None) for name in ("depth", "distance", "task")]
             place = (result.key, result.length, *further)
             if place not in taken:
                 results[place] = result

@@ -116,7 +116,7 @@ class Measure:
         None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses
         is finite.
         """
-        mine, theirs = (self.items.get(key, {}).get(length) for key, length in (one, other))
+        mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
         if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
             return None
         gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]

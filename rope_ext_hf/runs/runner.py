@@ -244,7 +244,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
         workers.agree({"what was measured before": _short(sorted(done))})
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
-    progress.started(folder, sum(unit in done for unit in units), len(units))
+    progress.started(folder, sum([unit in done for unit in units]), len(units))
     scorer = job.scorer()
     if not fixed:
         if workers.rank == 0:

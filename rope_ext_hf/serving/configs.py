@@ -115,7 +115,7 @@ def configure(
         config = engine.config_for(target)
         if (as_saved := _as_saved(opened, target)) is None:
             if opened.specs and config.overrides is None and opened.name in config.command:
-                command = tuple("MODEL" if each == opened.name else each for each in config.command)
+                command = tuple(["MODEL" if each == opened.name else each for each in config.command])
                 note = f"MODEL is the model as it was published: {opened.name} carries a patch that this is without."
                 config = replace(config, command=command, notes=(*config.notes, note))
         elif config.overrides and method is None:

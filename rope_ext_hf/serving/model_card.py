@@ -166,7 +166,7 @@ def _read_card(folder: Path, *, own: bool) -> tuple[dict[str, Any], str, str, st
 def _metadata(text: str) -> dict[str, Any]:
     from huggingface_hub import ModelCardData
 
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
+    if yaml.AliasEvent in map(type, yaml.parse(text)):
         raise ValueError("they refer to themselves by an alias")
     values = yaml.safe_load(text) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
@@ -221,8 +221,8 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
         named = [
             replace(
                 each,
-                command=tuple(word.replace(str(folder), name) for word in each.command),
-                notes=tuple(note.replace(str(folder), name) for note in each.notes),
+                command=tuple([word.replace(str(folder), name) for word in each.command]),
+                notes=tuple([note.replace(str(folder), name) for note in each.notes]),
             )
             for each in config.instances
         ]
@@ -271,7 +271,7 @@ def _shown(measure: Measure, key: str, length: int) -> tuple[Estimate, str]:
     value = measure.estimate(key, length)
     if not measure.exponential:
         return value, value.text(measure.text)
-    first, low, high = (None if each is None else math.exp(min(each, 700.0)) for each in value[:3])
+    first, low, high = [None if each is None else math.exp(min(each, 700.0)) for each in value[:3]]
     value = Estimate(first or 0.0, low, high, value.items)
     return value, value.text("{:.3f}".format)
 
@@ -291,7 +291,7 @@ def _measured_text(run: Run[Any], key: str) -> str:
                 row += [_shown(measure, known.loaded, length)[1], str(change)]
             rows.append(row + [""] * (len(rows[0]) - len(row)))
         parts.append(_table(rows))
-    versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
+    versions = ", ".join([f"{name} {number}" for name, number in settings["versions"].items()])
     how = f"{run.kind.items}: {len(settings['items'])}, in {settings['dtype']} on {settings['device']}; {versions}."
     return "\n\n".join([*parts, f"{_plain(how)}\n\n"])
 
@@ -332,7 +332,7 @@ def _plain(text: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    head, *others = (f"| {' | '.join(map(_plain, row))} |" for row in rows)
+    head, *others = [f"| {' | '.join(map(_plain, row))} |" for row in rows]
     return "\n".join([head, f"|{'---|' * len(rows[0])}", *others])
 
 

@@ -32,20 +32,17 @@ class JsonKv(Suite):
 def _sample(wanted: PromptSettings, index: int, keys: int) -> Sample:
     rng = random.Random(f"{wanted.seed} {index}")
     place = rng.random()
-    pairs = [(_uuid(rng), _uuid(rng)) for _ in range(keys)]
+    made = [str(uuid.UUID(int=rng.getrandbits(128), version=4)) for _ in range(2 * keys)]
+    pairs = list(zip(made[::2], made[1::2], strict=True))
     examples, (key, value), others = pairs[:_EXAMPLES], pairs[_EXAMPLES], pairs[_EXAMPLES + 1 :]
     listed = [*examples, *others]
     rng.shuffle(listed)
     listed.insert(int(place * keys), (key, value))
-    shown = "".join(f"Key: {name}\nCorresponding value: {it}\n\n" for name, it in examples)
+    shown = "".join([f"Key: {name}\nCorresponding value: {it}\n\n" for name, it in examples])
     prompt = (
         f"JSON data:\n{json.dumps(dict(listed))}\n\n"
         f"Extract the value corresponding to the specified key in the JSON object above.\n\n{shown}Key: {key}\n"
     )
     prefix = "Corresponding value:"
-    wrong = tuple(it for _, it in [*others, *examples])
+    wrong = tuple([it for _, it in [*others, *examples]])
     return Sample(prompt, prefix, (value,), _BUDGET, wanted.tokens(prompt + prefix) + _BUDGET, wrong)
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
