@@ -127,12 +127,11 @@ class Result(MethodResult):
         order = sorted(range(len(documents)), key=documents.__getitem__)
         documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
-        nats = math.fsum([document.nats for document in documents])
-        tokens = sum([document.tokens for document in documents])
-        loss, low, high, _ = estimate([d.nats for d in documents], [d.tokens for d in documents])
+        names, nats, tokens, sizes, spans, key_nats, key_tokens = zip(*documents, strict=True)
+        loss, low, high, _ = estimate(nats, tokens)
         keys: list[float | None] = [None] * 3
-        if keyed := [document for document in documents if document.key_tokens]:
-            ends = estimate([d.key_nats for d in keyed], [d.key_tokens for d in keyed])[:3]
+        if any(key_tokens):
+            ends = estimate(key_nats, key_tokens)[:3]
             keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
         return cls(
             method=method,
@@ -143,15 +142,15 @@ class Result(MethodResult):
             high=high,
             perplexity=_perplexity_from_loss(loss),
             bits_per_token=loss / math.log(2),
-            bits_per_byte=nats / math.log(2) / max(1, sum([document.bytes for document in documents])),
-            tokens=tokens,
-            spans=sum([document.spans for document in documents]),
-            nonfinite=tuple([document.name for document in documents if not math.isfinite(document.nats)]),
+            bits_per_byte=math.fsum(nats) / math.log(2) / max(1, sum(sizes)),
+            tokens=sum(tokens),
+            spans=sum(spans),
+            nonfinite=tuple([name for name, loss in zip(names, nats, strict=True) if not math.isfinite(loss)]),
             documents=tuple(documents),
             longppl=keys[0],
             longppl_low=keys[1],
             longppl_high=keys[2],
-            key_tokens=sum([document.key_tokens for document in documents]) if setting.keys else None,
+            key_tokens=sum(key_tokens) if setting.keys else None,
             tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
             gpu_bytes=cost.peak or None,
             seconds=tuple([each.seconds for each in costs]) if cost.seconds else (),

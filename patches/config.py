@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
@@ -155,7 +155,7 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     if rope_type in ("longrope", "su"):
         settings, note = runs_short_list(config.model_type, settings)
     name, implied = _METHOD_OF_ROPE_TYPE[rope_type]
-    accepted = {item.name for item in fields(list_methods()[name])}
+    accepted = list_methods()[name].parameters
     given = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn" and layer_type is not None:  # transformers reads it from the top level of nested dicts
         given["truncate"] = config.rope_parameters.get("truncate", True)
@@ -309,13 +309,25 @@ def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:
 def write_rope(
     config: Any, encoding: ConfigEncoding, spec: PatchSpec, below: Sequence[PatchSpec], layer_types: list[str | None]
 ) -> None:
-    """Write a patch, over those `below`, bottom first, into a config, which must be a copy of the caller's own.
-
-    `layer_types`: those that it applies to; [None] for a config with one set for all layers.
-    """
+    """Write a patch, over those `below`, bottom first, and its record into a config; see `write_settings`."""
     before = {key: copy.deepcopy(value) for key, value in config.to_dict().items() if key in SAVED_KEYS}
     before["max_position_embeddings"] = config.max_position_embeddings  # which DBRX states as max_seq_len
-    known = family(config.model_type)
+    record = spec.to_dict() | {
+        "layer_types": layer_types,
+        "rope_parameters": copy.deepcopy(write_settings(config, encoding, layer_types)),
+        "max_position_embeddings": encoding.saved_length,
+        "before": before,
+    }
+    if below:
+        record["below"] = [each.to_dict() for each in below]
+    setattr(config, PATCH_KEY, record)
+
+
+def write_settings(config: Any, encoding: ConfigEncoding, layer_types: list[str | None]) -> dict[str, Any]:
+    """Write the rope settings and the length of a patch into a config, which must be a copy of the caller's own.
+
+    `layer_types`: those that it applies to; [None] for a config with one set for all layers. Returned are the settings.
+    """
     if encoding.rope_type == "longrope" and hasattr(config, _ORIGINAL_KEY):
         setattr(config, _ORIGINAL_KEY, encoding.parameters[_ORIGINAL_KEY])
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it
@@ -329,18 +341,10 @@ def write_rope(
             parameters[layer_type] = written
             if encoding.parameters.get("truncate") is False:  # transformers looks for it here, and nowhere else
                 parameters["truncate"] = False
-    if _accepts(known, encoding.rope_type):
+    if _accepts(family(config.model_type), encoding.rope_type):
         config.rope_parameters = parameters  # otherwise the config class refuses to be saved; see saving.py
     config.max_position_embeddings = encoding.extended_length or config.max_position_embeddings
-    record = spec.to_dict() | {
-        "layer_types": layer_types,
-        "rope_parameters": copy.deepcopy(parameters),
-        "max_position_embeddings": encoding.saved_length,
-        "before": before,
-    }
-    if below:
-        record["below"] = [each.to_dict() for each in below]
-    setattr(config, PATCH_KEY, record)
+    return parameters
 
 
 def _unrelated_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ What changes is planned first, then applied (planning.py). A model may be given 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -280,7 +279,7 @@ def over_rotary(
 
 def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, Any]:
     """The further parameters for one of several methods: those it takes, and those that none of them takes."""
-    fields = {other: {field.name for field in dataclasses.fields(method)} for other, method in list_methods().items()}
+    fields = {other: method.parameters.keys() for other, method in list_methods().items()}
 
     def takes(method: str | RopeMethod, parameter: str) -> bool:  # a method without fields here is an alias, or unknown
         return method not in fields or not fields[str(method)].isdisjoint({parameter, "frequency"})

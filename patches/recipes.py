@@ -29,8 +29,10 @@ class Recipe:
         """Whether a text config of one of the model types, without patches, is one of these models."""
         rope = getattr(config, "rope_parameters", None) or {}
         values = config.to_dict() | rope.get("full_attention", rope)
-        one_of = {key: stated if isinstance(stated, list) else [stated] for key, stated in self.where.items()}
-        return not [key for key, stated in one_of.items() if values.get(key) not in stated]
+        for key, stated in self.where.items():
+            if values.get(key) not in (stated if isinstance(stated, list) else [stated]):
+                return False
+        return True
 
     @property
     def stated_length(self) -> int:
@@ -67,7 +69,7 @@ class Recipe:
 
 @cache
 def recipes() -> tuple[Recipe, ...]:
-    return tuple(Recipe(**values) for values in package_table("rope_ext_hf.patches", "recipes.toml")["recipe"])
+    return tuple([Recipe(**values) for values in package_table("rope_ext_hf.patches", "recipes.toml")["recipe"]])
 
 
 def find_recipe(config: Any) -> Recipe | None:

@@ -74,7 +74,7 @@ def _printed(table: Table) -> str:
     console = Console(width=terminal_width(), color_system=None, force_jupyter=False)
     with console.capture() as captured:
         console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    return "\n".join([line.rstrip() for line in captured.get().splitlines()])
 
 
 class ShownAsTables:

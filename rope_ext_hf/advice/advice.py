@@ -206,9 +206,9 @@ class Advice(ShownAsTables):
         if fitting:
             lines += ["", text_table(self._helped), "", "take"]
             lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
-            costs = _grouped((each.decode, each.method) for each in fitting if each.decode != NOTHING)
+            costs = _grouped([(each.decode, each.method) for each in fitting if each.decode != NOTHING])
             lines += ["time of a generated token", *_explained(costs)]
-        if others := _grouped((each.why, each.method) for each in self.methods if not each.fits):
+        if others := _grouped([(each.why, each.method) for each in self.methods if not each.fits]):
             lines += ["", "not shown to help at this length", *_explained(others)]
         return lines
 

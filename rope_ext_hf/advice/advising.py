@@ -46,7 +46,7 @@ _SUSTAINED = 1e14
 
 @foreign_errors("no advice can be given on this model")
 def advise(
-    model: nn.Module | str | Path,
+    model: nn.Module | str | Path | Model,
     target_length: Length,
     *,
     over: str = "own",
@@ -61,7 +61,7 @@ def advise(
     """Advise on how a model gets to a length, from its config alone; no weights are read.
 
     Args:
-        model: a model in memory, a folder, a Hub id or "reference".
+        model: a model in memory, a folder, a Hub id or "reference"; or what `open_model` made of one.
         target_length: tokens.
         over, context_length: as in `patch`.
         batches: the numbers of inputs at a time that memory is computed for.
@@ -82,7 +82,6 @@ def advise(
     for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
         whole(name, value, 1, MOST_TOKENS)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    name = str(model) if isinstance(model, (str, Path)) else opened.name  # "reference" is no folder of the user's
     specs = opened.specs if over == "own" and context_length is None else []
     own = base_rope_of_config(opened.described, over, context_length, opened.config)
     rotary, rule = own.rotary, own.rule
@@ -96,7 +95,7 @@ def advise(
         reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
     on_gpus = None if server is None or not server.gpus else gpu_memory(opened.whole(), target_length, server)
     given_base = {"over": over, "context_length": context_length}
-    run = _Planner(opened, name, rotary, target_length, given_base, engines or list_engines())
+    run = _Planner(opened, rotary, target_length, given_base, engines or list_engines())
     needed = target_length > reached
     methods = run.methods() if needed else []
     choices = _choices(methods)
@@ -115,7 +114,7 @@ def advise(
     helping = {each.method for each in methods if each.fits}
     of_type = [each for each in reported() if opened.config.model_type in each.model_types]
     return Advice(
-        model=name,
+        model=opened.given,
         model_type=opened.config.model_type,
         target_length=target_length,
         original_length=rotary.trained_length,
@@ -156,7 +155,6 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
 
     Where no candidate for serving helped, they are the methods that did and that a server runs.
     """
-
     servers = list_engines().keys() - {_OWN_PROCESS}
     served = [each for each in methods if any(map(each.engines.get, servers))]
     possible = [each for each in methods if each.kind]
@@ -177,7 +175,6 @@ class _Planner:
     """One model on its way to one length."""
 
     opened: Model
-    name: str
     rotary: Rotary
     target_length: int
     underneath: dict[str, Any]
@@ -312,7 +309,7 @@ class _Planner:
         server: GPUServer | None,
         on_gpus: GPUMemory | None,
     ) -> dict[str, tuple[str, ...]]:
-        model, target = self.name, self.target_length
+        model, target = self.opened.given, self.target_length  # "reference" is no folder of the user's
         first = next(iter(choices.get(SERVING, ())), None)
         compared = list(dict.fromkeys([name for names in choices.values() for name in names]))
         lengths = tuple(dict.fromkeys((min(reached, target), target)))

@@ -161,7 +161,7 @@ def plan_extension(
     recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
     server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
     underneath: dict[str, Any] = {"over": over, "context_length": context_length}
-    ask = partial(advise, model, target_length, server=server, **underneath, **loading)
+    ask = partial(advise, opened, target_length, server=server, **underneath)
     advice = ask(engines=[engine])
     chosen = _choose(advice, engine, ask)
     if advice.on_gpus is not None:

@@ -133,7 +133,9 @@ class Zones(NamedTuple):
 
     def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of a call, as `run_kernel` takes them."""
-        query, (begin, size, _, times) = self.of_call(self.query, call), call.keys
+        query, (begin, size, _, times) = self.query, call.keys
+        if self.zones[1:]:
+            query = self.of_call(query, call)
         if times > 1:
             return batch_rows(query, call.queries), batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
         first, keys = call.queries.begin, slice(begin, begin + size)  # of a single span, as are the queries then: views

@@ -274,7 +274,7 @@ def write_patched(
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
         origin = made_from(model, **source.version)
-        finish = partial(write_card, runs=runs, name=out.name, **origin)
+        finish = partial(write_card, runs=runs, name=out.name, model=empty, **origin)
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)
         return _describe(empty, model, source)

@@ -304,7 +304,7 @@ def _parse_value(text: str) -> Any:
 def method_parameters() -> set[str]:
     from rope_ext_hf.methods.registry import list_methods
 
-    return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
+    return {name for method in list_methods().values() for name in method.parameters}
 
 
 def unknown_option(option: str, known: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ def plain(theta: float, dim: int) -> list[float]:
 
 def linear(theta: float, dim: int, factor: float) -> list[float]:
     """Position interpolation: every frequency divided by the factor."""
-    return [value / factor for value in plain(theta, dim)]
+    return [float(theta) ** (-index / dim) / factor for index in range(0, dim, 2)]
 
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:

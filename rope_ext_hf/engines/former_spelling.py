@@ -41,7 +41,7 @@ class FormerSpellingEngine(ConfigEngine):
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kind = encoding.settings["rope_type"]
-        if self.spells_parameters(target.model_type):
+        if self.table["families"].get(target.model_type, {}).get("rope_parameters") is True:  # and nothing else
             settings = encoding.settings | {"rope_theta": encoding.config["rope_theta"]}
             return {"max_position_embeddings": target.length, "rope_parameters": settings}
         scaling = None if kind == "default" else encoding.settings | {"type": kind}
@@ -71,17 +71,13 @@ class FormerSpellingEngine(ConfigEngine):
         model_type, most = str(text.get("model_type")), length_setting(text)
         if model_type not in self.table["families"]:
             raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
-        inside = text.get("rope_parameters") or {}
-        if self.spells_parameters(model_type):
+        inside, read = text.get("rope_parameters") or {}, self.table["families"][model_type].get("rope_parameters")
+        if read is True:
             text |= {"rope_scaling": inside, "rope_theta": None}
-        elif self.table["families"][model_type].get("rope_parameters") == "else":
+        elif read == "else":
             scaling, theta = text.get("rope_scaling") or inside, text.get("rope_theta") or inside.get("rope_theta")
             text |= {"rope_scaling": scaling, "rope_theta": theta}
         return text, model_type, most
-
-    def spells_parameters(self, model_type: str) -> bool:
-        """Whether the engine's file for a family reads `rope_parameters`, and no key of the former spelling."""
-        return self.table["families"].get(model_type, {}).get("rope_parameters") is True
 
     def reached(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
         """The rope type that reaches the rotary class of a family's file, with a note where it is another one."""

@@ -60,7 +60,8 @@ def converted(config: Config) -> FileRope:
     if model_type not in ARCHITECTURES:
         raise NotCheckedError(f"the GGUF architecture of {model_type!r} is not in the table of this package")
     architecture, tensors = ARCHITECTURES[model_type]
-    _check_layers(text)
+    if model_type == "gemma3_text":
+        check_sliding_layers(text, 6, "llama.cpp")
     if "mamba" in _FAMILIES[model_type] and text.get("position_embedding_type") == "rope":
         raise ServingError("its converter turns the rotation off beside Mamba layers; a rewritten file turns it on")
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
@@ -95,11 +96,6 @@ def converted(config: Config) -> FileRope:
     elif kind != "default":
         raise ServingError(f"the converter passes over the rope type {kind!r}")
     return FileRope(architecture, dim, keys, divisors)
-
-
-def _check_layers(text: Config) -> None:
-    if text.get("model_type") == "gemma3_text":
-        check_sliding_layers(text, 6, "llama.cpp")
 
 
 def _scaling_keys(settings: Config) -> dict[str, Any]:
@@ -145,7 +141,9 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
         magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
     else:
         inv_freq = linear(theta, file.dim, factor)
-    notes = () if by_flags else _unread(file, kind, lambda *betas: yarn(theta, file.dim, factor, original, *betas))
+    notes: tuple[str, ...] = ()
+    if not by_flags and keys.keys() & _UNREAD:
+        notes = _unread(file, kind, lambda *betas: yarn(theta, file.dim, factor, original, *betas))
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
     return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
 
@@ -173,7 +171,7 @@ def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
 def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[float]]) -> tuple[str, ...]:
     """Sentences on keys that the graph does not read, and that would change what it computes."""
     different = [key for key in _UNREAD if key in file.keys and file.keys[key] != _BETAS.get(key)]
-    if any(key in _BETAS for key in different):
+    if not _BETAS.keys().isdisjoint(different):
         stated = [file.keys.get(key, usual) for key, usual in _BETAS.items()]
         possible = all(type(value) in (int, float) and 0 < value < math.inf for value in stated)
         if possible and (kind != "yarn" or list(ramp(*stated)) == list(ramp(*_BETAS.values()))):
@@ -212,7 +210,8 @@ class _GGUFEngine(Engine):
 
     def config_for(self, target: Target) -> ServingConfig:
         self.check_family(target)
-        _check_layers(target.config)
+        if target.model_type == "gemma3_text":
+            check_sliding_layers(target.config, 6, "llama.cpp")
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
         else:
@@ -340,7 +339,7 @@ def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by
 
     `by_file`: whether flags would leave sliding-window layers as the file has them, and the method is for these too.
     """
-    if own is None or file.tensors != own.tensors or any(name in own.tensors for name in removed):
+    if own is None or file.tensors != own.tensors or not own.tensors.keys().isdisjoint(removed):
         return None
     keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
     flags: list[str] = []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, fields
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -199,6 +199,8 @@ class RopeMethod(ABC):
     """Base of all methods; a subclass adds its parameters as fields, and its formula as `compute`."""
 
     name: ClassVar[str] = ""
+    parameters: ClassVar[Mapping[str, Field[Any]]] = {}
+    """The fields by name, of a method that is registered."""
 
     unlabelled: ClassVar[frozenset[str]] = frozenset()
     """Parameters that `label` leaves out."""
@@ -387,7 +389,7 @@ class RopeMethod(ABC):
         `lengths`: those of the inputs that get the short and the long list; None: the context length.
         """
         theta = rotary.theta_inv_freq()
-        short, long = (self.frequencies(rotary, length) for length in lengths)
+        short, long = [self.frequencies(rotary, length) for length in lengths]
         return {
             "rope_type": "longrope",
             "rope_theta": rotary.theta,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -73,14 +74,15 @@ class Profiles(RopeMethod):
         return (*(self.smaller or ()), self.factor)
 
     def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
-        return tuple([(round(rotary.context_length * factor), self._at(factor)) for factor in self.factors])
+        return tuple([(round(rotary.context_length * each), self._at[each]) for each in self.factors])
 
-    def _at(self, factor: float) -> RopeMethod:
+    @cached_property
+    def _at(self) -> dict[float, RopeMethod]:
+        """The static method at each factor."""
         assert self.frequency is not None
-        if factor == 1:
-            return Default()
-        factors = {"factor": factor} if self.frequency.takes_factor({}) else {}
-        return replace(self.frequency, **factors)
+        each = self.factors if self.frequency.takes_factor({}) else ()
+        methods = {factor: replace(self.frequency, **{"factor": factor}) for factor in each}
+        return dict.fromkeys(self.factors, self.frequency) | methods | ({1.0: Default()} if 1 in self.factors else {})
 
     def _limits(self, rotary: Rotary) -> list[int]:
         """The longest input of each profile but the last, which has every longer one, in tokens."""

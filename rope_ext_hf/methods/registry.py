@@ -25,6 +25,7 @@ def register_method(name: str) -> Callable[[type[_S]], type[_S]]:
         if name in _METHODS or name in _ALIASES:
             raise TypeError(f"the method name {name!r} is taken")
         cls.name = name
+        cls.parameters = {item.name: item for item in fields(cls)}
         _METHODS[name] = cls
         return cls
 
@@ -69,7 +70,7 @@ def resolve_method(
     target_length = parse_length(target_length)
     cls, implied = _find(method)
     name = cls.name
-    accepted = {item.name: item for item in fields(cls)}
+    accepted = cls.parameters
     values = implied | params
     if "frequency" in accepted and isinstance(values.get("frequency"), str):  # with parameters of its own
         below = {key: values.pop(key) for key in list(values) if key not in accepted}
@@ -106,8 +107,8 @@ def split_parameters(
     method: str | RopeMethod | None, given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments that are parameters of methods, also misspelt ones of this method, and all others."""
-    own = () if method is None or isinstance(method, RopeMethod) else [item.name for item in fields(_find(method)[0])]
-    known = {item.name for each in _METHODS.values() for item in fields(each)}
+    own = () if method is None or isinstance(method, RopeMethod) else [*_find(method)[0].parameters]
+    known = {name for each in _METHODS.values() for name in each.parameters}
     near = [key for key in given if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
     params = {key: value for key, value in given.items() if key in known or key in near}
     if own and "frequency" not in own:  # else they may be of the method inside

@@ -172,7 +172,8 @@ class RemappingMethod(RopeMethod):
         return (self.frequency or Default()).compute(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
-        (self.frequency or Default()).check(rotary)
+        if self.frequency is not None:
+            self.frequency.check(rotary)
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         return None

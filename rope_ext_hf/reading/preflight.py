@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,28 +77,25 @@ def cached_layers(config: Any) -> list[_LayerMemory]:
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     window, sliding = sliding_layers(config)
     kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if sliding else ""] * count)
-    several = getattr(config, "is_heterogeneous", False)
-    each = list(config.per_layer_config) if several else [config] * count
-    return list(_layers(kinds[:count], each[:count], window))
-
-
-def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterator[_LayerMemory]:
-    for kind, config in zip(kinds, configs, strict=True):
-        known = vars(config)
-        heads = int(config.num_attention_heads)
-        head_dim = int(known.get("head_dim") or config.hidden_size // heads)
+    configs = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * count
+    layers = []
+    for kind, each in zip(kinds[:count], configs[:count], strict=True):
+        known = vars(each)
+        heads = int(each.num_attention_heads)
+        head_dim = int(known.get("head_dim") or each.hidden_size // heads)
         keyless = kind in _WITHOUT_KEYS
-        state = _state(config) if keyless or kind.startswith("hybrid") else 0
-        if getattr(config, "kv_lora_rank", None):  # what latent attention makes keys and values from
-            per_token, key_heads = int(config.kv_lora_rank + config.qk_rope_head_dim), 1
-            per_token += int(getattr(config, "index_head_dim", None) or 0)  # keys of a sparse attention's indexer
+        state = _state(each) if keyless or kind.startswith("hybrid") else 0
+        if getattr(each, "kv_lora_rank", None):  # what latent attention makes keys and values from
+            per_token, key_heads = int(each.kv_lora_rank + each.qk_rope_head_dim), 1
+            per_token += int(getattr(each, "index_head_dim", None) or 0)  # keys of a sparse attention's indexer
         else:
-            key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+            key_heads = int(getattr(each, "num_key_value_heads", None) or heads)
             if kind in SLIDING:
-                key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
+                key_heads *= _MORE_KEY_HEADS.get(each.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
         kept = window if kind in SLIDING else None
-        yield _LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads)
+        layers.append(_LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads))
+    return layers
 
 
 def _state(config: Any) -> int:

@@ -450,10 +450,5 @@ def _difference(some: Tensor, others: Tensor) -> float:
     return float((some - others).square().mean().sqrt()) / max(1e-3, float(others.std()))
 
 
-@contextmanager
-def _length(model: PreTrainedModel, length: int) -> Iterator[None]:
-    if not patched_slots(model):
-        yield
-        return
-    with fixed_length(model, length):
-        yield
+def _length(model: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
+    return fixed_length(model, length) if patched_slots(model) else nullcontext()

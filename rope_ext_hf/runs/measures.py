@@ -122,8 +122,8 @@ class Measure:
         gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]
         if self.shares:
             return estimate_share_change([gap / weight for gap, (_, weight) in zip(gaps, mine, strict=True)])
-        bad = [not all(math.isfinite(value) for value, _ in side) for side in (mine, theirs)]
-        if any(bad):
+        if not all(map(math.isfinite, gaps)):
+            bad = [not all(math.isfinite(value) for value, _ in side) for side in (mine, theirs)]
             return Estimate(math.inf * (bad[0] - bad[1]) if bad[0] != bad[1] else math.nan, None, None, len(mine))
         return estimate(gaps, [weight for _, weight in mine])
 

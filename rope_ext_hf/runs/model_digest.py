@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import repeat
@@ -48,17 +48,18 @@ def model_digest(model: nn.Module) -> str:
     sha, of_tensor = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
         values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
+        here: list[tuple[str, nn.Module]] = []  # modules whose parameters are where they are used
         for name, module in _modules(model):
             if any(map(attrgetter("is_meta"), module.parameters(recurse=False))):  # accelerate keeps them elsewhere
                 from accelerate.utils import align_module_device
 
-                _add(sha, of_tensor, values)
+                _add(sha, of_tensor, [*values, *_values(here)])
                 with align_module_device(module):
-                    _add(sha, of_tensor, _values(name, module))
-                values = []
+                    _add(sha, of_tensor, _values([(name, module)]))
+                values, here = [], []
             else:
-                values += _values(name, module)
-        _add(sha, of_tensor, values)
+                here.append((name, module))
+        _add(sha, of_tensor, [*values, *_values(here)])
     return sha.hexdigest()
 
 
@@ -77,15 +78,17 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(modules.values())
 
 
-def _values(name: str, module: nn.Module) -> list[tuple[str, Any]]:
-    """A module's class, settings, parameters and buffers, those that are not saved included, with their names."""
-    # what the last input left behind in such a module does not count
-    follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
-    kept: list[tuple[str, Any]] = [(f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}")]
-    values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
-        if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
-            kept.append((key, values[key]))
+def _values(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+    """The class, settings, parameters and buffers of modules, those that are not saved included, with their names."""
+    kept: list[tuple[str, Any]] = []
+    for name, module in modules:
+        # what the last input left behind in such a module does not count
+        follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
+        kept.append((f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}"))
+        values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
+            if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
+                kept.append((key, values[key]))
     return kept
 
 

@@ -69,6 +69,7 @@ def write_card(
     base_model: str | None = None,
     about: str = "",
     trust_remote_code: bool = False,
+    model: nn.Module | None = None,
 ) -> Path:
     """Write the card of a model's folder, README.md, and its results by length into .eval_results.
 
@@ -83,6 +84,7 @@ def write_card(
         base_model: the Hub id of that model; default: the one that the card states.
         about: how it was made, in lines; they stay, as the text of the source does.
         trust_remote_code: whether the Python code that comes with the model may run.
+        model: the patched model that the folder was written from just now; default: it is loaded, without weights.
 
     Raises:
         FileError: a card whose metadata cannot be read, a run of another model or without this method, or what the disk
@@ -96,7 +98,7 @@ def write_card(
     described = folder if source is None else Path(source)  # by the card that is kept
     values, author, origin, known = _read_card(described, own=source is None)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    model, adapter = load_empty(folder, **trust), find_adapter(folder) is not None
+    model, adapter = model or load_empty(folder, **trust), find_adapter(folder) is not None
     given = list(_checked(folder, model, runs, **trust))
     measured = "".join(_measured_text(*each) for each in given) or known
     specs = present_specs(model)

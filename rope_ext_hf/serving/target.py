@@ -24,13 +24,12 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.config import (
-    PATCH_KEY,
     PatchSpec,
     config_encoding,
     recorded_specs,
     saved_specs,
     softmax_scale,
-    write_rope,
+    write_settings,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
@@ -46,7 +45,7 @@ class Model:
     """A model as its config describes it, without the patch that it may carry.
 
     Attributes:
-        name: the folder or Hub id, as an engine takes it; "MODEL" for a model in memory.
+        name: the folder or Hub id, as an engine takes it, "MODEL" for a model in memory; given: as it was given.
         config: its text config; composite: whether that lies under `text_config`.
         specs: the patches recorded in it, bottom first.
         layer_types: the layer types that a method applies to; [None]: all layers.
@@ -56,6 +55,7 @@ class Model:
 
     def __init__(self, name: str, config: Any, *, composite: bool, specs: list[PatchSpec]) -> None:
         self.name, self.config, self.composite, self.specs = name, config, composite, specs
+        self.given = name
         self.whole: Callable[[], Any] = lambda: empty_model(config)
         self.layers = AttentionLayers(config)
         self.described, self.layer_types = rope_of_config(self.layers)
@@ -67,8 +67,12 @@ class Model:
         return read_json(file) if file.is_file() else None
 
 
-def open_model(model: nn.Module | str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
+def open_model(
+    model: nn.Module | str | Path | Model, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Model:
     """Read the config of a model in memory, a folder, a Hub id or "reference"; no weights are read."""
+    if isinstance(model, Model):
+        return model
     if isinstance(model, nn.Module):
         config = find_slots(model)[0].config
         top: Any = getattr(model, "config", config)
@@ -84,6 +88,7 @@ def open_model(model: nn.Module | str | Path, *, revision: str | None = None, tr
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         opened = Model(model_source(model), text, composite=text is not whole, specs=specs)
+        opened.given = str(model)
         opened.whole = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
         return opened
 
@@ -189,7 +194,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
     if not changes_nothing:
         model.layers.check_rotating(spec.layers)
         encoding = config_encoding(config, spec, layer_type)
-        write_rope(patched, encoding, spec, [], model.layer_types)
+        write_settings(patched, encoding, model.layer_types)
         patched.max_position_embeddings = encoding.saved_length
     inv_freq, attention_factor = spec.method.frequencies(spec.rotary, length)
     notes = (
@@ -200,7 +205,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
     return Target(
         model=model.name,
         config=values,
-        patched={key: value for key, value in patched.to_dict().items() if key != PATCH_KEY},
+        patched=patched.to_dict(),
         composite=model.composite,
         layer_type=layer_type,
         inv_freq=tuple(inv_freq.tolist()),
