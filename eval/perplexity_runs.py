@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
-from operator import add
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -337,9 +337,9 @@ class PerplexityMeasurement(Measurement):
         """Score one document; lengths that share passes share their cost."""
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
-        for context, same_context in groupby(wanted, key=lambda span: span.context):
+        for context, same_context in groupby(wanted, key=attrgetter("context")):
             losses: dict[int, DocumentLoss] = {}
-            for (start, stop), same_pass in groupby(same_context, key=lambda span: (span.start, span.stop)):
+            for (start, stop), same_pass in groupby(same_context, key=attrgetter("start", "stop")):
                 scored = list(same_pass)
                 first = min([span.score_from for span in scored])
                 ids, shift = self.plan.input_ids(document, start, stop)
@@ -354,7 +354,8 @@ class PerplexityMeasurement(Measurement):
                     losses[span.length] = before.plus(*sums)
                 progress(stop - start)
             cost = scorer.take_cost()
-            yield from (((length,), loss, cost) for length, loss in losses.items())
+            for length, loss in losses.items():
+                yield (length,), loss, cost
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:

@@ -182,13 +182,14 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
     length = whole("length", parse_length(length))
-    for name in _own_length_dependent(model):
+    slots = patched_slots(model)
+    for name in () if slots else _own_length_dependent(model):
         raise UnsupportedModelError(
             f"this model's own {name} follows the input inside transformers and cannot be held from here; patch it "
             "first: rope_ext_hf.patch(model, ...)"
         )
     with ExitStack() as stack:
-        for table in tables_of(patched_slots(model)):
+        for table in tables_of(slots):
             if table.method.depends_on_length(table.rotary):
                 stack.enter_context(table.at_length(length))
         yield model

@@ -270,12 +270,11 @@ def _check_token_settings(source: str, options: dict[str, Any]) -> None:
                 )
 
 
-def _token_settings(value: Any) -> Iterator[dict[str, Any]]:
+def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
     """The settings of each special token in a JSON value."""
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _token_settings(inner)
-    if isinstance(value, dict) and "content" in value:
-        yield value
+    inner = [each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, (dict, list))]
+    tokens = [token for each in inner for token in _token_settings(each)]
+    return [*tokens, value] if isinstance(value, dict) and "content" in value else tokens
 
 
 def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:

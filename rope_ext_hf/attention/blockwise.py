@@ -84,9 +84,8 @@ class _Attention:
         left_padding, modifiers = self.positions.left_padding, self.modifiers
         plain = modifiers.mask is None and modifiers.softcap is None and not modifiers.dropout
         plain = plain and modifiers.bias is None and modifiers.pair_scales is None
-        needs_grad = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (query, key, value, modifiers.sinks)
-        )
+        given = (query, key, value, modifiers.sinks)
+        needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
         # Kernels hide keys by causality alone.
         usable, windows = usable_kernel(query, value) if plain and left_padding is not None else (False, False)
         if left_padding is None or not usable:
@@ -237,7 +236,9 @@ class _Attention:
         def m() -> Tensor:
             return torch.arange(start, stop, device=device)[None]
 
-        local = self._rotation_to((0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name)
+        local = self.rotation and self._rotation_to(
+            (0,), lambda: torch.arange(first_local, stop, device=device)[None], local_name
+        )
         # The temperature of few zones goes into cos and sin; of many, those would be larger than the queries.
         scale_first = self.windows and sum(len(zones) for zones, _ in by_zones) > _MAX_SCALED_ZONES
         if scale_first:

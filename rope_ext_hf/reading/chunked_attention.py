@@ -91,9 +91,7 @@ def chunked_attention(
     Returns:
         (batch, tokens, heads, head_dim), None for the weights.
     """
-    if not given.keys().isdisjoint(_UNSUPPORTED) and (
-        unknown := [name for name in _UNSUPPORTED if given.get(name) is not None]
-    ):
+    if unknown := given.keys() & _UNSUPPORTED and [name for name in _UNSUPPORTED if given.get(name) is not None]:
         raise NotReadInChunksError(f"its attention is given {', '.join(unknown)}")
     if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
         raise NotReadInChunksError("its attention is not causal")

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import UnsupportedModelError, one_line, short
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import remapped_windows
+from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import Slot, patch_state, patched_slots
+from rope_ext_hf.patches.slots import Slot, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
 from rope_ext_hf.reading.preflight import budgets, widest_activation
@@ -277,8 +277,7 @@ class TokenScorer:
     @property
     def _own_attention(self) -> bool:
         """Whether the model runs the attention of a remapping method, which needs neither masks nor more memory."""
-        state = patch_state(self.model)
-        return state is not None and isinstance(state.spec.method, RemappingMethod)
+        return bool(self.decoder.config._attn_implementation == ATTENTION_NAME)
 
     def _in_chunks(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:
         """Inside, the model can read in chunks; see `reading_in_chunks`."""

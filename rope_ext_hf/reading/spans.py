@@ -182,7 +182,7 @@ def make_plan(
 
 def _passes(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
     """(context, start, stop) of each pass; spans that share a pass come one after the other."""
-    return [key for key, _ in groupby(spans, key=lambda span: (span.context, span.start, span.stop))]
+    return [key for key, _ in groupby(spans, key=attrgetter("context", "start", "stop"))]
 
 
 def _subsample(
