@@ -73,7 +73,7 @@ def rotary_modules(model: nn.Module) -> list[_Found]:
             if getattr(config, "model_type", None) != text.model_type:
                 continue
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
-            if _is_table(attribute, config) or (takes_positions and frequency_buffers(module)):
+            if (takes_positions and frequency_buffers(module)) or _is_table(attribute, config):
                 found.append((parent, attribute, module, config))
     return found
 

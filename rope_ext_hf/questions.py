@@ -16,6 +16,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field
+from functools import cache
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
 from rope_ext_hf.bounds import listed, range_text
@@ -92,6 +93,7 @@ class Question:
             object.__setattr__(self, each.name, how.value(each, getattr(self, each.name)))
 
     @classmethod
+    @cache
     def how_asked(cls) -> list[tuple[Field[Any], Asked]]:
         """Its fields, and how each is asked for."""
         return [(each, each.metadata["asked"]) for each in dataclasses.fields(cls)]
