@@ -129,10 +129,8 @@ class Result(MethodResult):
         cost = reduce(Cost.plus, costs, Cost())
         names, nats, tokens, sizes, spans, key_nats, key_tokens = zip(*documents, strict=True)
         loss, low, high, _ = estimate(nats, tokens)
-        keys: list[float | None] = [None] * 3
-        if any(key_tokens):
-            ends = estimate(key_nats, key_tokens)[:3]
-            keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
+        ends = estimate(key_nats, key_tokens)[:3] if any(key_tokens) else (None, None, None)
+        keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
         return cls(
             method=method,
             setting=setting,

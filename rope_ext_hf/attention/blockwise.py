@@ -130,30 +130,29 @@ class _Attention:
     def _place_query(
         self, rotation: KeyRotation | None, query: Tensor, m: Callable[[], Tensor], zones: _Zones, name: Hashable
     ) -> Tensor:
-        """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled."""
-        if rotation is None or self.rotation is None or self.rotation.layout.dim < query.shape[-1]:
-            scale = self._query_scale(m, name, query.dtype)
+        """Queries at positions `m`, which `name` identifies in the forward, rotated to zones, as rows, and scaled.
+
+        The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
+        rotate, it cannot: those have to be scaled as well.
+        """
+        whole = rotation if self.rotation is not None and self.rotation.layout.dim >= query.shape[-1] else None
+        rotations, scales = self.positions.rotations, self.positions.query_scales
+        entry = (self.rule, self.rotation and self.rotation.table, self.device, "scaled", zones, name)
+        if whole is not None and (scaled := rotations.get(entry)) is not None:
+            return self._rotate(scaled, query)
+        dtype = query.dtype if whole is None else whole.cos.dtype
+        of_dtype = (self.rule, self.device, dtype, name)
+        if of_dtype not in scales:  # (rows or 1, 1, tokens, 1), computed by the first layer
+            scale = self.rule.query_scale(m())
+            scales[of_dtype] = None if scale is None else scale[:, None, :, None].to(dtype)
+        scale = scales[of_dtype]
+        if whole is None:
             turned = query if rotation is None else self._rotate(rotation, query)
             return turned if scale is None else turned * scale
-        rotations, table = self.positions.rotations, self.rotation.table
-        entry = (self.rule, table, self.device, "scaled", zones, name)
-        # The temperature goes into cos and sin, which saves a pass over the queries. Where some dims of a head do not
-        # rotate (above), it cannot: those have to be scaled as well.
-        scaled = rotations.get(entry)
-        if scaled is None:
-            scale = self._query_scale(m, name, rotation.cos.dtype)
-            scaled = rotation if scale is None else rotation.times(scale)
-            if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
-                rotations[entry] = scaled
+        scaled = whole if scale is None else whole.times(scale)
+        if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
+            rotations[entry] = scaled
         return self._rotate(scaled, query)
-
-    def _query_scale(self, m: Callable[[], Tensor], name: Hashable, dtype: torch.dtype) -> Tensor | None:
-        """The scale of queries at positions `m`, (rows or 1, 1, tokens, 1), computed by the first layer."""
-        scales, entry = self.positions.query_scales, (self.rule, self.device, dtype, name)
-        if entry not in scales:
-            scale = self.rule.query_scale(m())
-            scales[entry] = None if scale is None else scale[:, None, :, None].to(dtype)
-        return scales[entry]
 
     def _rotate(self, rotation: KeyRotation | None, x: Tensor) -> Tensor:
         return x if rotation is None or self.rotation is None else rotation.apply(x, self.rotation.layout)

@@ -261,7 +261,7 @@ class TokenScorer:
     def _last_logits(self, ids: Tensor, count: int, *, after: bool = False) -> Tensor:
         """Logits for each of the last `count` tokens of one span, or after each, (count, vocabulary) float32."""
         accepted = inspect.signature(self.model.forward).parameters
-        wanted = any(name == "logits_to_keep" or each.kind is each.VAR_KEYWORD for name, each in accepted.items())
+        wanted = "logits_to_keep" in accepted or any(each.kind is each.VAR_KEYWORD for each in accepted.values())
         # One more than asked for: logits predict the next token, so that those of the last one are of no use here.
         kept = count if after else count + 1
         given: dict[str, Any] = {"logits_to_keep": kept} if wanted else {}  # else those of all tokens come
