@@ -115,10 +115,7 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
 def _padding_mask(mask: Any) -> Tensor | None:
     """The mask of shape (rows, tokens) in what was given, which may hold one per layer type."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    for each in masks:
-        if isinstance(each, Tensor) and each.ndim == 2:
-            return each
-    return None
+    return next((each for each in masks if isinstance(each, Tensor) and each.ndim == 2), None)
 
 
 def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:

@@ -144,11 +144,15 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
             modules[path].register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
             modules[path].register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
         ]
-        for outer in _modules_around(modules, path):
-            handles += [
-                outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
-                outer.register_forward_hook(masks.post_forward, always_call=True),
-            ]
+        outside = path
+        while outside:
+            outside = outside.rpartition(".")[0]
+            outer = modules[outside]
+            if "attention_mask" in inspect.signature(type(outer).forward).parameters:
+                handles += [
+                    outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
+                    outer.register_forward_hook(masks.post_forward, always_call=True),
+                ]
         slots[0].hooks += handles
 
 
@@ -169,13 +173,3 @@ def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
             )
         path = path.rpartition(".")[0]
     return path
-
-
-def _modules_around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
-    """The modules outside the one at `path` that take a mask."""
-    around = []
-    while path:
-        path = path.rpartition(".")[0]
-        if "attention_mask" in inspect.signature(type(modules[path]).forward).parameters:
-            around.append(modules[path])
-    return around

@@ -35,16 +35,15 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
         names = vars(sys.modules.get(type(model).__module__, object))  # of the file of its class
         rotates_inside = any("rotary" in name or "rotate" in name for name in names)
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
-            + (_ROTATES_INSIDE if rotates_inside else "its positions are learned, absolute or ALiBi")
+            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; its "
+            + (
+                "attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that "
+                "computes cos and sin for them, as Llama and GPT-NeoX have"
+                if rotates_inside
+                else "positions are learned, absolute or ALiBi"
+            )
         )
     return [_inspect(*each, several=len(found) > 1, asked=layers) for each in found]
-
-
-_ROTATES_INSIDE = (
-    "its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that computes "
-    "cos and sin for them, as Llama and GPT-NeoX have"
-)
 
 
 _Found = tuple[nn.Module, str, nn.Module, Any]
