@@ -30,8 +30,8 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     run_as_loaded,
 )
-from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
-from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, arguments, current_context, place_tokens
+from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import CacheState, check_origin
@@ -45,9 +45,7 @@ class RemappingHooks(DecoderHooks):
         self.layers: dict[int, nn.Module] | None = None  # attention modules of the decoder; looked up at first need
 
     @graph_break  # it looks at values
-    def pre_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if PROBE_RECORDS.get() is not None:
             return None
         config: Any = decoder.config
@@ -62,7 +60,7 @@ class RemappingHooks(DecoderHooks):
                 "a remapping method computes attention in blocks and has no attention weights to return; call the "
                 "model without output_attentions=True, or unpatch it first and use attn_implementation='eager'"
             )
-        context = self.begin(decoder, args, kwargs)
+        context = self.begin(decoder, arguments(decoder, args, kwargs))
         if context is None:
             return None
         if context.past_length:

@@ -57,11 +57,8 @@ class ForwardContext(ForwardState):
     undo: ExitStack | None = None  # what this forward has changed in its cache until it ends
 
     @classmethod
-    def from_call(
-        cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
-    ) -> ForwardContext | None:
-        """The context of a call, with positions of so many axes; None where it has no tokens."""
-        call = arguments(decoder, args, kwargs)
+    def from_call(cls, decoder: nn.Module, call: Mapping[str, Any], axes: int) -> ForwardContext | None:
+        """The context of a call with these arguments, whose positions have so many axes; None: it has no tokens."""
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
         if new_tokens is None:

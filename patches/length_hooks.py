@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,14 +73,12 @@ class LengthHooks(DecoderHooks):
                 f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {_REMEDY}"
             )
         if call.get("past_key_values") is None:
-            self._begin(decoder, args, kwargs, tables)
+            self._begin(decoder, call, tables)
         else:  # tensors that stay with a cache must not be outputs of a CUDA graph, which its next run overwrites
-            graph_break(self._begin)(decoder, args, kwargs, tables)
+            graph_break(self._begin)(decoder, call, tables)
 
-    def _begin(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[RotaryEmbedding]
-    ) -> None:
-        context = self.begin(decoder, args, kwargs)
+    def _begin(self, decoder: nn.Module, call: Mapping[str, Any], tables: list[RotaryEmbedding]) -> None:
+        context = self.begin(decoder, call)
         if context is not None:
             self._begin_rows(decoder, context, tables)
 
@@ -389,7 +387,7 @@ class ProfileHooks(LengthHooks):
         if total is not None:
             lengths = (lengths if lengths.ndim == 1 else lengths.amax(-1)) + (total - tokens)
         if context.past_length:
-            context.row_lengths = self._continue(context, table, lengths, positions, total, checked)
+            context.row_lengths = self._continue(context, lengths, positions, total, checked)
             return
         if context.cache is not None:
             discard_state(context.cache)
@@ -427,13 +425,7 @@ class ProfileHooks(LengthHooks):
         return _static_size(context.cache), False
 
     def _continue(
-        self,
-        context: ForwardContext,
-        table: RotaryEmbedding,
-        lengths: Tensor,
-        positions: Tensor,
-        total: int | None,
-        checked: bool,
+        self, context: ForwardContext, lengths: Tensor, positions: Tensor, total: int | None, checked: bool
     ) -> Tensor:
         """The lengths by which the rows of a cache have their profiles, (rows,).
 
@@ -462,9 +454,9 @@ class ProfileHooks(LengthHooks):
             return kept  # without waiting for the device
         packed = None if stored.one_input_each else several_inputs(past, mask)
         needed, had = _read_on_host(lengths, kept, packed)
-        room = []
+        room, spec = [], self.slots[0].state.spec
         for row, (length, before) in enumerate(zip(needed, had, strict=True)):
-            limit = table.method.constant_until(table.rotary, before)
+            limit = spec.method.constant_until(spec.rotary, before)
             if length > limit:
                 raise LengthError(
                     f"row {row} of this cache has the frequencies of inputs of up to {limit} tokens, and would come to "

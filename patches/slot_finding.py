@@ -72,7 +72,8 @@ def rotary_modules(model: nn.Module) -> list[_Found]:
             if getattr(config, "model_type", None) != text.model_type:
                 continue
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
-            if _is_table(attribute, config) or (takes_positions and frequency_buffers(module)):
+            is_table = attribute == family(text.model_type).angle_table
+            if is_table or (takes_positions and frequency_buffers(module)):
                 found.append((parent, attribute, module, config))
     return found
 
@@ -87,10 +88,6 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
     }
 
 
-def _is_table(attribute: str, config: Any) -> bool:
-    return attribute == family(config.model_type).angle_table
-
-
 def _inspect(
     parent: nn.Module, attribute: str, module: nn.Module, config: Any, *, several: bool, asked: Layers | None
 ) -> Slot:
@@ -99,7 +96,7 @@ def _inspect(
     layout: Layout = "bare"
     cast, log_multiplier = True, None
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
-    if is_table := _is_table(attribute, config):
+    if is_table := attribute == family(config.model_type).angle_table:
         as_loaded[None], axis_of_pair[None] = _rope_of_table(module, config), None
     for layer_type, name in ({} if is_table else frequency_buffers(module)).items():
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))

@@ -138,7 +138,7 @@ class _Attention:
         scaled = rotations.get(entry)
         if scaled is None:
             scale = self._query_scale(m, name, rotation.cos.dtype)
-            scaled = rotation if scale is None else rotation.times(scale)
+            scaled = rotation if scale is None else KeyRotation(rotation.cos * scale, rotation.sin * scale)
             if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
                 rotations[entry] = scaled
         return self._rotate(scaled, query)

@@ -101,10 +101,6 @@ class KeyRotation:
     def to(self, device: torch.device) -> KeyRotation:
         return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
 
-    def times(self, scale: Tensor) -> KeyRotation:
-        """A rotation that also multiplies by `scale`, (rows or 1, 1, tokens, 1) float32."""
-        return KeyRotation(self.cos * scale, self.sin * scale)
-
     def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Rotated keys (rows, heads, tokens, head_dim), in new memory."""
         start, pairs = layout.start, layout.dim // 2
