@@ -306,11 +306,10 @@ class _KeyTokenMeasurement(Measurement):
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
         return [stop - start, *[min(window + stride, stop - start)] * windows]
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr((self.prefix, self.setting)).encode()
         for document, passes in self.documents:
-            digest.update(document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode())
-        return {(self.length,): digest.hexdigest()}
+            yield document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[_DocumentKeys]:
         document, passes = self.documents[item]

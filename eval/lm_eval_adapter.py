@@ -19,10 +19,12 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
@@ -47,9 +49,6 @@ try:
     from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
@@ -245,8 +244,6 @@ def _load(path: str | Path, loading: dict[str, Any]) -> PreTrainedModel:
 
 
 def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     if not str(path):
         raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
     source, options = tokenizer_source(path, **options)
@@ -410,8 +407,6 @@ class _TaskFinder:
 @contextmanager
 def _task_errors(name: str) -> Iterator[None]:
     """Whatever stops a task from being built, as one error with its name."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         yield
     except (ConnectionError, HfHubHTTPError) as error:

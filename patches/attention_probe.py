@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,9 @@ from rope_ext_hf.patches.attention_interface import (
     PROBE_RECORDS,
     UNSUPPORTED_KWARGS,
     Layer,
+    attending,
     evaluating,
     is_sliding,
-    register_attention,
-    use_attention,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -98,7 +97,8 @@ def probe_layers(
     at_zero = ReRoPE(window=1, max_distance=method.max_distance, temperature="none", frequency=method.frequency)
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
-    with _probing(model):
+    recording = attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, [])
+    with evaluating(model), recording, torch.no_grad():
         at_near = _run(model, decoder, slots, plain, rotary, near)
         at_far = _run(model, decoder, slots, plain, rotary, far)
         at_stored = _run(model, decoder, slots, at_zero, rotary, far)
@@ -201,18 +201,6 @@ def _scaled_like(query: Tensor, other: Tensor, own_temperature: bool) -> Tensor:
         return query
     norms = [x.float().square().sum((1, 3), keepdim=True).sqrt() for x in (other, query)]
     return query * (norms[0] / norms[1]).to(query.dtype)
-
-
-@contextmanager
-def _probing(model: nn.Module) -> Iterator[None]:
-    """Keep the model in eval mode, with attention that records its arguments."""
-    register_attention(PROBE_NAME, _probe_attention, _probe_mask)
-    token = PROBE_RECORDS.set([])
-    try:
-        with evaluating(model), use_attention(model, PROBE_NAME), torch.no_grad():
-            yield
-    finally:
-        PROBE_RECORDS.reset(token)
 
 
 def _device_of_input(*modules: Any) -> torch.device:

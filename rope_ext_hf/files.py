@@ -51,8 +51,10 @@ def resolve_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     root = folder.resolve()
-    if _is_hub_snapshot(root):
-        root = root.parent.parent
+    repository = root.parent.parent  # of models--OWNER--NAME/snapshots/COMMIT, with `blobs` beside snapshots
+    of_hub = repository.name.startswith(("models--", "datasets--", "spaces--")) and (repository / "blobs").is_dir()
+    if root.parent.name == "snapshots" and of_hub:
+        root = repository
     try:
         leaves = Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root)
         exists, plain = os.path.lexists(path), path.is_file()
@@ -63,16 +65,6 @@ def resolve_inside(folder: Path, name: str) -> Path:
     if not plain:
         raise FileError(f"{name!r} is {'not a plain file' if exists else 'missing'} in {str(folder)!r}")
     return path
-
-
-def _is_hub_snapshot(folder: Path) -> bool:
-    """Whether a folder is `models--OWNER--NAME/snapshots/COMMIT` of the Hub's cache, with `blobs` beside snapshots."""
-    repository = folder.parent.parent
-    return (
-        folder.parent.name == "snapshots"
-        and repository.name.startswith(("models--", "datasets--", "spaces--"))
-        and (repository / "blobs").is_dir()
-    )
 
 
 def list_files(folder: Path) -> list[str]:

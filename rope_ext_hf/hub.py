@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
@@ -112,7 +113,6 @@ def _locate(
     Of an adapter the base model is found too. `patterns` are the files that are needed; code that comes with the model
     may be in further repositories.
     """
-    from huggingface_hub import constants
 
     def find(source: str, revision: str | None) -> dict[str, Any]:
         if _is_folder(Path(source)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -486,10 +487,7 @@ def draw_scores(
         drawing.finish_axes(panels[0], f"{_SAMPLES} random q and k, plain RoPE", _DISTANCE, "cosine of rotated q and k")
         if trained is not None:
             curves = _method_curves(rotary, methods, length)
-
-            def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
-                return mean_scores(trained, inv_freq, distances)
-
+            heads = partial(mean_scores, trained)
             bins = _distance_bins(length)
             shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
             low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)

@@ -11,7 +11,7 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rope_ext_hf.files import package_table
 
@@ -146,12 +146,8 @@ class RetrievalQuestion:
         pairs = [
             {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
         ]
-        return cls(
-            head=task.head,
-            statements=tuple(wording.statement.format(**pair) for pair in pairs),
-            questions=tuple(wording.question.format(**pair) for pair in pairs),
-            answers=tuple(wording.answer.format(**pair) for pair in pairs),
-        )
+        texts = (wording.statement, wording.question, wording.answer)
+        return cls(task.head, *(tuple(text.format(**pair) for pair in pairs) for text in texts))
 
     @property
     def question(self) -> str:
@@ -163,13 +159,8 @@ class RetrievalQuestion:
 
     def about(self, index: int) -> RetrievalQuestion:
         """The same statements, asked for the one of this index, which comes first."""
-
-        def first(texts: tuple[str, ...]) -> tuple[str, ...]:
-            return (texts[index], *texts[:index], *texts[index + 1 :])
-
-        return replace(
-            self, statements=first(self.statements), questions=first(self.questions), answers=first(self.answers)
-        )
+        every = (self.statements, self.questions, self.answers)
+        return RetrievalQuestion(self.head, *((of[index], *of[:index], *of[index + 1 :]) for of in every))
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
