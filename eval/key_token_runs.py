@@ -99,22 +99,20 @@ def find_key_tokens(
     return found
 
 
-def _keys_of_document(
-    scorer: TokenScorer, document: Tensor, passes: Iterable[_Pass], prefix: int | None, setting: KeySetting, length: int
+def _keys_of_pass(
+    scorer: TokenScorer, document: Tensor, read: _Pass, prefix: int | None, setting: KeySetting, length: int
 ) -> tuple[set[int], set[int]]:
-    """The tokens of a document (tokens,) that are compared, and the key tokens among them; see `find_key_tokens`."""
-    compared, found = set[int](), set[int]()
-    for start, stop, first in passes:
-        ids, shift = document[start:stop].clone(), start
-        if prefix is not None and start:  # a pass from the middle of a document has it for its first token
-            ids[0] = prefix
-        elif prefix is not None:
-            ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
-        scored = max(first - shift, 1)
-        keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
-        compared |= set(range(shift + max(scored, setting.window), stop))
-        found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
-    return compared, found
+    """The tokens of a document (tokens,) that a pass compares, and the key tokens among them; see `find_key_tokens`."""
+    start, stop, first = read
+    ids, shift = document[start:stop].clone(), start
+    if prefix is not None and start:  # a pass from the middle of a document has it for its first token
+        ids[0] = prefix
+    elif prefix is not None:
+        ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
+    scored = max(first - shift, 1)
+    keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
+    compared = set(range(shift + max(scored, setting.window), stop))
+    return compared, {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,7 @@ class _KeyTokenMeasurement(Measurement):
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         for each in passes:
-            of_pass = _keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
+            of_pass = _keys_of_pass(scorer, document.ids, each, self.prefix, self.setting, self.length)
             compared |= of_pass[0]
             found |= of_pass[1]
             progress(sum(self._sizes(*each)))
@@ -375,9 +373,9 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
     for document, spans in plan.documents:
-        _, found = _keys_of_document(scorer, document.ids, _passes(spans, longest), plan.prefix, setting, longest)
         masks.append(torch.zeros(len(document.ids), dtype=torch.bool))
-        masks[-1][sorted(found)] = True
+        for each in _passes(spans, longest):
+            masks[-1][sorted(_keys_of_pass(scorer, document.ids, each, plan.prefix, setting, longest)[1])] = True
     return masks, setting
 
 

@@ -321,7 +321,9 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
             f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
         ) from error
     try:
-        _sign(path)
+        with suppress(OSError):  # a disk that refuses costs the statement only
+            if not path.stat().st_size or _holder(path):
+                path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
     finally:
         lock.release()
@@ -333,13 +335,6 @@ def _holder(path: Path) -> str:
         text = file.read(200).decode(errors="replace")
         return short(printable(text.strip())) if text.startswith(_SIGNED) else ""
     return ""
-
-
-def _sign(path: Path) -> None:
-    """State this process in a lock file that it holds; a disk that refuses costs the statement only."""
-    with suppress(OSError):
-        if not path.stat().st_size or _holder(path):
-            path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
 
 @contextmanager

@@ -73,8 +73,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         ids = list(token_ids(document.ids, document.name))
         total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
         return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
-    text = document.text
-    total = utf8_bytes(document.name, text)
+    text, total = document.text, utf8_bytes(document.name, document.text)
     encoded = tokenizer(
         text,
         add_special_tokens=False,

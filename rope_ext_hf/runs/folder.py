@@ -10,7 +10,6 @@ from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
-from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
@@ -44,19 +43,14 @@ def read_run(folder: str | Path) -> Run[Any]:
 
 def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:
     """One result per method and cell that has the values of all its items."""
-    values: dict[tuple[str, Cell], dict[int, Any]] = {}
-    costs: dict[tuple[str, Cell], dict[int, Cost]] = {}
+    found: dict[tuple[str, Cell], dict[int, Record]] = {}
     for record in records:
-        key = (method_key(record.method), record.cell)
-        values.setdefault(key, {})[record.item] = record.value
-        costs.setdefault(key, {})[record.item] = record.cost
+        found.setdefault((method_key(record.method), record.cell), {})[record.item] = record
     return [
-        kind.result(
-            method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
-        )
+        kind.result(method, setting, cell, [each.value for each in complete], [each.cost for each in complete])
         for key, method in {method_key(record.method): record.method for record in records}.items()
         for cell, count in sorted(contents.counts.items())
-        if len(complete := values.get((key, cell), {})) == count
+        if len(complete := [record for _, record in sorted(found.get((key, cell), {}).items())]) == count
     ]
 
 
