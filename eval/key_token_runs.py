@@ -124,11 +124,6 @@ class KeyRanges:
     # by the digest of a document's text: its name, and ranges of characters, ascending and apart
     documents: Mapping[str, tuple[str, tuple[_Range, ...]]]
 
-    @property
-    def described(self) -> str:
-        """The evaluator and the thresholds, for tables."""
-        return f"{short(printable(self.evaluator))}: {self.setting}"
-
     def mask(self, document: Tokens) -> Tensor:
         """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
         digest = _text_digest(document)
@@ -417,4 +412,5 @@ def with_keys(
             f"{len(unknown):,} of {len(masks):,} documents were not searched for key tokens, {unknown[0]!r} for one: "
             "LongPPL is that of the others; find keys in all of them with --keys-by MODEL"
         )
-    return replace(plan, measurement=PerplexityMeasurement(read, masks, keys.described))
+    found_by = f"{short(printable(keys.evaluator))}: {keys.setting}"
+    return replace(plan, measurement=PerplexityMeasurement(read, masks, found_by))

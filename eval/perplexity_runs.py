@@ -284,7 +284,8 @@ class PerplexityMeasurement(Measurement):
     def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         self.plan, self.keys, self.keys_from = plan, keys, keys_from
         self.items = [document.name for document, _ in plan.documents]
-        self.setting = replace(plan.setting, keys=keys_from)
+        targets, stride, bos = plan.options.targets, plan.options.stride, plan.prefix is not None
+        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
         self.passes, self.scored = plan.passes, plan.scored
         if keys is not None and not any(
             mask[span.score_from : span.score_to].any()
@@ -387,17 +388,8 @@ def plan_perplexity(
 ) -> RunPlan[PerplexityMeasurement]:
     """Load and tokenise the text, check, plan; see `Perplexity.plan`."""
     documents = load(question.data)
-    read = prepare(
-        model,
-        documents,
-        tokenizer=tokenizer,
-        lengths=question.lengths,
-        protocol=question.protocol,
-        targets=question.targets,
-        stride=question.stride,
-        bos=question.bos,
-        max_spans=question.max_spans,
-    )
+    asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
+    read = prepare(model, documents, tokenizer=tokenizer, **asked)
     return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **settings)
 
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean, printable, short
+from rope_ext_hf.errors import CorpusError, MethodError, entry, printable, short
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.corpora import load
@@ -357,23 +357,11 @@ def plan_passkey(
 ) -> RunPlan[_RetrievalMeasurement]:
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
-    if task not in RETRIEVALS:
-        raise MethodError(
-            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
-        )
-    chosen, lengths, haystack = RETRIEVALS[task], list(question.lengths), question.haystack
+    chosen, lengths, haystack = entry("task", task, RETRIEVALS), list(question.lengths), question.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and chosen.filler is not None
-    make = partial(
-        make_trials,
-        chosen,
-        reader,
-        trials=question.trials,
-        distractors=question.distractors,
-        keys=question.keys,
-        seed=question.seed,
-        repeated=repeated,
-    )
+    asked = {name: getattr(question, name) for name in ("trials", "distractors", "keys", "seed")}
+    make = partial(make_trials, chosen, reader, repeated=repeated, **asked)
     places = sorted(set(question.depths))
     shared = question.keys >= len(places) > 1
     by_depth = shared_trials(make, places) if shared else [make()] * len(places)

@@ -50,10 +50,6 @@ class Record(NamedTuple):
     value: Value
     cost: Cost
 
-    def to_line(self) -> bytes:
-        line = self._asdict() | {"cell": list(self.cell), "value": self.value.to_record(), "cost": list(self.cost)}
-        return json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n"
-
 
 @dataclass(frozen=True)
 class RunContents:
@@ -196,8 +192,10 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def write(record: Record) -> None:
+        value = record.value.to_record()
+        line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
         with disk_errors(path, _GO_ON):
-            left = memoryview(record.to_line())
+            left = memoryview(json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n")
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())

@@ -75,8 +75,7 @@ class Run(Generic[R_co]):
     @property
     def context_length(self) -> int:
         """The length in tokens that what the methods extend is for: by default the model as loaded."""
-        length: int = self.settings["context_length"]
-        return length
+        return int(self.settings["context_length"])
 
     @property
     def meant_for(self) -> str:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -145,7 +144,7 @@ class _Job:
         self,
         scorer: TokenScorer,
         items: Sequence[int],
-        done: AbstractSet[tuple[str, int, journal.Cell]],
+        done: Container[tuple[str, int, journal.Cell]],
         write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:

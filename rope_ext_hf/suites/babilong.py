@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rope_ext_hf.errors import MethodError
@@ -50,12 +51,7 @@ class BabiLong(Suite):
         sentences = [part for part in parts if len(part) >= 10]
         if not sentences:
             raise MethodError("the haystack of babilong has no sentence of ten characters; give another text")
-
-        def sample(index: int, noise: int) -> Sample:
-            rng = random.Random(f"{task} {wanted.seed} {index}")
-            return _sample(task, wanted, rng, sentences, noise)
-
-        return fill(task, wanted, sample, 0, 40)
+        return fill(task, wanted, partial(_sample, task, wanted, sentences), 0, 40)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
@@ -64,7 +60,8 @@ class BabiLong(Suite):
         return float(references[0].lower() in first and not any(other.lower() in first for other in others))
 
 
-def _sample(task: str, wanted: PromptSettings, rng: random.Random, sentences: Sequence[str], noise: int) -> Sample:
+def _sample(task: str, wanted: PromptSettings, sentences: Sequence[str], index: int, noise: int) -> Sample:
+    rng = random.Random(f"{task} {wanted.seed} {index}")
     story = STORIES[task](rng)
     start = rng.randrange(len(sentences))
     lines = [sentences[(start + i) % len(sentences)] for i in range(noise)]

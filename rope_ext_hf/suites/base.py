@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.errors import MethodError, entry
 from rope_ext_hf.files import package_table
 
 if TYPE_CHECKING:
@@ -200,7 +200,4 @@ def list_suites() -> dict[str, Suite]:
 
 def suite(name: str) -> Suite:
     """The suite of this name; MethodError with the nearest name where there is none."""
-    known = list_suites()
-    if name not in known:
-        raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
-    return known[name]
+    return entry("suite", name, list_suites())

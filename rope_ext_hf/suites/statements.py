@@ -18,12 +18,8 @@ from rope_ext_hf.files import package_table
 _SAVED = package_table("rope_ext_hf.suites", "retrievals.toml")
 
 
-def _listed(table: str, kind: str) -> tuple[str, ...]:
-    return tuple(str(_SAVED[table][kind]).split())
-
-
-TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
-HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
+TRAINING_WORDS, TRAINING_VERBS = (tuple(str.split(_SAVED["training"][kind])) for kind in ("words", "verbs"))
+HELD_OUT_WORDS, HELD_OUT_VERBS = (tuple(str.split(_SAVED["held_out"][kind])) for kind in ("words", "verbs"))
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 _CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
