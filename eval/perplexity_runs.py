@@ -375,9 +375,8 @@ def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], de
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
     mark = "*" if result.key in best else " "
-    interval = ""
-    if detailed and result.low is not None and result.high is not None:
-        interval = "\n" + " to ".join(_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high))
+    ends = [_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high) if end is not None]
+    interval = f"\n{' to '.join(ends)}" if detailed and ends else ""
     text = f"{_perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
     text += beyond_mark(run, result) + interval
     return Text(text, style="bold green" if mark == "*" else "")

@@ -99,7 +99,6 @@ class Retrieval(MethodResult):
         return self.rank < self.chance_rank - 3 * error
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return super().to_dict() | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
@@ -296,10 +295,7 @@ def make_trials(
     made = []
     for index in range(trials):
         rng = random.Random(f"{seed} {index}")
-        try:
-            drawn = ask(task, rng, keys=keys, wording=index).about(asked)
-        except ValueError as error:
-            raise MethodError(str(error)) from error
+        drawn = ask(task, rng, keys=keys, wording=index).about(asked)
         start = 0.0 if repeated else rng.random()
         places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
         others = other_answers(task, drawn, rng, wording=index)

@@ -69,8 +69,7 @@ class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
         self.share, self.group = share, group
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = (self.share.gathered(states, self.group) for states in (key_states, value_states))
-        return keys, values
+        return self.share.gathered(key_states, self.group), self.share.gathered(value_states, self.group)
 
     def get_seq_length(self) -> int:
         return 0

@@ -365,10 +365,7 @@ class Measurement(ABC):
     @property
     def contents(self) -> RunContents:
         """Items and cells of a complete run."""
-        counts: dict[Cell, int] = {}
-        for item in range(len(self.items)):
-            for cell in self.cells(item):
-                counts[cell] = counts.get(cell, 0) + 1
+        counts = Counter(cell for item in range(len(self.items)) for cell in self.cells(item))
         return RunContents(tuple(self.items), dict(sorted(counts.items())))
 
 

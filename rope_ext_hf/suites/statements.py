@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import package_table
 
 _SAVED = package_table("rope_ext_hf.suites", "retrievals.toml")
@@ -160,14 +161,14 @@ class RetrievalQuestion:
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
+    """Draw names with their values, and ask for the first; MethodError: more keys than the task can tell apart.
 
     `wording` is its number, counted on from 0 after the last; default: a random one.
     """
     wordings = task.held_out
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
     if keys > 1 and "{name}" not in chosen.question.lower():
-        raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
+        raise MethodError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
     names = draw_distinct(lambda: task.name(rng, True), keys)
     return RetrievalQuestion.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
 
@@ -178,7 +179,7 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
         drawn[draw()] = None
         if len(drawn) == count:
             return list(drawn)
-    raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+    raise MethodError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
@@ -195,10 +196,6 @@ def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
 
     Returns a triple per statement in the order of the text: its index, and from where to where filler stands before it.
     """
-    at = 0
-    places = []
-    for index in sorted(range(len(depths)), key=depths.__getitem__):
-        stop = round(depths[index] * length)
-        places.append((index, at, stop))
-        at = stop
-    return places
+    order = sorted(range(len(depths)), key=depths.__getitem__)
+    stops = [round(depths[index] * length) for index in order]
+    return list(zip(order, [0, *stops], stops, strict=False))
