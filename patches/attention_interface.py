@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import AttentionRule, Rotation
+from rope_ext_hf.attention.rules import Rotation
+from rope_ext_hf.methods.remapping import AttentionRule
 
 T = TypeVar("T")
 ATTENTION_NAME = "rope_ext_hf.remapped"
