@@ -77,21 +77,22 @@ def cached_layers(config: Any) -> list[_LayerMemory]:
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
     window, sliding = sliding_layers(config)
     kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if sliding else ""] * count)
-    configs = list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config] * count
+    several = getattr(config, "is_heterogeneous", False)
+    each = list(config.per_layer_config) if several else [config] * count
     layers = []
-    for kind, each in zip(kinds[:count], configs[:count], strict=True):
-        known = vars(each)
-        heads = int(each.num_attention_heads)
-        head_dim = int(known.get("head_dim") or each.hidden_size // heads)
+    for kind, config in zip(kinds[:count], each[:count], strict=True):
+        known = vars(config)
+        heads = int(config.num_attention_heads)
+        head_dim = int(known.get("head_dim") or config.hidden_size // heads)
         keyless = kind in _WITHOUT_KEYS
-        state = _state(each) if keyless or kind.startswith("hybrid") else 0
-        if getattr(each, "kv_lora_rank", None):  # what latent attention makes keys and values from
-            per_token, key_heads = int(each.kv_lora_rank + each.qk_rope_head_dim), 1
-            per_token += int(getattr(each, "index_head_dim", None) or 0)  # keys of a sparse attention's indexer
+        state = _state(config) if keyless or kind.startswith("hybrid") else 0
+        if getattr(config, "kv_lora_rank", None):  # what latent attention makes keys and values from
+            per_token, key_heads = int(config.kv_lora_rank + config.qk_rope_head_dim), 1
+            per_token += int(getattr(config, "index_head_dim", None) or 0)  # keys of a sparse attention's indexer
         else:
-            key_heads = int(getattr(each, "num_key_value_heads", None) or heads)
+            key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
             if kind in SLIDING:
-                key_heads *= _MORE_KEY_HEADS.get(each.model_type, 1)
+                key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
         kept = window if kind in SLIDING else None
         layers.append(_LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads))
@@ -265,7 +266,7 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
     routed = getattr(config, "num_experts_per_tok", None) or 1
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or routed
     tables = list(model.get_input_embeddings().parameters())
-    embedding = sum([table.numel() for table in tables])
+    embedding = sum(table.numel() for table in tables)
     body = 0.0
     for name, parameter in model.named_parameters():
         body += parameter.numel() * (routed / experts if ".experts." in name else 1.0)
@@ -298,7 +299,7 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
     size, once = 64, 0.0
     while size < largest and once < seconds / 32:
         size *= 2
-        once = min([run(size, 1) for _ in range(3)])
+        once = min(run(size, 1) for _ in range(3))
     count = max(1, round(seconds / max(once, 1e-6)))
     return EFFICIENCY * count * 2 * size**3 / run(size, count)
 
