@@ -176,7 +176,7 @@ class PerplexityRuns(RunKind):
             key_tokens=sum(key_tokens) if setting.keys else None,
             tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
             gpu_bytes=cost.peak or None,
-            seconds=tuple(each.seconds for each in costs) if cost.seconds else (),
+            seconds=tuple([each.seconds for each in costs]) if cost.seconds else (),
         )
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
@@ -328,8 +328,7 @@ class PerplexityMeasurement(Measurement):
                     losses[span.length] = DocumentLoss(document.name, *map(add, before[1:], sums))
                 progress(stop - start)
             cost = scorer.take_cost()
-            for length, loss in losses.items():
-                yield (length,), loss, cost
+            yield from [((length,), loss, cost) for length, loss in losses.items()]
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:

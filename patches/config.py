@@ -309,10 +309,7 @@ def write_rope(
 
 
 def write_settings(config: Any, encoding: ConfigEncoding, layer_types: list[str | None]) -> dict[str, Any]:
-    """Write the rope settings and the length of a patch into a config, which must be a copy of the caller's own.
-
-    `layer_types`: those that it applies to; [None] for a config with one set for all layers. Returned are the settings.
-    """
+    """Write rope settings and length into a copy of a config, for these layer types ([None]: all); the settings."""
     if encoding.rope_type == "longrope" and hasattr(config, _ORIGINAL_KEY):
         setattr(config, _ORIGINAL_KEY, encoding.parameters[_ORIGINAL_KEY])
     if vars(config).get("head_dim", 0) is None:  # Mixtral: transformers' yarn and longrope do arithmetic with it

@@ -60,9 +60,7 @@ def base_rope(
         return _over_present_patch(model, slots, context_length)
     some_attend, ropes = any(slot.scaled_layers for slot in slots), list[ConfigRope]()
     for slot in slots:
-        before = None
-        if PATCH_KEY in vars(slot.config):
-            before = config if slot.config is slots[0].config else before_patches(slot.config)
+        before = before_patches(slot.config) if PATCH_KEY in vars(slot.config) else None
         for layer_type in slot.scaled_layers if some_attend else slot.as_loaded:
             rope = slot.as_loaded[layer_type]
             ropes.append(rope if before is None else read_rope(before, rope.plain.dim, layer_type))
@@ -134,7 +132,7 @@ def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]
     chosen = layers.choose(layers.served(nested or [None]))
     if not chosen:
         raise layers.nothing_to_extend()
-    return _only_rope(rope_of_layers(layers.config, layer_type) for layer_type in chosen), list(chosen)
+    return _only_rope([rope_of_layers(layers.config, layer_type) for layer_type in chosen]), list(chosen)
 
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:

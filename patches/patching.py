@@ -259,7 +259,7 @@ def resolve_choice(
     choice.check()
     base = base_rope_of_model(model, **choice.underneath)
     chosen = over_rotary(choice, base.rotary, max(longest, base.rotary.context_length), lengths)
-    return list(dict.fromkeys(base.bind(method, length) for method, length in chosen))
+    return list(dict.fromkeys([base.bind(method, length) for method, length in chosen]))
 
 
 def over_rotary(

@@ -159,10 +159,7 @@ def _another_geometry(config: Any, rope: ConfigRope) -> UnsupportedModelError:
 
 
 def _probe(module: nn.Module, stated: Tensor, layer_type: str | None) -> tuple[Layout, bool, tuple[int, ...] | None]:
-    """Run a stand-in of the module, with known frequencies, on a few positions: its layout, cast and axes.
-
-    `stated`: the frequencies that its config describes, (pairs,) float32.
-    """
+    """Run a stand-in of a module on a few positions: its layout, cast, axes. `stated`: frequencies of its config."""
     # A shallow copy with buffers of its own on the CPU: the module may be on a GPU or have no weights yet (meta), and
     # forwards that follow the input would change its buffers.
     stand_in, pairs = copy.copy(module), len(stated)

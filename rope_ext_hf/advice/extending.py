@@ -106,7 +106,7 @@ class ExtensionVerdict:
         over = f"in the mean over {items} document{'s' * (items != 1)}"
         return [
             f"Compared with {AS_LOADED}, {over}: {gain}; {', '.join(prices)}.",
-            *(self._expectation(length) for length, expected in self.expectations.items() if expected),
+            *[self._expectation(length) for length, expected in self.expectations.items() if expected],
         ]
 
     def _expectation(self, length: int) -> str:
@@ -196,7 +196,7 @@ def plan_extension(
         expected=f"inputs within {advice.context_length:,} tokens: {chosen.short_inputs}; at the length asked for: "
         f"{chosen.rises} bits per byte, on small models",
         expectations={
-            advice.context_length: tuple(r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)),
+            advice.context_length: tuple([r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)]),
             target_length: tuple(chosen.measured.values()),
         },
         lengths=lengths,

@@ -141,9 +141,8 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
         magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
     else:
         inv_freq = linear(theta, file.dim, factor)
-    notes: tuple[str, ...] = ()
-    if not by_flags and keys.keys() & _UNREAD:
-        notes = _unread(file, kind, lambda *betas: yarn(theta, file.dim, factor, original, *betas))
+    every_key_read = by_flags or not keys.keys() & _UNREAD
+    notes = () if every_key_read else _unread(file, kind, lambda *b: yarn(theta, file.dim, factor, original, *b))
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
     return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
 

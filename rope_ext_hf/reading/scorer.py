@@ -280,7 +280,6 @@ class TokenScorer:
         return bool(self.decoder.config._attn_implementation == ATTENTION_NAME)
 
     def _in_chunks(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:
-        """Inside, the model can read in chunks; see `reading_in_chunks`."""
         return nullcontext() if self._own_attention else reading_in_chunks(self.model, reach_seen)
 
     def _fitting(self, work: Callable[[], T], *, chunked: bool = True) -> T:

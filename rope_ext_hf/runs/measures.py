@@ -71,7 +71,7 @@ class Measure:
         divided by their number (Bonferroni), because among many one is lucky. A loss is never luck, nor is an answer
         where luck gives none.
         """
-        fewest = min(len(items) for row in self.items.values() for items in row.values())
+        fewest = min([len(items) for row in self.items.values() for items in row.values()])
         if fewest < FEWEST:
             return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {FEWEST} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
@@ -91,7 +91,7 @@ class Measure:
     @property
     def longest(self) -> int:
         """The longest length at which any method was measured."""
-        return max(length for row in self.items.values() for length in row)
+        return max([length for row in self.items.values() for length in row])
 
     def measured(self, length: int) -> list[str]:
         return [key for key, row in self.items.items() if length in row]

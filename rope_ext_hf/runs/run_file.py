@@ -70,7 +70,7 @@ class RunFile:
                 kept = [each for each in read_run_files(folder) if each.asked != self.asked]
             except FileError:
                 kept = []
-        write_text(folder / RUN_FILE, _HEAD + "---\n".join(each.text() for each in [*kept, self]))
+        write_text(folder / RUN_FILE, _HEAD + "---\n".join([each.text() for each in [*kept, self]]))
 
     @property
     def asked(self) -> str:
@@ -151,7 +151,7 @@ def how_to_repeat(folder: Path) -> tuple[str, str]:
     """The command that repeats what a folder holds, and the text of its run file; empty where it has no such file."""
     path = folder / RUN_FILE
     try:
-        return shell_line(["run", str(path)]), "---\n".join(each.text() for each in read_run_files(path))
+        return shell_line(["run", str(path)]), "---\n".join([each.text() for each in read_run_files(path)])
     except FileError:
         return "", ""
 

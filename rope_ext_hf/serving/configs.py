@@ -126,7 +126,7 @@ def configure(
             config = replace(config, by_folder=by_folder(target, options=options))
         command = (*config.command, *options)
         configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
-    if (method is not None or opened.specs) and [key for key in _DRAFT_KEYS if getattr(opened.config, key, None)]:
+    if [key for key in _DRAFT_KEYS if getattr(opened.config, key, None)] and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {engine.drafts}",) if engine.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
     *shorter, longest = configs

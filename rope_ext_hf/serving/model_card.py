@@ -100,11 +100,11 @@ def write_card(
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     model, adapter = model or load_empty(folder, **trust), find_adapter(folder) is not None
     given = list(_checked(folder, model, runs, **trust))
-    measured = "".join(_measured_text(*each) for each in given) or known
+    measured = "".join([_measured_text(*each) for each in given]) or known
     specs = present_specs(model)
     tags: list[Any] = values["tags"] if isinstance(values.get("tags"), list) else []
-    new = ["rope", "long-context", *(spec.method.name for spec in specs[-1:])]
-    values["tags"] = [*tags, *(tag for tag in new if tag not in tags)]
+    new = ["rope", "long-context", *[spec.method.name for spec in specs[-1:]]]
+    values["tags"] = [*tags, *[tag for tag in new if tag not in tags]]
     values.setdefault("library_name", "peft" if adapter else "transformers")
     if base_model is not None:
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
