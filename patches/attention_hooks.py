@@ -148,11 +148,9 @@ def remapped_attention(
     # would be compiled again for each length. It has no backward, and an exported program must contain the computation
     # itself: there it is traced.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
-        given = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
-        out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
-            query, key, value, mask, *given, kwargs.get("dropout", 0.0)
-        )
-        return out, None
+        modifiers = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
+        operator = torch.ops.rope_ext_hf.remapped_attention
+        return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
     return _attend_in_context(module, context, mask, query, key, value, **kwargs), None
 
 
@@ -249,20 +247,6 @@ def _operator(
     return _attend_in_context(context.layers[layer], context, mask, query, key, value, **given)
 
 
-@cache
-def _register_operator() -> None:
-    """Add the operator to torch's table, once in a process; CUDA graphs leave it out, because it changes each step."""
-    operator = torch.library.custom_op(
-        "rope_ext_hf::remapped_attention",
-        _operator,
-        mutates_args=(),
-        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? s_aux, int layer, float? scaling, "
-        "float? softcap, float dropout) -> Tensor",
-        tags=(torch.Tag.cudagraph_unsafe,),
-    )
-    operator.register_fake(lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])))
-
-
 def attend_from_kwargs(
     rule: AttentionRule,
     rotation: Rotation | None,
@@ -303,9 +287,21 @@ def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return whole
 
 
+@cache
 def register() -> None:
-    """Add the functions of remapping methods to transformers' tables, and their operator to torch's."""
-    _register_operator()
+    """Add the functions of remapping methods to transformers' tables, and their operator to torch's; once in a process.
+
+    CUDA graphs leave the operator out, because it changes each step.
+    """
+    operator = torch.library.custom_op(
+        "rope_ext_hf::remapped_attention",
+        _operator,
+        mutates_args=(),
+        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? s_aux, int layer, float? scaling, "
+        "float? softcap, float dropout) -> Tensor",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    operator.register_fake(lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])))
     register_attention(ATTENTION_NAME, remapped_attention, _remapped_mask)
 
 
