@@ -247,6 +247,20 @@ def _operator(
     return _attend_in_context(context.layers[layer], context, mask, query, key, value, **given)
 
 
+@cache
+def _register_operator() -> None:
+    """Add the operator to torch's table, once in a process; CUDA graphs leave it out, because it changes each step."""
+    operator = torch.library.custom_op(
+        "rope_ext_hf::remapped_attention",
+        _operator,
+        mutates_args=(),
+        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? s_aux, int layer, float? scaling, "
+        "float? softcap, float dropout) -> Tensor",
+        tags=(torch.Tag.cudagraph_unsafe,),
+    )
+    operator.register_fake(lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])))
+
+
 def attend_from_kwargs(
     rule: AttentionRule,
     rotation: Rotation | None,
@@ -287,21 +301,9 @@ def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return whole
 
 
-@cache
 def register() -> None:
-    """Add the functions of remapping methods to transformers' tables, and their operator to torch's; once in a process.
-
-    CUDA graphs leave the operator out, because it changes each step.
-    """
-    operator = torch.library.custom_op(
-        "rope_ext_hf::remapped_attention",
-        _operator,
-        mutates_args=(),
-        schema="(Tensor query, Tensor key, Tensor value, Tensor? mask, Tensor? s_aux, int layer, float? scaling, "
-        "float? softcap, float dropout) -> Tensor",
-        tags=(torch.Tag.cudagraph_unsafe,),
-    )
-    operator.register_fake(lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])))
+    """Add the functions of remapping methods to transformers' tables, and their operator to torch's."""
+    _register_operator()
     register_attention(ATTENTION_NAME, remapped_attention, _remapped_mask)
 
 
