@@ -23,7 +23,7 @@ def _note(benchmark: str) -> str:
     made = {row["model"]: "intervals" in line for line in lines_of(benchmark) for row in line["rows"]}
     older = " and ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
     note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
-    return note + (f" Intervals of {older}: {NARROW.strip()}" if older else "")
+    return note + (f" Intervals of {older} {NARROW}" if older else "")
 
 
 def _model(row: Row) -> str:
@@ -35,12 +35,14 @@ def interval_coverage() -> str:
     """How often each interval holds the mean, by distribution and number of documents."""
     line = last_line("intervals")
     methods = ("here", "percentile")
-    table = [
-        [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
+    sizes = (3, 8, 32)
+    cells = {
+        (row["losses"], row["documents"]): " / ".join(f"{row[name]['held']:.1%}" for name in methods)
         for row in line["rows"]
-        if row["documents"] in (3, 8, 32)
-    ]
-    return markdown_table(("losses", "documents", *methods), table, stamp(line, "benchmarks/intervals.py"))
+    }
+    table = ([losses, *(cells[losses, size] for size in sizes)] for losses in dict.fromkeys(key[0] for key in cells))
+    heads = (f"losses ({' / '.join(methods)})", *(f"{size} documents" for size in sizes))
+    return markdown_table(heads, table, stamp(line, "benchmarks/intervals.py"))
 
 
 @figure

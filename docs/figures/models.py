@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from docs.figures.registry import figure, markdown_table, read_result
+from docs.figures.registry import figure, made_by, markdown_table, read_result
 
 COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
 KINDS = {
@@ -48,11 +48,7 @@ def coverage_counts() -> str:
         if some
     ]
     rows.append(["all", str(len(_rows())), *(_share(_rotating(), column) for column in COLUMNS)])
-    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    note = (
-        "*Of the classes with a rotary embedding in layers that attend to everything, each built small with random "
-        f"weights. Measured by `{result['command']}` with {versions}.*"
-    )
+    note = f"*Of the classes with a rotary embedding in layers that attend to everything. {made_by(result)}*"
     return markdown_table(["classes of transformers", "in all", *COLUMNS], rows, note)
 
 

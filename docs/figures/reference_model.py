@@ -71,12 +71,21 @@ def retrieval_cells(model: str = "reference") -> tuple[dict[tuple[str, int, int]
 @figure
 def retrieval() -> str:
     """The share of exact answers by length, of one key and of one of several, of every model that answers."""
-    return "\n".join(map(_retrieval, {line.get("model", "reference"): None for line in lines_of("retrieval")}))
+    return "".join(map(_retrieval, {line.get("model", "reference"): None for line in lines_of("retrieval")}))
 
 
 def _retrieval(model: str) -> str:
     cells, lengths, line = retrieval_cells(model)
     counts = sorted({keys for _, keys, _ in cells})
+    options = "" if model == "reference" else f" --model build/bench/{model}"
+    measured = stamp(line, f"benchmarks/retrieval.py{options}")
+    if len(cells) == 1:
+        (cell,) = cells.values()
+        low, high = cell["interval"]
+        return (
+            f"The {NAMES[model]} as loaded answers {cell['exact']:.0%} [{low:.0%}, {high:.0%}] of {cell['trials']} at "
+            f"{lengths[0]:,} (1x). {measured}\n\n"
+        )
 
     def cell(name: str, length: int) -> str:
         found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
@@ -87,11 +96,10 @@ def _retrieval(model: str) -> str:
     kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
     if any((name, 1, n) in cells and (name, counts[-1], n) not in cells for name, _, n in cells):
         kinds += "; a single number is of one key"
-    options = "" if model == "reference" else f" --model build/bench/{model}"
     questions = f"{next(iter(cells.values()))['trials']} questions a cell"
     ends = (abs(end - row["exact"]) for row in cells.values() for end in row["interval"])
     questions += f", 95% intervals reach up to {100 * max(ends):.0f} points to either side"
-    return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")
+    return markdown_table(head, rows, f"*{kinds}; {questions}.* {measured}")
 
 
 @figure
@@ -127,24 +135,24 @@ def retrieval_ranks() -> str:
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
     scales = sorted({length // context[model] for model, _, length in cells})
+
+    def text(cell: Row | None) -> str:
+        return "{first:.2f} [{:.2f}, {:.2f}]".format(*cell["first_interval"], **cell) if cell else "–"
+
+    loaded = {model: cells[model, "as-loaded", context[model]] for model in context}
+    lucky = [model for model, cell in loaded.items() if cell["first_interval"][0] <= LUCK]
     alike: dict[tuple[str, ...], list[str]] = {}
     for model, name in dict.fromkeys(key[:2] for key in cells):
-        texts = (
-            "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
-            for c in (cells.get((model, name, scale * context[model])) for scale in scales)
-        )
-        alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+        if model not in lucky:
+            texts = (text(cells.get((model, name, scale * context[model]))) for scale in scales)
+            alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
     rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
-    lucky = [
-        NAMES[model]
-        for (model, name, length), row in cells.items()
-        if name == "as-loaded" and length == context[model] and row["first_interval"][0] <= LUCK
-    ]
     note = f"*{questions} questions a cell, at most {exact:.0%} of them answered exactly; {LUCK} rank first by luck.* "
     if lucky:
-        note += f"Methods are not compared on the {' and the '.join(lucky)}: no better than luck at 1x. "
+        listed = " and ".join(f"the {NAMES[model]}, {text(loaded[model])}" for model in lucky)
+        note += f"As loaded at 1x no better than luck, so that no methods are compared: {listed}. "
     command = f"benchmarks/retrieval.py --score rank --tasks {task} --keys 1 --questions {questions}"
     head = [f"`{task}`: right answer first", "", *(f"{scale}x" for scale in scales)]
     return markdown_table(head, rows, note + stamp(lines[-1], command))
