@@ -119,10 +119,11 @@ def vllm_logprobs() -> str:
         refused = [f"{row['method']} refused" for row in rows if "refused" in row]
         return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused, *left]) or "–"
 
-    table = [
-        (family, over, *(cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True)))
-        for (family, over), rows in by_method.items()
-    ]
+    by_family: dict[str, list[tuple[str, ...]]] = {}  # a cell for each base, the model's own scaling first
+    for (family, _), rows in by_method.items():
+        of = (cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True))
+        by_family.setdefault(family, []).append(tuple(of))
+    table = [(family, *map(" / ".join, zip(*bases, strict=True))) for family, bases in by_family.items()]
     equal = all(each["bit_equal"] for each in result["stock"])
     moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
     by_class = " and ".join(dict.fromkeys(row["family"] for row in result["classes"]))
@@ -132,14 +133,14 @@ def vllm_logprobs() -> str:
         for name, each in other.items()
     )
     note = (
-        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, `theta` only "
-        "where it does not have to go over a scaling; the methods move "
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, over the model's "
+        "own scaling / its original length, `theta` only where it does not have to go over a scaling; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
         f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
         f"of vLLM's class and of transformers.{unlike} {made_by(result)}*"
     )
     heads = [f"{way}: {', '.join(tried[plugin])}" for way, plugin in (("stock", False), ("plug-in", True))]
-    return markdown_table(["model", "over", *heads], table, note)
+    return markdown_table(["model", *heads], table, note)
 
 
 @figure
