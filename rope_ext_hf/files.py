@@ -26,6 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import yaml
 from filelock import FileLock, Timeout
 
 from rope_ext_hf.bounds import advice, limit
@@ -142,6 +143,16 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
     return value
+
+
+class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """PyYAML's safe loader without aliases, by which a few lines stand for a value without end."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(problem="an alias stands here; write the value out", problem_mark=mark)
+        return super().compose_node(parent, index)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ Slow tests are those marked `slow` and, of tests over model families, those of f
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left and not ALL:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_libraries() -> Iterator[None]:
+    """Collections of garbage leave out what was there before a module: libraries of a million objects, all tests."""
+    gc.freeze()
+    yield
+    gc.collect()
 
 
 @pytest.fixture

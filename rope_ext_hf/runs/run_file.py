@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rope_ext_hf.errors import FileError, MethodError, RopeExtError, did_you_mean, one_line, short
-from rope_ext_hf.files import write_text
+from rope_ext_hf.files import PlainLoader, write_text
 from rope_ext_hf.hub import model_commit
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
@@ -162,15 +162,12 @@ def read_run_files(path: str | Path) -> list[RunFile]:
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                raise _mistake(path, event.start_mark.line + 1, "a run file has no aliases; write the value out")
-        return [_read(node, path) for node in yaml.compose_all(text, Loader=yaml.SafeLoader)]
+        return [_read(node, path) for node in yaml.compose_all(text, Loader=PlainLoader)]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise _mistake(path, mark.line + 1 if mark else 1, f"this is no YAML: {error.problem}") from error
+        raise _mistake(path, mark.line + 1 if mark else 1, f"this YAML cannot be read: {error.problem}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise _mistake(path, 1, f"this is no YAML: {one_line(error)}") from error
+        raise _mistake(path, 1, f"this YAML cannot be read: {one_line(error)}") from error
 
 
 def _read(node: Any, path: Path) -> RunFile:

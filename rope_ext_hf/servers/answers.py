@@ -120,7 +120,7 @@ def _text_ids(cut: Callable[[str], list[int]], data: str, count: int) -> list[in
     """The first tokens of a text, document after document; raises CorpusError for too short a text."""
     ids: list[int] = []
     for document in load(data):
-        ids += cut(document.text)
+        ids += cut(document.text[: 64 * count])  # a token has fewer characters, and a text may have millions
         if len(ids) >= count:
             return ids[:count]
     raise CorpusError(

@@ -220,7 +220,8 @@ def check_server(
     if from_file is not None:
         collected = read_answers(Path(from_file))
     else:
-        client, most = connect(url, served_name, seconds), _SECONDS * measure_flops(place, kind)
+        client = connect(url, served_name, seconds)
+        most = math.inf if lengths else _SECONDS * measure_flops(place, kind)
         collected = collect(
             client, model, lengths, data, source, lambda n: estimate_flops(empty, _READINGS * [n], _COMPARED) <= most
         )

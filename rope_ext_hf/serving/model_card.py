@@ -25,7 +25,7 @@ from torch import nn
 from rope_ext_hf import __version__
 from rope_ext_hf.engines.base import list_engines
 from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
-from rope_ext_hf.files import disk_errors, list_files, resolve_inside, write_text
+from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import foreign_errors, load_empty, load_model, model_folder, model_source
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.describing import describe
@@ -166,9 +166,7 @@ def _read_card(folder: Path, *, own: bool) -> tuple[dict[str, Any], str, str, st
 def _metadata(text: str) -> dict[str, Any]:
     from huggingface_hub import ModelCardData
 
-    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text)):
-        raise ValueError("they refer to themselves by an alias")
-    values = yaml.safe_load(text) or {}
+    values = yaml.load(text, Loader=PlainLoader) or {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ValueError("they are no names with values")
     if taken := next((key for key in values if hasattr(ModelCardData, key)), None):

@@ -64,19 +64,19 @@ def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("run: ppl\nmodel: [reference", "line 2: this is no YAML"),
-        ("run: ppl\n- a", "line 2: this is no YAML"),
+        ("run: ppl\nmodel: [reference", "line 2: this YAML cannot be read"),
+        ("run: ppl\n- a", "line 2: this YAML cannot be read"),
         ("- run: ppl", "line 1: a run file holds keys and values"),
         ("run: ppl\n---\n", "line 1: there is no key 'model'"),
         ("ruin: ppl\nmodel: reference", "line 1: there is no key 'run'. Did you mean 'ruin'?"),
         ("run: ppl\nmodel: a\nmodel: b", "line 3: 'model' stands there twice, first in line 2"),
         ("run: ppl\nmodel: a\nformat: 2", "line 3: format 2 is of a later version of this package; update it"),
         ("run: ppl\nmodel: a\nversions: 3", "line 3: 'versions' holds names and versions"),
-        ("run: &a ppl\nmodel: *a", "line 2: a run file has no aliases"),
-        ("run: !!python/name:os.system ''\nmodel: a", "line 1: this is no YAML: could not determine a constructor"),
+        ("run: &a ppl\nmodel: *a", "line 2: this YAML cannot be read: an alias stands here; write the value out"),
+        ("run: !!python/name:os.system ''\nmodel: a", "line 1: this YAML cannot be read: could not determine"),
         ("run: ppl\nmodel: a\nmethod: [{method: yarrn, factor: 2}]", "line 3: unknown method 'yarrn'"),
-        ("[" * 10_000, "line 1: this is no YAML"),
-        ("run: ppl\nmodel: \0", "line 1: this is no YAML"),
+        ("[" * 10_000, "line 1: this YAML cannot be read"),
+        ("run: ppl\nmodel: \0", "line 1: this YAML cannot be read"),
     ],
 )
 def test_a_mistake_has_its_line(tmp_path: Path, text: str, said: str) -> None:

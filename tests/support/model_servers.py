@@ -103,7 +103,7 @@ def serving(
 def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """The address of a server with this handler, which runs in a thread."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -10,6 +10,7 @@ and `SavedMethod`; what comes out is compared with what the package computes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -241,6 +242,12 @@ def follows_length(saved: Saved) -> bool:
 
 def group_of_length(saved: Saved, length: int) -> int:
     """The group of a row of `length` tokens: jet-long has ceil(L / C), self-extend tries one after the other."""
+    return _group_of_length(tuple(saved.items()), length)
+
+
+@functools.cache
+def _group_of_length(items: tuple[tuple[str, Any], ...], length: int) -> int:
+    saved = dict(items)
     limit = saved["max_distance"]
     if saved["method"] == "jet-long":
         return int(-(-length // limit))
