@@ -53,11 +53,13 @@ def mlx_lm() -> str:
     by_way: dict[str, list[str]] = {}
     for rope_type, rows in by_rope_type.items():
         by_way.setdefault(cells(rows)[0], []).append(rope_type)
-    return markdown_table(
-        ["rope types", "by", f"{engine}, largest difference of a logit"],
-        (("; ".join(some), *cells([row for each in some for row in by_rope_type[each]])) for some in by_way.values()),
-        f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. {made_by(result)}*",
+    largest = {way: cells([row for each in some for row in by_rope_type[each]])[1] for way, some in by_way.items()}
+    lines = (
+        f"- {way}: {'; '.join(some)}" + f" ({largest[way]})" * (largest[way] != "–") + "\n"
+        for way, some in by_way.items()
     )
+    note = f"*The largest difference of a logit of {engine} over {result['lengths']['long']} tokens"
+    return f"\n\n{''.join(lines)}\n{note}, in standard deviations. {made_by(result)}*\n\n"
 
 
 @figure

@@ -137,7 +137,9 @@ def retrieval_ranks() -> str:
     scales = sorted({length // context[model] for model, _, length in cells})
 
     def text(cell: Row | None) -> str:
-        return "{first:.2f} [{:.2f}, {:.2f}]".format(*cell["first_interval"], **cell) if cell else "–"
+        if cell is None or cell["first"] == 1.0:  # whose interval the note has
+            return "–" if cell is None else "1.00"
+        return "{first:.2f} [{:.2f}, {:.2f}]".format(*cell["first_interval"], **cell)
 
     loaded = {model: cells[model, "as-loaded", context[model]] for model in context}
     lucky = [model for model, cell in loaded.items() if cell["first_interval"][0] <= LUCK]
@@ -146,31 +148,45 @@ def retrieval_ranks() -> str:
         if model not in lucky:
             texts = (text(cells.get((model, name, scale * context[model]))) for scale in scales)
             alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
-    rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
+    rows = ([f"{model}: {', '.join(names)}", *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
     note = f"*{questions} questions a cell, at most {exact:.0%} of them answered exactly; {LUCK} rank first by luck.* "
+    if all_first := next((row for row in cells.values() if row["first"] == 1.0), None):
+        note += "1.00 is [{:.2f}, {:.2f}]. ".format(*all_first["first_interval"])
     if lucky:
         listed = " and ".join(f"the {NAMES[model]}, {text(loaded[model])}" for model in lucky)
         note += f"As loaded at 1x no better than luck, so that no methods are compared: {listed}. "
     command = f"benchmarks/retrieval.py --score rank --tasks {task} --keys 1 --questions {questions}"
-    head = [f"`{task}`: right answer first", "", *(f"{scale}x" for scale in scales)]
+    head = [f"`{task}`: right answer first", *(f"{scale}x" for scale in scales)]
     return markdown_table(head, rows, note + stamp(lines[-1], command))
 
 
 @figure
 def linear_attention() -> str:
     line = last_line("linear attention")
-    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in line["rows"]}
-    lengths = sorted({row["tokens"] for row in line["rows"]})
+    measured: dict[tuple[str, int], list[Row]] = {}
+    for row in line["rows"]:
+        measured.setdefault((row["what"], row["tokens"]), []).append(row)
+    lengths = sorted({tokens for _, tokens in measured})
+
+    def span(kernels: list[Row], key: str) -> str:
+        return "–".join(dict.fromkeys(f"{most(row[key] for row in kernels):.2f}" for most in (min, max)))
+
     rows = [
-        [f"{what}, `{kernel}`", *("{time:.2f} / {memory:.2f}".format(**cell) if cell else "–" for cell in cells)]
-        for what in dict.fromkeys(what for what, _, _ in measured)
-        for kernel in dict.fromkeys(row["kernel"] for row in line["rows"])
-        for cells in [[measured.get((what, kernel, length)) for length in lengths]]
+        [
+            what,
+            *(
+                f"{span(kernels, 'time')} / {span(kernels, 'memory')}" if (kernels := measured.get((what, n))) else "–"
+                for n in lengths
+            ),
+        ]
+        for what in dict.fromkeys(what for what, _ in measured)
     ]
     head = ["time / memory, times softmax attention", *(f"{length:,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(line, "benchmarks/linear_attention.py"))
+    kernels = ", ".join(f"`{kernel}`" for kernel in dict.fromkeys(row["kernel"] for row in line["rows"]))
+    note = f"*From the least to the most of {kernels}.* "
+    return markdown_table(head, rows, note + stamp(line, "benchmarks/linear_attention.py"))
 
 
 @figure
@@ -326,14 +342,6 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
     rows = ([cell(row[key]) for key in keys] for row in line[part])
     text = f"*{note.format(**line)}* " + stamp(line, f"benchmarks/encoders.py --steps {line['steps']}")
     return markdown_table(head, rows, text)
-
-
-@figure
-def encoders_windows() -> str:
-    rows = last_line("encoders")["windows"]
-    shares = " / ".join(f"{row['accuracy']:.1%}" for row in rows)
-    windows = " / ".join(str(row["window"]) for row in rows)
-    return f"{shares} of windows of {windows} tokens"
 
 
 @figure

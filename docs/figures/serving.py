@@ -254,11 +254,11 @@ def _refused(engine: str) -> str:
             return "all" + f" but {' and '.join(served)}" * bool(served)
         return ", ".join(refused) or "–"
 
-    rows = [
-        (family, *(cell(*by_base[over]) for over in ("own", "original")))
-        for family, by_base in by_model.items()
-        if any(refused for refused, _ in by_base.values())
-    ]
+    rows = []
+    for family, by_base in by_model.items():
+        own, original = (cell(*by_base[over]) for over in ("own", "original"))
+        if any(refused for refused, _ in by_base.values()):
+            rows.append((family, own, "the same" if own == original and len(own.split()) > 2 else original))
     counts = ", ".join(f"{count} {_WAYS[way]}" for way, count in Counter(ways).most_common() if way)
     refused = markdown_table(["refused over", "its own scaling", "its original length"], rows) if rows else "\n\n"
     return f"Served: {counts}.{refused}"
