@@ -100,11 +100,11 @@ class Adapter:
     hub: dict[str, Any]  # arguments that find `path` on the Hub
     subfolder: str  # inside `path`; empty: `path` itself
 
-    @property
-    def base_revision(self) -> dict[str, str]:
-        """The revision of the base model on the Hub as an argument, where the adapter states one."""
+    def for_base(self, hub: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that find the adapter on the Hub, as those for its base model: of the revision that it states."""
         revision = self.settings.get("revision")
-        return {"revision": revision} if isinstance(revision, str) else {}
+        others = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+        return others | ({"revision": revision} if isinstance(revision, str) else {})
 
     @property
     def auto_class(self) -> str | None:
@@ -226,4 +226,4 @@ def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     if cached_file(adapter.path, "tokenizer_config.json", **adapter.hub, **quiet) is not None:
         return str(path), hub
-    return adapter.base, {key: value for key, value in hub.items() if key != "revision"} | adapter.base_revision
+    return adapter.base, adapter.for_base(hub)

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import AttentionRule, Rotation
+from rope_ext_hf.attention.rules import Rotation
+from rope_ext_hf.methods.remapping import AttentionRule
 
 ATTENTION_NAME = "rope_ext_hf.remapped"
 """A name without a slash: transformers looks for one with a slash among the kernels on the Hub."""

@@ -57,11 +57,8 @@ class ForwardContext(ForwardState):
     undo: ExitStack | None = None  # what this forward has changed in its cache until it ends
 
     @classmethod
-    def from_call(
-        cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
-    ) -> ForwardContext | None:
-        """The context of a call, with positions of so many axes; None where it has no tokens."""
-        call = arguments(decoder, args, kwargs)
+    def from_call(cls, decoder: nn.Module, call: Mapping[str, Any], axes: int) -> ForwardContext | None:
+        """The context of a call with these arguments, whose positions have so many axes; None: it has no tokens."""
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
         if new_tokens is None:
@@ -115,10 +112,7 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
 def _padding_mask(mask: Any) -> Tensor | None:
     """The mask of shape (rows, tokens) in what was given, which may hold one per layer type."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    for each in masks:
-        if isinstance(each, Tensor) and each.ndim == 2:
-            return each
-    return None
+    return next((each for each in masks if isinstance(each, Tensor) and each.ndim == 2), None)
 
 
 def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:

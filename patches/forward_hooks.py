@@ -18,6 +18,8 @@ from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
 from rope_ext_hf.rotary.forward_state import graph_break, pop, push
 from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward, by position and by name
+
 
 class DecoderHooks(ABC):
     """Hooks around the forward of a decoder, for the slots inside; a subclass works out what the modules inside need.
@@ -36,20 +38,18 @@ class DecoderHooks(ABC):
         return max(slot.axes for slot in self.slots)
 
     @abstractmethod
-    def pre_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Begin a forward; may return other arguments for it."""
 
     @abstractmethod
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """End a forward, also after an exception in it (`output` is None then)."""
 
-    def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
-        """Read the arguments of a call and make them the thread's current context; None: no tokens were given."""
+    def begin(self, decoder: nn.Module, call: Mapping[str, Any]) -> ForwardContext | None:
+        """Make the arguments of a call the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
-        context = ForwardContext.from_call(decoder, args, kwargs, axes=self.axes)
+        context = ForwardContext.from_call(decoder, call, self.axes)
         if context is not None:
             if self.kernels is not None and context.new_tokens.shape[0] > 1:
                 graph_break(self.kernels.check)(decoder, context.new_tokens.device)
@@ -144,11 +144,15 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
             modules[path].register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
             modules[path].register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
         ]
-        for outer in _modules_around(modules, path):
-            handles += [
-                outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
-                outer.register_forward_hook(masks.post_forward, always_call=True),
-            ]
+        outside = path
+        while outside:
+            outside = outside.rpartition(".")[0]
+            outer = modules[outside]
+            if "attention_mask" in inspect.signature(type(outer).forward).parameters:
+                handles += [
+                    outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
+                    outer.register_forward_hook(masks.post_forward, always_call=True),
+                ]
         slots[0].hooks += handles
 
 
@@ -169,13 +173,3 @@ def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
             )
         path = path.rpartition(".")[0]
     return path
-
-
-def _modules_around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
-    """The modules outside the one at `path` that take a mask."""
-    around = []
-    while path:
-        path = path.rpartition(".")[0]
-        if "attention_mask" in inspect.signature(type(modules[path]).forward).parameters:
-            around.append(modules[path])
-    return around

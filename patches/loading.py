@@ -36,8 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 # Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
-_WHERE = ("revision", "subfolder")
-_HUB_ARGUMENTS = (*_WHERE, "token", "cache_dir", "local_files_only", "trust_remote_code")
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
@@ -75,7 +74,7 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+    kwargs = adapter.for_base(kwargs)
     with finding_base(adapter):
         kwargs |= only_cached(adapter.base, kwargs)
         if find_adapter(adapter.base, **kwargs) is not None:
@@ -137,7 +136,7 @@ def from_pretrained(
         model = _load_patched(path, config, record, auto_class, kwargs)
     else:
         own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs = adapter.for_base(kwargs)
         kwargs |= only_cached(adapter.base, kwargs)
         base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))

@@ -44,16 +44,9 @@ class Slot:
 
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""
-        chosen = [name for name in self.scaled_layers if name in SLIDING]
+        changed = next((name for name in self.scaled_layers if name in SLIDING), None)
         apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
-        note, every_layer = self.layers.sliding_note(apart, extended_length)
-        if note is None or every_layer or not chosen:
-            return note, every_layer
-        return (
-            f"Its {chosen[0]} layers alone are changed. They attend to the last {self.layers.window} tokens only, and "
-            "a longer RoPE does not make them look further back.",
-            False,
-        )
+        return self.layers.sliding_note(apart, extended_length, changed)
 
 
 @dataclass

@@ -127,7 +127,7 @@ def _locate(
     if adapter is None:
         return source, options
     with finding_base(adapter):
-        of_base = find(model_source(adapter.base), adapter.base_revision.get("revision"))
+        of_base = find(model_source(adapter.base), adapter.for_base({}).get("revision"))
     return source, options | {key: value for key, value in of_base.items() if key != "revision"}
 
 

@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, has_windows, run_backward, run_kernel
-from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
+from rope_ext_hf.attention.rules import PairScales, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.remapping import RemappedPosition
+from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
@@ -138,7 +138,7 @@ class _Attention:
         scaled = rotations.get(entry)
         if scaled is None:
             scale = self._query_scale(m, name, rotation.cos.dtype)
-            scaled = rotation if scale is None else rotation.times(scale)
+            scaled = rotation if scale is None else KeyRotation(rotation.cos * scale, rotation.sin * scale)
             if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
                 rotations[entry] = scaled
         return self._rotate(scaled, query)
