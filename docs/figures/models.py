@@ -81,6 +81,7 @@ def coverage_reading() -> str:
     lines = (
         f"- {title}: {'; '.join(f'{reason} ({count})' for reason, count in counts[mark].most_common())}\n"
         for title, mark in (("read whole", "whole"), ("not measured", "–"))
+        if mark in counts
     )
     return f"\n\n{''.join(lines)}\n"
 
