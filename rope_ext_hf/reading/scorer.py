@@ -17,7 +17,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -441,10 +441,5 @@ def _difference(some: Tensor, others: Tensor) -> float:
     return float((some - others).square().mean().sqrt()) / max(1e-3, float(others.std()))
 
 
-@contextmanager
-def _length(model: PreTrainedModel, length: int) -> Iterator[None]:
-    if not patched_slots(model):
-        yield
-        return
-    with fixed_length(model, length):
-        yield
+def _length(model: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
+    return fixed_length(model, length) if patched_slots(model) else nullcontext()
