@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -305,7 +306,7 @@ class PerplexityMeasurement(Measurement):
         yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
             yield document.ids.numpy().tobytes()
-            yield torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes()  # bits per byte
+            yield array("q", document.ends).tobytes()  # 64-bit integers; for bits per byte
         for mask in self.keys or ():
             yield mask.numpy().tobytes()
         for _, spans in self.plan.documents:
