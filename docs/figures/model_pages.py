@@ -56,13 +56,12 @@ def model_pages() -> str:
             rows.append(
                 [
                     f"[{title}]({page_name(title)}.md)",
-                    f"{advice.context_length:,}",
                     f"{model.target_length:,}",
                     _extension(model)[0],
                     served if engines else "no engine alone",
                 ]
             )
-    heads = ("model", "context", "extended to", "`extend` takes", "served by")
+    heads = ("model", "extended to", "`extend` takes", "served by")
     return markdown_table(heads, rows)
 
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Computed, Config, RopeKeys
-from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
+from rope_ext_hf.errors import ServingError, UnknownMethodError, entry, short
 from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
@@ -453,11 +453,7 @@ def list_engines() -> dict[str, type[Engine]]:
 
 def find_engine(name: str) -> Engine:
     """The engine of a name; UnknownMethodError where there is none."""
-    if name not in _ENGINES:
-        raise UnknownMethodError(
-            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(list_engines())}"
-        )
-    return _ENGINES[name]()
+    return entry("engine", name, _ENGINES, UnknownMethodError)()
 
 
 def reference_engine() -> Engine:

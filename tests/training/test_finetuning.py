@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
@@ -308,7 +308,7 @@ def test_no_more_models_are_in_memory_than_are_promised(guard: float, most: int,
 
 def losses_of(length: int, nats: list[float]) -> Result:
     documents = [DocumentLoss(str(index), 100 * each, 100, 400, 1) for index, each in enumerate(nats)]
-    return Result.from_documents(None, Setting("matched", 32, 256, False, 0), length, documents)
+    return PerplexityRuns().result(None, Setting("matched", 32, 256, False, 0), (length,), documents)
 
 
 @pytest.mark.parametrize(
