@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
 from rope_ext_hf.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 
