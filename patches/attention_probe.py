@@ -21,10 +21,9 @@ from rope_ext_hf.patches.attention_interface import (
     PROBE_RECORDS,
     UNSUPPORTED_KWARGS,
     Layer,
+    attending,
     evaluating,
     is_sliding,
-    register_attention,
-    use_attention,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -99,11 +98,10 @@ def probe_layers(
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
     device = _device_of_input(decoder, model)
-    register_attention(PROBE_NAME, _probe_attention, _probe_mask)
-    with evaluating(model), use_attention(model, PROBE_NAME), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         runs = [
-            _run(decoder, [(each, PatchedSlot(each, installed, rotary, None)) for each in slots], positions.to(device))
-            for installed, positions in ((plain, near), (plain, far), (at_zero, far))
+            _run(model, decoder, [(each, PatchedSlot(each, installed, rotary, None)) for each in slots], at.to(device))
+            for installed, at in ((plain, near), (plain, far), (at_zero, far))
         ]
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
@@ -213,12 +211,14 @@ def _device_of_input(*modules: Any) -> torch.device:
     raise UnsupportedModelError(f"{type(modules[-1]).__name__} does not name its input embeddings")
 
 
-def _run(decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor) -> list[_ProbeRecord]:
+def _run(
+    model: nn.Module, decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor
+) -> list[_ProbeRecord]:
     """Run a few tokens at these positions, with these modules in the slots."""
     records: list[_ProbeRecord] = []
     ids = torch.arange(3, 3 + positions.shape[1], device=positions.device)[None]
     with ExitStack() as stack:
-        stack.callback(PROBE_RECORDS.reset, PROBE_RECORDS.set(records))
+        stack.enter_context(attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, records))
         for slot, module in slots:
             stack.callback(setattr, slot.parent, slot.attribute, getattr(slot.parent, slot.attribute))
             setattr(slot.parent, slot.attribute, module)

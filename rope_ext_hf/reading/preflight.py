@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -78,11 +78,8 @@ def cached_layers(config: Any) -> list[_LayerMemory]:
     kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if attention.sliding else ""] * count)
     several = getattr(config, "is_heterogeneous", False)
     each = list(config.per_layer_config) if several else [config] * count
-    return list(_layers(kinds[:count], each[:count], attention.window))
-
-
-def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterator[_LayerMemory]:
-    for kind, config in zip(kinds, configs, strict=True):
+    layers = []
+    for kind, config in zip(kinds[:count], each[:count], strict=True):
         known = vars(config)
         heads = int(config.num_attention_heads)
         head_dim = int(known.get("head_dim") or config.hidden_size // heads)
@@ -96,8 +93,9 @@ def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterato
             if kind in SLIDING:
                 key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
-        kept = window if kind in SLIDING else None
-        yield _LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads)
+        kept = attention.window if kind in SLIDING else None
+        layers.append(_LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads))
+    return layers
 
 
 def _state(config: Any) -> int:
