@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -180,12 +181,11 @@ class PerplexityRuns(RunKind):
         )
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {key: loss_increase(run, key) for key in run.names}
+        increases = {key: increase.value if (increase := loss_increase(run, key)) else "" for key in run.names}
         for r in run.results:
-            increase = increases[r.key]
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
-                *(len(r.documents), increase.value if increase else "", r.tokens_per_second, r.gpu_bytes),
+                *(len(r.documents), increases[r.key], r.tokens_per_second, r.gpu_bytes),
                 *(r.longppl, r.longppl_low, r.longppl_high, r.key_tokens),
             ]
 
@@ -283,7 +283,9 @@ class PerplexityMeasurement(Measurement):
         self.items = [document.name for document, _ in plan.documents]
         targets, stride, bos = plan.options.targets, plan.options.stride, plan.prefix is not None
         self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
-        self.passes, self.scored = plan.passes, plan.scored
+        self.passes = plan.passes
+        # a token that counts for two lengths counts twice
+        self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
         if keys is not None and not any(
             mask[span.score_from : span.score_to].any()
             for mask, (_, spans) in zip(keys, plan.documents, strict=True)
@@ -301,7 +303,7 @@ class PerplexityMeasurement(Measurement):
         yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
             yield document.ids.numpy().tobytes()
-            yield torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes()  # bits per byte
+            yield array("q", document.ends).tobytes()  # 64-bit integers; for bits per byte
         for mask in self.keys or ():
             yield mask.numpy().tobytes()
         for _, spans in self.plan.documents:

@@ -180,7 +180,10 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
         file = find_adapter_config_file(name, subfolder=subfolder, **hub)
     except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
         return None
-    if file is None or (Path(name).is_dir() and _holds_a_model(Path(file).parent)):
+    if file is None:
+        return None
+    folder = Path(file).parent
+    if Path(name).is_dir() and (folder / "config.json").is_file() and any(any(folder.glob(each)) for each in _WEIGHTS):
         return None
     values = read_json(Path(file))
     base = values.get("base_model_name_or_path")
@@ -210,10 +213,6 @@ def finding_base(adapter: Adapter) -> Iterator[None]:
         raise CheckpointError(
             f"the model that the adapter {short(adapter.path)!r} was trained on could not be found: {error}"
         ) from error
-
-
-def _holds_a_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(True for name in _WEIGHTS for _ in folder.glob(name))
 
 
 def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:

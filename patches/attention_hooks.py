@@ -148,11 +148,9 @@ def remapped_attention(
     # would be compiled again for each length. It has no backward, and an exported program must contain the computation
     # itself: there it is traced.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
-        given = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
-        out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
-            query, key, value, mask, *given, kwargs.get("dropout", 0.0)
-        )
-        return out, None
+        modifiers = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
+        operator = torch.ops.rope_ext_hf.remapped_attention
+        return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
     return _attend_in_context(module, context, mask, query, key, value, **kwargs), None
 
 

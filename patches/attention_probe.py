@@ -170,9 +170,8 @@ def _layer(
         # No rotation, or one by a rotary module of its own. Queries that are alike at all positions have no temperature
         # of their own either: where such a layer attends to everything, that of the method is all it can be given.
         still = nearly_equal(at_near.key, at_far.key) and nearly_equal(at_near.query, at_far.query)
-        return Layer(
-            LocalAttention(at_near.window, temperature=method if still and at_near.window is None else None), None
-        )
+        temperature = method if still and at_near.window is None else None
+        return Layer(LocalAttention(at_near.window, temperature=temperature), None)
     device = at_near.key.device
     moved = table.between(RemappedPosition(near), RemappedPosition(far), device)
     stored = table.between(RemappedPosition(near), RemappedPosition(), device)

@@ -165,8 +165,11 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     if rope_type == "dynamic":
         given["growth"] = "hf"
     factor = given.get("factor", 1.0)
-    if name == "linear":
-        original, context_length, rule = _lengths_of_linear(config.model_type, theta, most, factor)
+    if name == "linear" and linear_is_extended(config.model_type, theta, most):  # two conventions are in use
+        original, context_length = original_length_of_linear(config.model_type, most, factor), most
+        rule = "linear: max_position_embeddings is the extended length in this family"
+    elif name == "linear":
+        context_length, rule = round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
     if getattr(config, GUESSED_LENGTH_KEY, None) == most:
@@ -186,14 +189,6 @@ def _context_length(rope_type: str, most: int, original: int, factor: float) -> 
     if rope_type == "llama3":  # its factor is no ratio of lengths: 8 or 32 over 8,192, and 131,072 either way
         return most, "llama3: max_position_embeddings, whatever the factor"
     return most, "max_position_embeddings" if rope_type == "default" else f"{rope_type}: max_position_embeddings"
-
-
-def _lengths_of_linear(model_type: str, theta: float, most: int, factor: float) -> tuple[int, int, str]:
-    """The original length, the context length and the rule: two conventions are in use for max_position_embeddings."""
-    if linear_is_extended(model_type, theta, most):
-        rule = "linear: max_position_embeddings is the extended length in this family"
-        return original_length_of_linear(model_type, most, factor), most, rule
-    return most, round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
 
 
 @dataclass(frozen=True)
@@ -247,8 +242,11 @@ def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, wri
     saved = length
     if parameters["rope_type"] == "dynamic":
         saved = rotary.context_length
-    elif parameters["rope_type"] == "linear" and not _saved_extended(config.model_type, rotary):
-        saved = round(length / parameters["factor"])
+    elif parameters["rope_type"] == "linear":
+        own, extended_already = rotary.own, known.linear_extended
+        if own is not None and own.method.name == "linear":  # this model's own config tells
+            extended_already = linear_is_extended(config.model_type, rotary.theta, own.context_length)
+        saved = length if extended_already else round(length / parameters["factor"])
     return ConfigEncoding(parameters, extended, saved, exact=exact)
 
 
@@ -273,14 +271,6 @@ def _needs_divisors(
         return True
     original = parameters.get("original_max_position_embeddings", kept_original)
     return kept_original is not None and original != kept_original
-
-
-def _saved_extended(model_type: str, rotary: Rotary) -> bool:
-    """Whether a linear config of this family, or this model's own one, has max_position_embeddings extended."""
-    own = rotary.own
-    if own is not None and own.method.name == "linear":
-        return linear_is_extended(model_type, rotary.theta, own.context_length)
-    return family(model_type).linear_extended
 
 
 def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:

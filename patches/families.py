@@ -153,12 +153,10 @@ def rope_keys(model_type: str, layer_types: list[str]) -> list[str]:
     return layer_types
 
 
-_FORMER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-
-
 def former_key(model_type: str, key: str) -> str:
     """The top-level key of a rope setting in its configs of transformers 4."""
-    return _FORMER.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
+    former = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    return former.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
 
 
 def check_architecture(text: Any) -> None:

@@ -20,8 +20,6 @@ from rope_ext_hf.rotary.kv_cache import CacheState, RowState
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
-
-
 _NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
     "than the one before"
@@ -84,7 +82,6 @@ class ForwardContext(ForwardState):
     def close(self) -> None:
         if self.undo is not None:
             self.undo.close()
-            self.undo = None
 
 
 def own_cache(cache: Any) -> Any:
@@ -140,12 +137,6 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     return {**call, **call.get("kwargs", {})}
-
-
-def values_of(output: Any) -> list[Any]:
-    if isinstance(output, Mapping):
-        return list(output.values())
-    return list(output) if isinstance(output, tuple) else []
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:

@@ -192,12 +192,6 @@ class AttentionLayers:
         )
 
 
-def sliding_layers(config: Any) -> tuple[int | None, int]:
-    """The window in tokens of the sliding-window layers of a text config, and how many layers those are."""
-    layers = AttentionLayers(config)
-    return layers.window, layers.sliding
-
-
 def _listed(indices: set[int]) -> str:
     first = ", ".join(map(str, sorted(indices)[:6]))
     return f"{first}, ..." if len(indices) > 6 else first

@@ -109,8 +109,7 @@ class LengthHooks(DecoderHooks):
             if self._held():
                 self.record(cache, output, CacheState(self.origin()))
             return
-        state = context.cache_state
-        if state is not None:
+        if (state := context.cache_state) is not None:
             state.rows = context.cache_rows
             self.record(cache, output, state)
 
@@ -369,9 +368,9 @@ def install_generate(model: nn.Module, slot: PatchedSlot) -> None:
 class ProfileHooks(LengthHooks):
     """Hooks around the forward of a decoder under length profiles; LengthError: a row may outgrow that of its cache."""
 
-    @property
-    def axes(self) -> int:
-        return 1
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        super().__init__(slots)
+        self.axes = 1  # a forward is read with all axes
 
     def _begin_rows(self, decoder: nn.Module, context: ForwardContext, tables: list[RotaryEmbedding]) -> None:
         context.tables = tuple(tables_of(self.slots))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.config_keys.keys import own_keys
@@ -31,8 +30,6 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-M = TypeVar("M", bound=nn.Module)
 
 # Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
@@ -237,7 +234,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
     return cast("PreTrainedModel", model)
 
 
-def restore_patch(model: M, record: Mapping[str, Any]) -> M:
+def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrainedModel:
     """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)

@@ -126,11 +126,11 @@ def _plan(
     layer_types = list(dict.fromkeys([layer_type for slot in slots for layer_type in slot.scaled_layers]))
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
     encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
-    write_rope(config, encoding, spec, saved, layer_types)
-    others = {id(slot.config) for slot in slots} - {id(slots[0].config)}  # T5Gemma has a config for each of its halves
-    for other in (swap.patched for swap in configs if id(swap.original) in others):
-        undo_saved_patch(other)
-        write_rope(other, encoding, spec, saved, layer_types)
+    of_slots = {id(slot.config) for slot in slots}  # T5Gemma has a config for each of its halves
+    for each in (swap.patched for swap in configs if id(swap.original) in of_slots):
+        if each is not config:
+            undo_saved_patch(each)
+        write_rope(each, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
     sliding, every_layer = slots[0].sliding_note(encoding.extended_length or spec.rotary.context_length)
     notes = [

@@ -293,7 +293,11 @@ class _Attention:
         scaled = self._place_query(None, query[:, :, block], lambda: m, (), name)
         scores = self._zone_scores(scaled, key, m, n, first_query, name, evicted + first_visible)
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
-        weights = self._softmax_with_sinks(scores)
+        if self.modifiers.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = self.modifiers.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         if self.modifiers.dropout:
             weights = nn.functional.dropout(weights, self.modifiers.dropout)
         rows, heads, queries, _ = weights.shape
@@ -381,12 +385,6 @@ class _Attention:
             real = self.positions.key_mask[:, None, None, evicted + keys.start : evicted + keys.stop]
             visible = visible & real.to(device)
         return scores.masked_fill(~visible, lowest)
-
-    def _softmax_with_sinks(self, scores: Tensor) -> Tensor:
-        if self.modifiers.sinks is None:
-            return scores.softmax(-1)
-        sinks = self.modifiers.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @lru_cache(maxsize=16)  # the layers of a model share them

@@ -155,11 +155,8 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.frequency is not None and (
-            not isinstance(self.frequency, RopeMethod)
-            or isinstance(self.frequency, RemappingMethod)
-            or self.frequency.length_dependent
-        ):
+        of_frequencies = isinstance(self.frequency, RopeMethod) and not isinstance(self.frequency, RemappingMethod)
+        if self.frequency is not None and (not of_frequencies or self.frequency.length_dependent):
             raise MethodError(
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"got {self.frequency!r}"

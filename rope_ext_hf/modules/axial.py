@@ -121,9 +121,15 @@ class AxialRotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """Angles for the positions of one call, as `RotaryEmbedding.forward` gives them.
+        """Angles for the positions of one call.
 
-        `position_ids`: (axes, batch, length) integers; (batch, length) where all axes have the same, as text has.
+        Args:
+            x: any tensor of the dtype and on the device the angles are returned in.
+            position_ids: (axes, batch, length) integers; (batch, length) where all axes have the same, as text has.
+
+        Returns:
+            cos and sin, (batch, length, dim), (batch, length, dim // 2) if bare; or one complex64 tensor
+            (batch, length, dim // 2).
 
         Raises:
             TypeError: positions that are not integers.

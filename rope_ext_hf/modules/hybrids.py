@@ -92,10 +92,12 @@ class KerpleBias(nn.Module):
 
     @property
     def r1(self) -> Tensor:
+        """(heads,) float32."""
         return nn.functional.softplus(self.raw_r1.float())
 
     @property
     def r2(self) -> Tensor:
+        """(heads,) float32."""
         raw = self.raw_r2.float()
         return nn.functional.softplus(raw) if self.kernel == "log" else 2 * raw.sigmoid()
 

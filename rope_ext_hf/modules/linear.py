@@ -101,7 +101,12 @@ def linear_attention(
     Sources: Su 2021, https://kexue.fm/archives/8265; Katharopoulos et al. 2020, arXiv 2006.16236, whose
     code adds an epsilon, too.
     """
-    _check(query, key, value, padding_mask, kernel, form, chunk_size)
+    for name, given, known in (("kernel", kernel, _KERNELS), ("form", form, _FORMS)):
+        if given not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    _check_shapes(query, key, value, padding_mask)
     if state is not None:
         _check_state(state, query, value, kernel, causal)
     dtype = torch.float32
@@ -191,15 +196,7 @@ def _recurrent(features: _Features, value: Tensor) -> _Sums:
     return torch.cat(above, -2), torch.cat(below, -2)
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None, kernel: str, form: str, chunk_size: int
-) -> None:
-    if kernel not in _KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(_KERNELS)}; got {kernel!r}")
-    if form not in _FORMS:
-        raise ValueError(f"form must be one of {', '.join(_FORMS)}; got {form!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> None:
     if query.ndim != 4 or query.shape[-2] < 1:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got {tuple(query.shape)}")
     if key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
@@ -219,8 +216,7 @@ def _check_state(state: LinearAttentionState, query: Tensor, value: Tensor, kern
         return
     if state.kernel != kernel:
         raise ValueError(f"the state is one of kernel {state.kernel!r}, and cannot be continued with {kernel!r}")
-    features = query.shape[-1] + (kernel == "cosine")
-    expected = (*query.shape[:2], features, value.shape[-1])
+    expected = (*query.shape[:2], query.shape[-1] + (kernel == "cosine"), value.shape[-1])
     if state.numerator.shape != expected:
         raise ValueError(
             f"the state is one of {tuple(state.numerator.shape)} (batch, heads, features, value_dim), and these "

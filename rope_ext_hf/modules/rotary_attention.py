@@ -47,14 +47,13 @@ class KeyValueCache:
         self, key: Tensor, value: Tensor, position_ids: Tensor, padding_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add tokens, in the shapes of the attributes, and return all so far."""
-        if self.key is None or self.value is None or self.position_ids is None or self.padding_mask is None:
-            self.key, self.value, self.position_ids, self.padding_mask = key, value, position_ids, padding_mask
-        else:
-            self.key = torch.cat((self.key, key), 1)
-            self.value = torch.cat((self.value, value), 1)
-            self.position_ids = torch.cat((self.position_ids, position_ids), 1)
-            self.padding_mask = torch.cat((self.padding_mask, padding_mask), 1)
-        return self.key, self.value, self.position_ids, self.padding_mask
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), 1), torch.cat((self.value, value), 1)
+        if self.position_ids is not None and self.padding_mask is not None:
+            position_ids = torch.cat((self.position_ids, position_ids), 1)
+            padding_mask = torch.cat((self.padding_mask, padding_mask), 1)
+        self.key, self.value, self.position_ids, self.padding_mask = key, value, position_ids, padding_mask
+        return key, value, position_ids, padding_mask
 
     def next_positions(self) -> Tensor | int:
         """The position after the last token of each row, (batch, 1); 0 where nothing was read."""

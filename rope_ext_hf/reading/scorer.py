@@ -13,7 +13,6 @@ built and no key is repeated over query heads (`chunked_attention`). The head ru
 from __future__ import annotations
 
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.errors import UnsupportedModelError, one_line, short
+from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -47,16 +46,6 @@ class Cost(NamedTuple):
     tokens: int = 0
     seconds: float = 0.0
     peak: int = 0
-
-    @classmethod
-    def from_record(cls, value: Any) -> Cost:
-        """Read what a journal holds; ValueError for anything but [tokens, seconds, bytes], none of them negative."""
-        match value:
-            case [int(tokens), int() | float() as seconds, int(peak)] if (
-                0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
-            ):
-                return cls(tokens, float(seconds), peak)
-        raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(value))}")
 
     def plus(self, other: Cost) -> Cost:
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))

@@ -114,11 +114,6 @@ class EvalPlan:
         passes = (key for _, spans in self.documents for key, _ in groupby(spans, key=place))
         return [stop - start for _, start, stop in passes]
 
-    @property
-    def scored(self) -> int:
-        """Scored tokens; a token that counts for two lengths counts twice."""
-        return sum([span.score_to - span.score_from for _, spans in self.documents for span in spans])
-
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
         ids = document.ids[max(start, 0) : stop].clone()

@@ -148,8 +148,7 @@ class RotaryEmbedding(nn.Module):
         if not self.method.trainable or self.trained.device.type == "meta":
             return self.method
         values = tuple(self.trained.tolist())
-        at_first = tuple(self._initial_values().tolist())
-        if values == at_first:
+        if values == tuple(self._initial_values().tolist()):
             return self.method
         return method_from_dict(self.method.to_dict() | {self.method.trainable: values})
 

@@ -7,6 +7,7 @@ validated once, and an error names file and line.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import zlib
@@ -141,10 +142,17 @@ def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any]
         raise ValueError(f"expected an item from 0 to {len(contents.items) - 1}, got {short(repr(item))}")
     if cell not in contents.counts:
         raise ValueError(f"the run has no cell {list(cell)}")
-    record = Record(method, item, cell, parse(contents.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    value = parse(contents.items[item], raw["value"])
+    match raw["cost"]:
+        case [int(tokens), int() | float() as seconds, int(peak)] if (
+            0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
+        ):
+            cost = Cost(tokens, float(seconds), peak)
+        case _:
+            raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(raw['cost']))}")
     if written not in (None, _checksum(raw)):
         raise ValueError("the line is not as it was written")
-    return record
+    return Record(method, item, cell, value, cost)
 
 
 def _checksum(line: Mapping[str, Any]) -> int:

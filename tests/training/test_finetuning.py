@@ -328,7 +328,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, None, RunFile("finetune", "a", {}))
+    run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, RunFile("finetune", "a", {}))
     measured = {"as loaded": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
