@@ -291,7 +291,7 @@ def _frequency_difference(expected: _LayerRope, actual: _LayerRope) -> str | Non
     a, b = expected.inv_freq, actual.inv_freq
     if _alike(a, b):
         return None
-    base, other_base = (_without_scaling(layer) for layer in (expected, actual))
+    base, other_base = [_without_scaling(layer) for layer in (expected, actual)]
     if _close(base, b):
         return "The scaling is missing: frequencies are those without any scaling."
     if _close(base, a) and _close(base, other_base):

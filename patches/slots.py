@@ -40,7 +40,7 @@ class Slot:
 
     @property
     def axes(self) -> int:
-        return max(1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values())
+        return max([1 if axes is None else 1 + max(axes) for axes in self.axis_of_pair.values()])
 
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""

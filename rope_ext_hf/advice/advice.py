@@ -246,8 +246,8 @@ def _broken(command: str) -> str:
 
 def signed(by_model: Mapping[str, float]) -> str:
     """The value of every measured model in order, with its sign and two decimals; a dash where there is none."""
-    numbers = [by_model.get(model.name) for model in measured_models()]
-    return " / ".join(["-" if number is None else f"{number:+.2f}" for number in numbers])
+    names = [f"{by_model[each.name]:+.2f}" if each.name in by_model else "-" for each in measured_models()]
+    return " / ".join(names)
 
 
 def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ def linear(theta: float, dim: int, factor: float) -> list[float]:
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:
     """longrope: every frequency divided by its own number."""
-    return [value / divisor for value, divisor in zip(plain(theta, dim), divisors, strict=True)]
+    return [float(theta) ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]
 
 
 def yarn(

@@ -36,7 +36,7 @@ class FormerSpellingEngine(ConfigEngine):
         """Change the settings of a yarn, and the further keys, so that the engine computes the target's magnitude."""
 
     def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in target.config.items() if key != "rope_parameters"} | changes
+        return {**target.config, "rope_parameters": None, **changes}
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kind = encoding.settings["rope_type"]

@@ -207,7 +207,6 @@ class _GGUFEngine(Engine):
 
     def config_for(self, target: Target) -> ServingConfig:
         self.check_family(target)
-        check_sliding_layers(target.config, 6, "llama.cpp")
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
         else:
@@ -265,6 +264,7 @@ class _GGUFEngine(Engine):
 @functools.lru_cache(maxsize=1)  # the programs are asked about the same target one after the other
 def _candidates(target: Target) -> tuple[_ServedFile, ...]:
     """Files that may compute what was measured, in order of preference."""
+    check_sliding_layers(target.config, 6, "llama.cpp")
     try:
         own = converted(target.config)
     except ServingError:

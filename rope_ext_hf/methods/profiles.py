@@ -93,11 +93,11 @@ class Profiles(RopeMethod):
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         tables = [method.compute(rotary, length) for _, method in self.profiles(rotary)]
-        inv_freq, factors = (
+        inv_freq, factors = [
             [torch.as_tensor(each, dtype=torch.float64, device=length.device) for each in column]
             for column in zip(*tables, strict=True)
-        )
-        profile = sum((length > limit).long() for limit in self._limits(rotary))
+        ]
+        profile = sum([(length > limit).long() for limit in self._limits(rotary)])
         if isinstance(profile, int):  # there is one profile
             return tables[0]
         return torch.stack(inv_freq)[profile.squeeze(-1)], torch.stack(factors)[profile]

@@ -43,7 +43,7 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
     def family(name: str) -> str:
         return name.rpartition(" x")[0] or name
 
-    families = list(dict.fromkeys(family(name) for name in names if name != _LOADED))
+    families = list(dict.fromkeys([family(name) for name in names if name != _LOADED]))
     styles = {_LOADED: _Style(drawing.PLAIN, (5, 4), "o")}
     for name in names:
         if name != _LOADED:
@@ -147,7 +147,7 @@ class LineChart:
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
     """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure."""
-    styles = line_styles(list(dict.fromkeys(name for chart in charts for name in chart.points)))
+    styles = line_styles(list(dict.fromkeys([name for chart in charts for name in chart.points])))
     with drawing.picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
             chart.draw_on(axes, styles)

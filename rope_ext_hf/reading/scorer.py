@@ -392,7 +392,7 @@ class TokenScorer:
         # The same tokens but for the last: in a causal model nothing before it may change.
         other = torch.cat([ids[:-1], ids[:1]])
         try:
-            logits, others = (self._last_logits(each, len(each) - 1) for each in (ids, other))
+            logits, others = [self._last_logits(each, len(each) - 1) for each in (ids, other)]
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
@@ -431,7 +431,7 @@ def _difference(some: Tensor, others: Tensor) -> float:
     # NaN in both at the same place is agreement: it is the model's, and shows in its losses.
     if some.shape != others.shape or not torch.equal(some.isfinite(), others.isfinite()):
         return float("inf")
-    some, others = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (some, others))
+    some, others = [x.nan_to_num(posinf=0.0, neginf=0.0) for x in (some, others)]
     # In standard deviations, because a class may scale its logits; 1e-3 keeps a model with constant logits from
     # dividing by zero.
     return float((some - others).square().mean().sqrt()) / max(1e-3, float(others.std()))

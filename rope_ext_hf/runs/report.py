@@ -70,7 +70,7 @@ def _draw(run: Run[Any], path: Path) -> None:
 def _page(run: Run[Any]) -> str:
     settings, kind = run.settings, run.kind
     others = [path for path in plain_files(run.folder, "*.png") if path.name != f"{kind.name}.png"]
-    versions = ", ".join(f"{name} {number}" for name, number in settings["versions"].items())
+    versions = ", ".join([f"{name} {number}" for name, number in settings["versions"].items()])
     speed = kind.speed(run)
     by = f"by {settings['engine']} on" if "engine" in settings else "on"
     summary = (
@@ -82,7 +82,7 @@ def _page(run: Run[Any]) -> str:
         run.title,
         str(run.conclusion) if run.results else "Nothing is finished yet.",
         "" if run.chart is None else run.chart.svg(),
-        *(_embedded(path) for path in others),
+        *[_embedded(path) for path in others],
         html.html_table(run.table(detailed=True)),
         html.paragraph(summary),
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),

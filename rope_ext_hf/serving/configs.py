@@ -227,7 +227,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         original=spec.rotary.trained_length,
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
-        notes=() if changes_nothing else tuple(note for note in notes if note),
+        notes=() if changes_nothing else tuple([note for note in notes if note]),
         remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
     )
 
