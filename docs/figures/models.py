@@ -93,7 +93,7 @@ def _refusals(rows: list[dict[str, Any]], column: str) -> str:
         if not _works(row, column):
             groups.setdefault(row[column]["because"], []).append(row)
     order = sorted(groups.items(), key=lambda item: -len(item[1]))
-    return "\n\n" + "".join(f"- {reason}: {_names(some)}\n" for reason, some in order) + "\n"
+    return "\n\n" + "".join(f"- *{reason}*: {_names(some)}\n" for reason, some in order) + "\n"
 
 
 @figure
