@@ -14,10 +14,10 @@ from tests.support.own_calls import calls_of_this_package
 
 LENGTH = ("--target-length", "1k")
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "ppl": (5_580, ("--method", "yarn", "--factor", "2", "--lengths", "64", "--max-spans", "2")),
-    "tasks": (6_980, ("--suite", "json-kv", "--lengths", "768", "--samples", "2", "--score", "rank")),
-    "advise": (5_980, LENGTH),
-    "extend": (16_480, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
+    "ppl": (4_300, ("--method", "yarn", "--factor", "2", "--lengths", "64", "--max-spans", "2")),
+    "tasks": (5_000, ("--suite", "json-kv", "--lengths", "768", "--samples", "2", "--score", "rank")),
+    "advise": (4_900, LENGTH),
+    "extend": (11_750, (*LENGTH, "--max-spans", "2", "--yes", "--anyway")),
 }
 """The most calls, and the options."""
 
