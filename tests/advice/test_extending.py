@@ -115,7 +115,7 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     assert one.exit_code == 2
     assert "1 document gives no interval; nothing was written" in " ".join(one.stderr.split())
     # Stated to be for half of what it is for, the bundled model reads the whole better without a method.
-    worse = extend("reference", "--target-length", "256", "--context-length", "128", *text)
+    worse = extend("reference", "--target-length", "256", "--context-length", "128")
     assert worse.exit_code == 2
     assert "gain at 256 tokens: the loss is higher by 0." in " ".join(worse.stderr.split())
     assert "documents: at 256 tokens the loss is higher by 0." in unwrapped(worse.stdout)

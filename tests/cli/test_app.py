@@ -106,7 +106,6 @@ QUICK = {
     "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "passkey": ["--trials", "1"],
     "gain": ["--samples", "2", "--lengths", "256"],
-    "extend": ["--data", "stdlib?max_documents=4"],
     "tasks": ["--samples", "2", "--lengths", "768"],
     "lm-eval": ["--limit", "1"],
 }
@@ -166,7 +165,7 @@ def test_an_option_with_nothing_in_it_is_refused(
     [
         pytest.param(
             c.name,
-            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain"})
+            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend"})
             + [pytest.mark.thorough]
             * (c.name in ("sweep", "passkey", "tasks", "need", "lm-eval", "report", "explain", "demo")),
         )
