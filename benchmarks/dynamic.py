@@ -42,8 +42,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def stock_model(kv_heads: int, layers: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
-    heads, _ = heads_on(device, HEADS_AND_KV_HEADS)
+def stock_model(heads: int, kv_heads: int, layers: int, device: str, dtype: torch.dtype) -> LlamaForCausalLM:
     rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
     model = random_model(
         layers=layers,
@@ -63,8 +62,8 @@ def filled(which: LlamaForCausalLM, ids: torch.Tensor) -> Callable[[], object]:
     return lambda: which(ids[:, :1], past_key_values=cache)
 
 
-def cost(kv_heads: int, tokens: int, layers: int, pairs: int, device: str, dtype: torch.dtype) -> list[dict[str, Any]]:
-    stock = stock_model(kv_heads, layers, device, dtype)
+def cost(stock: LlamaForCausalLM, tokens: int, pairs: int) -> list[dict[str, Any]]:
+    device, kv_heads = str(stock.device), stock.config.num_key_value_heads
     shared = {id(tensor): tensor for tensor in stock.parameters()}
     ids = torch.randint(3, 200, (1, tokens), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
@@ -73,7 +72,12 @@ def cost(kv_heads: int, tokens: int, layers: int, pairs: int, device: str, dtype
         kernel = attention_kernels(filled(stock, ids))
         for name, parameters in RULES.items():
             twin = rope.patch(copy.deepcopy(stock, shared), "dynamic-ntk", **parameters)
-            row = {"rule": name, "key heads": kv_heads, "tokens": tokens, "dtype": str(dtype).removeprefix("torch.")}
+            row = {
+                "rule": name,
+                "key heads": kv_heads,
+                "tokens": tokens,
+                "dtype": str(stock.dtype).removeprefix("torch."),
+            }
             row["kernel"] = kernel
             row["memory"] = round(most_bytes(partial(filled, twin, ids), device) / theirs, 4)
             if pairs:
@@ -131,6 +135,7 @@ def main() -> None:
     parser.add_argument("--tokens", default="4096,8192")
     parser.add_argument("--pairs", type=int, default=60, help="0: no times")
     parser.add_argument("--layers", type=int, default=LAYERS, help="of the model of random weights")
+    parser.add_argument("--heads", type=int, help="of its queries; default: 12, on CUDA 32")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
     parser.add_argument("--text", action="store_true", help="the loss of text instead of the cost of steps")
     parser.add_argument("--documents", type=int, default=24, help="windows of text")
@@ -140,9 +145,12 @@ def main() -> None:
         rows = text(arguments.documents, device)
     else:
         lengths = [int(tokens) for tokens in arguments.tokens.split(",")]
-        settings = arguments.layers, arguments.pairs, device, getattr(torch, arguments.dtype or usual_dtype(device))
-        grouped = reversed(heads_on(device, HEADS_AND_KV_HEADS))
-        rows = [row for kv_heads in grouped for tokens in lengths for row in cost(kv_heads, tokens, *settings)]
+        heads, grouped = heads_on(device, HEADS_AND_KV_HEADS, arguments.heads)
+        dtype = getattr(torch, arguments.dtype or usual_dtype(device))
+        rows = []
+        for kv_heads in (grouped, heads):
+            stock = stock_model(heads, kv_heads, arguments.layers, device, dtype)
+            rows += [row for tokens in lengths for row in cost(stock, tokens, arguments.pairs)]
     result = {
         "benchmark": "dynamic text" if arguments.text else "dynamic",
         **({"documents": arguments.documents} if arguments.text else {}),

@@ -64,11 +64,12 @@ def steps(device: str, tiny: bool) -> dict[str, Step]:
     tests = ["-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]
     # In a trial: those without a backward, a compiler or memory of the device's own, which a simulated one lacks.
     tests += ["-k", "never_waits or before_and_after", "tests/test_gpu.py"] if tiny else map(str, marked)
+    few = ["--pairs", "2", "--tokens", "64", "--layers", "1", "--heads", "4"]
     benchmarks = {
-        "overhead": (["--pairs", "2", "--tokens", "64", "--layers", "1"] if tiny else [], 45),
+        "overhead": (few if tiny else [], 45),
         "attention": (["--pairs", "1", "--lengths", "256"] if tiny else ["--lengths", "1024,4096,16384,32768"], 45),
-        "dynamic": (["--pairs", "2", "--tokens", "64", "--layers", "1"] if tiny else [], 35),
-        "reading": (["--pairs", "1", "--lengths", "64" if tiny else "2048,8192"], 35),
+        "dynamic": (few if tiny else [], 35),
+        "reading": (["--pairs", "1", "--lengths", *(["64", "--vocabulary", "512"] if tiny else ["2048,8192"])], 35),
     }
     bundled = ["reference", "--method", "yarn", "--factor", "8", "--device", device, "--json"]
     ppl = ["--lengths", "256" if tiny else "256,1024,2048", "--max-spans", "2" if tiny else "16"]

@@ -59,6 +59,7 @@ class Shape:
         chunk: tokens that go through the model at a time; at most half of every length, so that one chunk at least is
             read onto a cache.
         steps: decoding steps that are timed.
+        copied: bytes of the copy that measures bandwidth, at most.
     """
 
     sizes: dict[str, Any]
@@ -68,6 +69,7 @@ class Shape:
     chunk: int = 4096
     vocabulary: int = 128_256
     steps: int = 20
+    copied: int = 2**30
 
 
 SHAPES = {
@@ -75,7 +77,7 @@ SHAPES = {
     "8B": Shape({"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}),
     "tiny": Shape(
         {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
-        lengths=(128, 256), padded=128, trained=64, chunk=64, vocabulary=512, steps=4,
+        lengths=(128, 256), padded=128, trained=64, chunk=64, vocabulary=512, steps=4, copied=2**20,
     ),
 }  # fmt: skip
 
@@ -97,7 +99,7 @@ ROWS = 4  # of a padded batch: a whole one, and three quarters, half and a quart
 LONG = 5.0  # seconds; what is predicted to take longer runs once
 MARGIN = 1.5  # times what is predicted, for what takes longer
 COMPARED = 32  # tokens whose logits are compared
-COPIED_BYTES = {"cuda": 2**30, "cpu": 2**26}
+MOST_COPIED_ON_CPU = 2**26  # bytes
 
 Row = dict[str, Any]
 
@@ -152,9 +154,9 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
         torch.set_default_dtype(before)
 
 
-def measure_bandwidth(device: str) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.zeros(COPIED_BYTES[torch.device(device).type], dtype=torch.uint8, device=device)
+def measure_bandwidth(device: str, copied: int) -> float:
+    """Bytes read and written per second by a copy of `copied` bytes."""
+    source = torch.zeros(copied, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = [timed(lambda: target.copy_(source), device) for _ in range(10)]
     return 2 * source.numel() / min(seconds[1:])
@@ -379,7 +381,11 @@ class ShapeMeasurement:
             yield description | {"skipped": f"its weights are {weights:.1f} GB, and {free:.1f} GB are free"}
             return
         model = random_model(self.name, self.device, dtype)
-        speeds = {"flops": measure_flops(torch.device(self.device), dtype), "bandwidth": measure_bandwidth(self.device)}
+        copied = min(self.shape.copied, MOST_COPIED_ON_CPU) if self.device == "cpu" else self.shape.copied
+        speeds = {
+            "flops": measure_flops(torch.device(self.device), dtype),
+            "bandwidth": measure_bandwidth(self.device, copied),
+        }
         yield description | speeds | {"parameters": model.num_parameters(), "rotations": rotated_by(self.device)}
         with torch.inference_mode():
             model(Prompts.random(64, self.device).ids)  # libraries are loaded at the first forward of a process

@@ -66,13 +66,13 @@ class Peak:
             self.thread.join()
 
 
-def build(device: str, dtype: str, longest: int) -> Any:
+def build(device: str, dtype: str, longest: int, vocabulary: int) -> Any:
     """The model that everything here reads with: random weights, the same each time."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=HIDDEN,
         intermediate_size=2816,
         num_hidden_layers=LAYERS,
@@ -85,15 +85,15 @@ def build(device: str, dtype: str, longest: int) -> Any:
     return LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
 
 
-def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]:
+def one(way: str, lengths: list[int], device: str, dtype: str, vocabulary: int) -> dict[str, Any]:
     """One run in this process: one way of reading the longest length, or all lengths."""
     from rope_ext_hf.eval import perplexity
     from rope_ext_hf.reading.documents import Tokens
     from rope_ext_hf.reading.scorer import TokenScorer
 
     length = max(lengths)
-    model = build(device, dtype, length)
-    ids = torch.randint(0, VOCABULARY, (length,), generator=torch.Generator().manual_seed(1))
+    model = build(device, dtype, length, vocabulary)
+    ids = torch.randint(0, vocabulary, (length,), generator=torch.Generator().manual_seed(1))
     scorer = TokenScorer(model)
     with torch.inference_mode():
         kernel = attention_kernels(lambda: model(ids[None, :64].to(device)))  # and first-use allocations of the kernels
@@ -115,10 +115,11 @@ def one(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
     return {"seconds": seconds, "megabytes": above / 1e6, "loss": loss, "chunked": scorer.chunked, "kernel": kernel}
 
 
-def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any] | None:
+def run(way: str, lengths: list[int], device: str, dtype: str, vocabulary: int) -> dict[str, Any] | None:
     """One run in a process of its own; None where it does not fit into memory."""
     command = [sys.executable, __file__, "--one", way, "--lengths", ",".join(map(str, lengths))]
-    done = subprocess.run([*command, "--device", device, "--dtype", dtype], capture_output=True, text=True, check=False)
+    command += ["--device", device, "--dtype", dtype, "--vocabulary", str(vocabulary)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         if any(sign in done.stderr for sign in OUT_OF_MEMORY):
             return None
@@ -127,9 +128,11 @@ def run(way: str, lengths: list[int], device: str, dtype: str) -> dict[str, Any]
     return found
 
 
-def compare(ways: tuple[str, str], lengths: list[int], pairs: int, device: str, dtype: str) -> dict[str, Any]:
+def compare(
+    ways: tuple[str, str], lengths: list[int], pairs: int, device: str, dtype: str, vocabulary: int
+) -> dict[str, Any]:
     """Two ways in turn; `ratio` is the median over pairs of the first one's time over the second's."""
-    runs = [{way: run(way, lengths, device, dtype) for way in ways} for _ in range(pairs)]
+    runs = [{way: run(way, lengths, device, dtype, vocabulary) for way in ways} for _ in range(pairs)]
     row: dict[str, Any] = {"lengths": lengths, "pairs": pairs}
     for way in ways:
         found = [r[way] for r in runs]
@@ -152,24 +155,25 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,8192,32768")
     parser.add_argument("--position", help="lengths: one pass with the loss by position, against a pass per length")
     parser.add_argument("--dtype", help="default: float32, on CUDA bfloat16")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help="tokens the model knows")
     parser.add_argument("--pairs", type=int, default=3, help="above 16,384 tokens one pair is run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     lengths = [int(length) for length in (arguments.position or arguments.lengths).split(",")]
-    device, dtype = arguments.device, arguments.dtype or usual_dtype(arguments.device)
+    device, dtype, vocabulary = arguments.device, arguments.dtype or usual_dtype(arguments.device), arguments.vocabulary
     if arguments.one:
         if device == "cpu":  # an error, rather than the end of the whole machine
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
             free = int(next(line for line in lines if "MemAvailable" in line).split()[1])
             resource.setrlimit(resource.RLIMIT_AS, (free * 1000, free * 1000))
-        print(json.dumps(one(arguments.one, lengths, device, dtype)))
+        print(json.dumps(one(arguments.one, lengths, device, dtype, vocabulary)))
         return
     if arguments.position:
-        rows = [compare(("position", "separate"), lengths, arguments.pairs, device, dtype)]
+        rows = [compare(("position", "separate"), lengths, arguments.pairs, device, dtype, vocabulary)]
     else:
         rows = [
-            compare(("chunks", "ordinary"), [length], 1 if length > 16384 else arguments.pairs, device, dtype)
-            for length in lengths
+            compare(("chunks", "ordinary"), [each], 1 if each > 16384 else arguments.pairs, device, dtype, vocabulary)
+            for each in lengths
         ]
     result = {
         "benchmark": "reading",

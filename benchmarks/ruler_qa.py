@@ -20,10 +20,10 @@ from rope_ext_hf.suites.base import (
     PromptSettings,
     Sample,
     Suite,
+    TooShortError,
     count_tokens,
     largest_fitting,
     register_suite,
-    too_short,
 )
 
 INSTRUCTION = (
@@ -160,7 +160,7 @@ class RulerQA(Suite):
                 if count > STEP:
                     count -= STEP
             else:
-                raise too_short(task, wanted.length)
+                raise TooShortError(task, wanted.length)
         return samples
 
     @staticmethod

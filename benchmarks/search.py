@@ -33,9 +33,16 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.training import search
-from rope_ext_hf.training.candidates import Candidate, Reader, pieces, scored_tokens, short_passages, text_passages
+from rope_ext_hf.training.candidates import (
+    Candidate,
+    Reader,
+    pieces,
+    scored_tokens,
+    short_passages,
+    text_passages,
+    two_lists,
+)
 from rope_ext_hf.training.run_folder import split
-from rope_ext_hf.training.search_space import two_lists
 
 TARGET = 2048
 PASSAGES, SPANS = 24, 32

@@ -31,8 +31,14 @@ def usual_dtype(device: str) -> str:
     return "float16" if too_old else "bfloat16"
 
 
-def heads_on(device: str, on_cpu: tuple[int, int]) -> tuple[int, int]:
-    """Heads of queries and of keys: on CUDA 32 and 8, because fewer would measure launches there, not kernels."""
+def heads_on(device: str, on_cpu: tuple[int, int], asked: int | None = None) -> tuple[int, int]:
+    """Heads of queries and of keys: on CUDA 32 and 8, because fewer would measure launches there, not kernels.
+
+    Args:
+        asked: heads of queries, with a fourth of them for keys; tiny runs ask for few.
+    """
+    if asked:
+        return asked, max(1, asked // 4)
     return (32, 8) if device.startswith("cuda") else on_cpu
 
 

@@ -10,14 +10,12 @@ the loss is higher without. Between evidence and answer stand as many tokens as 
 from __future__ import annotations
 
 import ast
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, cycle
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,7 +34,7 @@ from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, S
 from rope_ext_hf.runs.labels import Method, MethodResult, label
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
-from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
+from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 
 if TYPE_CHECKING:
@@ -131,11 +129,10 @@ class GainRuns(RunKind):
         """One row per method and distance, one column per length: the gain, `detailed` with its interval."""
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
-        caption = f"the loss without the evidence less that with it, {setting['rows']} rows"
-        caption += f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
-        view = length_table(run, title, f"{caption}; ? not told from 0", "method", "distance")
-        add_rows(view, run, attrgetter("distance"), "{:,}".format, partial(_gain_cell, run, detailed=detailed))
-        return view
+        left = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
+        caption = f"the loss without the evidence less that with it, {setting['rows']} rows{left}; ? not told from 0"
+        cell = partial(_gain_cell, run, detailed=detailed)
+        return two_column_table(run, title, caption, "distance", "{:,}".format, cell)
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
         """The gain; an item is a row, at all distances of a length together."""
@@ -211,15 +208,11 @@ class _GainMeasurement(Measurement):
         # The answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights.
         self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        digests: dict[Cell, str] = {}
-        for cell in self.all_cells:
-            digest = hashlib.sha256(repr(cell).encode())
-            for row in self._rows:
-                for ids in (*row.prompts(*map(int, cell))[:2], row.answer):
-                    digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
-            digests[cell] = digest.hexdigest()
-        return digests
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr(cell).encode()
+        for row in self._rows:
+            for ids in (*row.prompts(*map(int, cell))[:2], row.answer):
+                yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[AnswerLoss]:
         """Read one row's prompts with the evidence and without it; what both begin with is read once."""

@@ -99,22 +99,20 @@ def find_key_tokens(
     return found
 
 
-def _keys_of_document(
-    scorer: TokenScorer, document: Tensor, passes: Iterable[_Pass], prefix: int | None, setting: KeySetting, length: int
+def _keys_of_pass(
+    scorer: TokenScorer, document: Tensor, read: _Pass, prefix: int | None, setting: KeySetting, length: int
 ) -> tuple[set[int], set[int]]:
-    """The tokens of a document (tokens,) that are compared, and the key tokens among them; see `find_key_tokens`."""
-    compared, found = set[int](), set[int]()
-    for start, stop, first in passes:
-        ids, shift = document[start:stop].clone(), start
-        if prefix is not None and start:  # a pass from the middle of a document has it for its first token
-            ids[0] = prefix
-        elif prefix is not None:
-            ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
-        scored = max(first - shift, 1)
-        keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
-        compared |= set(range(shift + max(scored, setting.window), stop))
-        found |= {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
-    return compared, found
+    """The tokens of a document (tokens,) that a pass compares, and the key tokens among them; see `find_key_tokens`."""
+    start, stop, first = read
+    ids, shift = document[start:stop].clone(), start
+    if prefix is not None and start:  # a pass from the middle of a document has it for its first token
+        ids[0] = prefix
+    elif prefix is not None:
+        ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
+    scored = max(first - shift, 1)
+    keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
+    compared = set(range(shift + max(scored, setting.window), stop))
+    return compared, {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,6 @@ class KeyRanges:
     setting: KeySetting
     # by the digest of a document's text: its name, and ranges of characters, ascending and apart
     documents: Mapping[str, tuple[str, tuple[_Range, ...]]]
-
-    @property
-    def described(self) -> str:
-        """The evaluator and the thresholds, for tables."""
-        return f"{short(printable(self.evaluator))}: {self.setting}"
 
     def mask(self, document: Tokens) -> Tensor:
         """Mark the tokens that lie in a range, (tokens,) bool; none of a document that was not searched for them."""
@@ -306,17 +299,16 @@ class _KeyTokenMeasurement(Measurement):
         windows = max(0, -(-(stop - max(first, start + window)) // stride))
         return [stop - start, *[min(window + stride, stop - start)] * windows]
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        digest = hashlib.sha256(repr((self.prefix, self.setting)).encode())
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr((self.prefix, self.setting)).encode()
         for document, passes in self.documents:
-            digest.update(document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode())
-        return {(self.length,): digest.hexdigest()}
+            yield document.ids.numpy().tobytes() + _text_digest(document).encode() + repr(passes).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[_DocumentKeys]:
         document, passes = self.documents[item]
         compared, found = set[int](), set[int]()
         for each in passes:
-            of_pass = _keys_of_document(scorer, document.ids, [each], self.prefix, self.setting, self.length)
+            of_pass = _keys_of_pass(scorer, document.ids, each, self.prefix, self.setting, self.length)
             compared |= of_pass[0]
             found |= of_pass[1]
             progress(sum(self._sizes(*each)))
@@ -376,9 +368,9 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
     longest = plan.lengths[-1]
     setting, masks = key_setting(longest), []
     for document, spans in plan.documents:
-        _, found = _keys_of_document(scorer, document.ids, _passes(spans, longest), plan.prefix, setting, longest)
         masks.append(torch.zeros(len(document.ids), dtype=torch.bool))
-        masks[-1][sorted(found)] = True
+        for each in _passes(spans, longest):
+            masks[-1][sorted(_keys_of_pass(scorer, document.ids, each, plan.prefix, setting, longest)[1])] = True
     return masks, setting
 
 
@@ -420,4 +412,5 @@ def with_keys(
             f"{len(unknown):,} of {len(masks):,} documents were not searched for key tokens, {unknown[0]!r} for one: "
             "LongPPL is that of the others; find keys in all of them with --keys-by MODEL"
         )
-    return replace(plan, measurement=PerplexityMeasurement(read, masks, keys.described))
+    found_by = f"{short(printable(keys.evaluator))}: {keys.setting}"
+    return replace(plan, measurement=PerplexityMeasurement(read, masks, found_by))

@@ -19,10 +19,12 @@ from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
@@ -47,9 +49,6 @@ try:
     from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
 """Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
@@ -126,7 +125,9 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         loading = dict(loading or {})
         of_method: dict[str, Any] = {"method": method, "factor": factor, "target_length": target_length, **params}
         if isinstance(pretrained, (str, Path)):
-            source, model = pretrained, _load(pretrained, loading | of_method)
+            source, model = pretrained, from_pretrained(pretrained, **({"dtype": "auto"} | loading | of_method)).eval()
+            if "device_map" not in loading and torch.cuda.is_available():
+                model.to("cuda")
         elif loading:
             raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
         else:
@@ -137,8 +138,14 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         length = _max_length(model, max_length)
         with fixed_length(model, length):  # raises where a method follows the input and cannot be held
             pass
-        of_tokenizer = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
-        tokenizer = tokenizer or _tokenizer(source, of_tokenizer)
+        if tokenizer is None:
+            if not str(source):
+                raise MethodError(
+                    "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
+                )
+            of_hub = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
+            folder, options = tokenizer_source(source, **of_hub)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
         with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
             super().__init__(
                 pretrained=model,
@@ -203,8 +210,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, read in disjoint spans of `max_length` tokens."""
         with fixed_length(self.model, self.max_length) if self.follows_the_input else nullcontext():
-            sums: list[float] = super().loglikelihood_rolling(requests, disable_tqdm)
-        return sums
+            return list(super().loglikelihood_rolling(requests, disable_tqdm))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each prompt; MethodError: a task asks for more than `max_length`."""
@@ -216,8 +222,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
                     f"max_length={self.max_length}; extend the model further, or set max_gen_toks for the task"
                 )
             self.cut += len(self.tok_encode(request.args[0])) > self.max_length - room
-        texts: list[str] = super().generate_until(requests, disable_tqdm)
-        return texts
+        return list(super().generate_until(requests, disable_tqdm))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """The prompts, (batch, longest), left-padded, with what follows each of them."""
@@ -235,22 +240,6 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             new.append(out[0, prompt.shape[1] :])
         padding = self.tokenizer.pad_token_id
         return torch.cat([context, nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=padding)], dim=1)
-
-
-def _load(path: str | Path, loading: dict[str, Any]) -> PreTrainedModel:
-    model = from_pretrained(path, **({"dtype": "auto"} | loading)).eval()
-    if "device_map" not in loading and torch.cuda.is_available():
-        model.to("cuda")
-    return model
-
-
-def _tokenizer(path: str | Path, options: dict[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    if not str(path):
-        raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
-    source, options = tokenizer_source(path, **options)
-    return AutoTokenizer.from_pretrained(source, **options)
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:
@@ -410,8 +399,6 @@ class _TaskFinder:
 @contextmanager
 def _task_errors(name: str) -> Iterator[None]:
     """Whatever stops a task from being built, as one error with its name."""
-    from huggingface_hub.errors import HfHubHTTPError
-
     try:
         yield
     except (ConnectionError, HfHubHTTPError) as error:

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from datasets import Dataset
+from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
 from rope_ext_hf.errors import MethodError, short
@@ -24,9 +25,6 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import text_of
 from rope_ext_hf.suites.base import list_suites, suite
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
 
 _LONG_SUITES = {
     "ruler": "essays and the data sets SQuAD and HotpotQA, and punkt of nltk; niah_single_1 fetches nothing",

@@ -22,7 +22,7 @@ from rope_ext_hf.eval.perplexity_runs import Result, difference
 from rope_ext_hf.eval.questions import Need, Perplexity
 from rope_ext_hf.hub import load_tokenizer, model_by_name
 from rope_ext_hf.patches.describing import Description, describe
-from rope_ext_hf.patches.layer_types import sliding_layers
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Tokens
 from rope_ext_hf.reading.spans import EvalPlan, tokenize
@@ -331,7 +331,7 @@ def need(
             notes.append(f"{task} was not asked: {error}.")
     if len(telling := [each for each in shares.values() if len(each) == len(lengths)]) > 1:
         shares[ALL_TASKS] = {length: [score for each in telling for score in each[length]] for length in lengths}
-    window, sliding = sliding_layers(config := model.config.get_text_config())
+    attention = AttentionLayers(config := model.config.get_text_config())
     return NeedReport(
         context_length=short,
         target_length=target_length,
@@ -340,7 +340,7 @@ def need(
         quarter=difference(by_length[short // 4], first),
         guessing=_over_guessing(first, plan.measurement.plan, documents),
         scores={task: {n: estimate_share(each) for n, each in at.items()} for task, at in shares.items()},
-        window=window if sliding == config.num_hidden_layers else None,
+        window=attention.window if attention.sliding == config.num_hidden_layers else None,
         layers=config.num_hidden_layers,
         architecture=_architecture(model, described),
         notes=tuple(notes),
@@ -392,10 +392,11 @@ def _tracking(model: Any, lengths: Sequence[int], **options: Any) -> dict[int, l
 def _architecture(model: PreTrainedModel, described: Description) -> tuple[str, ...]:
     rotating, full = described.rotating_layers
     config: Any = model.config.get_text_config()
-    window, sliding = sliding_layers(config)
+    attention = AttentionLayers(config)
     layers = [f"{rotating} of {full} full-attention layers rotate their queries and keys"]
-    if window and sliding:
-        layers.append(f"{sliding} of {config.num_hidden_layers} layers see the last {window:,} tokens only")
+    if attention.window and attention.sliding:
+        some = f"{attention.sliding} of {config.num_hidden_layers} layers"
+        layers.append(f"{some} see the last {attention.window:,} tokens only")
     length = described.context_length
     complete = sum(wavelength <= length for wavelength in described.wavelengths)
     pairs = len(described.wavelengths)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
@@ -56,23 +56,6 @@ class DocumentLoss(NamedTuple):
         """Everything but the name; without key tokens the last two numbers are left out."""
         return list(self[1:] if self.key_tokens else self[1:5])
 
-    @classmethod
-    def from_record(cls, name: str, value: Any) -> DocumentLoss:
-        """Read what a journal holds of the document of this name; ValueError for anything else."""
-        match value:
-            case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
-                1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
-            ):
-                match rest:
-                    case []:
-                        return cls(name, float(nats), tokens, size, spans)
-                    case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
-                        return cls(name, float(nats), tokens, size, spans, float(key_nats), keys)
-        raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
-
-    def plus(self, nats: float, tokens: int, size: int, key_nats: float = 0.0, key_tokens: int = 0) -> DocumentLoss:
-        return DocumentLoss(self.name, *map(add, self[1:], (nats, tokens, size, 1, key_nats, key_tokens)))
-
 
 @dataclass(frozen=True)
 class Result(MethodResult):
@@ -114,49 +97,6 @@ class Result(MethodResult):
     gpu_bytes: int | None = field(default=None, compare=False)
     seconds: tuple[float, ...] = field(default=(), compare=False)
 
-    @classmethod
-    def from_documents(
-        cls,
-        method: Method,
-        setting: Setting,
-        length: int,
-        documents: Sequence[DocumentLoss],
-        costs: Sequence[Cost] = (),
-    ) -> Result:
-        """The result of one length, whatever order the documents come in; without costs, nothing was timed."""
-        order = sorted(range(len(documents)), key=documents.__getitem__)
-        documents, costs = [documents[at] for at in order], [costs[at] for at in order] if costs else []
-        cost = reduce(Cost.plus, costs, Cost())
-        nats = math.fsum([document.nats for document in documents])
-        tokens = sum([document.tokens for document in documents])
-        loss, low, high, _ = estimate([d.nats for d in documents], [d.tokens for d in documents])
-        keys: list[float | None] = [None] * 3
-        if keyed := [document for document in documents if document.key_tokens]:
-            ends = estimate([d.key_nats for d in keyed], [d.key_tokens for d in keyed])[:3]
-            keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
-        return cls(
-            method=method,
-            setting=setting,
-            length=length,
-            loss=loss,
-            low=low,
-            high=high,
-            perplexity=_perplexity_from_loss(loss),
-            bits_per_token=loss / math.log(2),
-            bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
-            tokens=tokens,
-            spans=sum(document.spans for document in documents),
-            nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
-            documents=tuple(documents),
-            longppl=keys[0],
-            longppl_low=keys[1],
-            longppl_high=keys[2],
-            key_tokens=sum(document.key_tokens for document in documents) if setting.keys else None,
-            tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
-            gpu_bytes=cost.peak or None,
-            seconds=tuple(each.seconds for each in costs) if cost.seconds else (),
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; documents as objects."""
         return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
@@ -195,20 +135,60 @@ class PerplexityRuns(RunKind):
     )
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
-        return DocumentLoss.from_record(item, value)
+        match value:
+            case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
+                1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
+            ):
+                match rest:
+                    case []:
+                        return DocumentLoss(item, float(nats), tokens, size, spans)
+                    case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
+                        return DocumentLoss(item, float(nats), tokens, size, spans, float(key_nats), keys)
+        raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
 
     def result(
-        self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost]
+        self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost] = ()
     ) -> Result:
-        return Result.from_documents(method, setting, int(cell[0]), values, costs)
+        """The result of one length, whatever order the documents come in; without costs, nothing was timed."""
+        order = sorted(range(len(values)), key=values.__getitem__)
+        documents, costs = [values[at] for at in order], [costs[at] for at in order] if costs else []
+        cost = reduce(Cost.plus, costs, Cost())
+        nats = math.fsum([document.nats for document in documents])
+        tokens = sum([document.tokens for document in documents])
+        loss, low, high, _ = estimate([d.nats for d in documents], [d.tokens for d in documents])
+        keys: list[float | None] = [None] * 3
+        if keyed := [document for document in documents if document.key_tokens]:
+            ends = estimate([d.key_nats for d in keyed], [d.key_tokens for d in keyed])[:3]
+            keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
+        return Result(
+            method=method,
+            setting=setting,
+            length=int(cell[0]),
+            loss=loss,
+            low=low,
+            high=high,
+            perplexity=_perplexity_from_loss(loss),
+            bits_per_token=loss / math.log(2),
+            bits_per_byte=nats / math.log(2) / max(1, sum(document.bytes for document in documents)),
+            tokens=tokens,
+            spans=sum(document.spans for document in documents),
+            nonfinite=tuple(document.name for document in documents if not math.isfinite(document.nats)),
+            documents=tuple(documents),
+            longppl=keys[0],
+            longppl_low=keys[1],
+            longppl_high=keys[2],
+            key_tokens=sum(document.key_tokens for document in documents) if setting.keys else None,
+            tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
+            gpu_bytes=cost.peak or None,
+            seconds=tuple(each.seconds for each in costs) if cost.seconds else (),
+        )
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {key: loss_increase(run, key) for key in run.names}
+        increases = {key: increase.value if (increase := loss_increase(run, key)) else "" for key in run.names}
         for r in run.results:
-            increase = increases[r.key]
             yield [
                 *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
-                *(len(r.documents), increase.value if increase else "", r.tokens_per_second, r.gpu_bytes),
+                *(len(r.documents), increases[r.key], r.tokens_per_second, r.gpu_bytes),
                 *(r.longppl, r.longppl_low, r.longppl_high, r.key_tokens),
             ]
 
@@ -304,8 +284,11 @@ class PerplexityMeasurement(Measurement):
     def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         self.plan, self.keys, self.keys_from = plan, keys, keys_from
         self.items = [document.name for document, _ in plan.documents]
-        self.setting = replace(plan.setting, keys=keys_from)
-        self.passes, self.scored = plan.passes, plan.scored
+        targets, stride, bos = plan.options.targets, plan.options.stride, plan.prefix is not None
+        self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
+        self.passes = plan.passes
+        # a token that counts for two lengths counts twice
+        self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
         if keys is not None and not any(
             mask[span.score_from : span.score_to].any()
             for mask, (_, spans) in zip(keys, plan.documents, strict=True)
@@ -319,20 +302,15 @@ class PerplexityMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        shared = hashlib.sha256(repr(self.plan.prefix).encode())
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
-            shared.update(document.ids.numpy().tobytes())
-            shared.update(torch.tensor(document.ends, dtype=torch.int64).numpy().tobytes())  # bits per byte
+            yield document.ids.numpy().tobytes()
+            yield array("q", document.ends).tobytes()  # 64-bit integers; for bits per byte
         for mask in self.keys or ():
-            shared.update(mask.numpy().tobytes())
-        digests: dict[Cell, str] = {}
-        for length in self.plan.lengths:
-            of_length = shared.copy()
-            for _, spans in self.plan.documents:
-                of_length.update(repr([span for span in spans if span.length == length]).encode())
-            digests[(length,)] = of_length.hexdigest()
-        return digests
+            yield mask.numpy().tobytes()
+        for _, spans in self.plan.documents:
+            yield repr([span for span in spans if span.length == cell[0]]).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
         """Score one document; lengths that share passes share their cost."""
@@ -351,8 +329,8 @@ class PerplexityMeasurement(Measurement):
                     if self.keys is not None:
                         of_keys = of_span[self.keys[item][span.score_from : span.score_to]]
                     size = document.bytes_between(span.score_from, span.score_to)
-                    sums = of_span.sum().item(), len(of_span), size, of_keys.sum().item(), len(of_keys)
-                    losses[span.length] = before.plus(*sums)
+                    sums = of_span.sum().item(), len(of_span), size, 1, of_keys.sum().item(), len(of_keys)
+                    losses[span.length] = DocumentLoss(document.name, *map(add, before[1:], sums))
                 progress(stop - start)
             cost = scorer.take_cost()
             yield from (((length,), loss, cost) for length, loss in losses.items())
@@ -399,9 +377,8 @@ def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], de
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
     mark = "*" if result.key in best else " "
-    interval = ""
-    if detailed and result.low is not None and result.high is not None:
-        interval = "\n" + " to ".join(_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high))
+    ends = [_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high) if end is not None]
+    interval = f"\n{' to '.join(ends)}" if detailed and ends else ""
     text = f"{_perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
     text += beyond_mark(run, result) + interval
     return Text(text, style="bold green" if mark == "*" else "")
@@ -412,17 +389,8 @@ def plan_perplexity(
 ) -> RunPlan[PerplexityMeasurement]:
     """Load and tokenise the text, check, plan; see `Perplexity.plan`."""
     documents = load(question.data)
-    read = prepare(
-        model,
-        documents,
-        tokenizer=tokenizer,
-        lengths=question.lengths,
-        protocol=question.protocol,
-        targets=question.targets,
-        stride=question.stride,
-        bos=question.bos,
-        max_spans=question.max_spans,
-    )
+    asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
+    read = prepare(model, documents, tokenizer=tokenizer, **asked)
     return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **settings)
 
 

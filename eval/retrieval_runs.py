@@ -6,13 +6,11 @@ signal in models too small to answer. Statements and questions are data: `suites
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, did_you_mean, printable, short
+from rope_ext_hf.errors import CorpusError, MethodError, entry, printable, short
 from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.corpora import load
@@ -32,7 +30,7 @@ from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measures import Evidence, Measure
-from rope_ext_hf.runs.tables import add_rows, beyond_mark, length_table
+from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
 
 if TYPE_CHECKING:
@@ -101,7 +99,6 @@ class Retrieval(MethodResult):
         return self.rank < self.chance_rank - 3 * error
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return super().to_dict() | {"chance_rank": self.chance_rank, "above_chance": self.above_chance}
 
 
@@ -150,9 +147,7 @@ class RetrievalRuns(RunKind):
             f"{one.trials} prompts per cell, each answer ranked among {one.distractors} others; by luck the mean rank "
             f"is {one.chance_rank:g}; green: better than chance by 3 standard errors"
         )
-        view = length_table(run, title, caption, "method", "depth")
-        add_rows(view, run, attrgetter("depth"), "{:.0%}".format, partial(_retrieval_cell, run))
-        return view
+        return two_column_table(run, title, caption, "depth", "{:.0%}".format, partial(_retrieval_cell, run))
 
     def chart(self, run: Run[Retrieval]) -> Chart:
         one = run.results[0]
@@ -244,21 +239,13 @@ class _RetrievalMeasurement(Measurement):
         answers = trials[0][0].answers
         self.after_each_pass = len(answers) * max(16, answers.shape[1])
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        shared = hashlib.sha256(repr(self.setting).encode() + self.haystack.numpy().tobytes())
-        digests: dict[Cell, str] = {}
-        for depth, trials in self.trials.items():
-            of_depth = shared.copy()
-            for trial in trials:
-                for ids in (trial.head, *trial.statements, trial.question, trial.answers):
-                    of_depth.update(f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes())
-                of_depth.update(f"{trial.start} {trial.depths} {trial.spare}".encode())
-            for cell in self.all_cells:
-                if cell[1] == depth:
-                    of_cell = of_depth.copy()
-                    of_cell.update(repr(cell).encode())
-                    digests[cell] = of_cell.hexdigest()
-        return digests
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr(self.setting).encode() + self.haystack.numpy().tobytes()
+        for trial in self.trials[cell[1]]:
+            for ids in (trial.head, *trial.statements, trial.question, trial.answers):
+                yield f"{tuple(ids.shape)}".encode() + ids.numpy().tobytes()
+            yield f"{trial.start} {trial.depths} {trial.spare}".encode()
+        yield repr(cell).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TrialScore]:
         read = 0  # the length that was read last
@@ -308,13 +295,11 @@ def make_trials(
     made = []
     for index in range(trials):
         rng = random.Random(f"{seed} {index}")
-        try:
-            drawn = ask(task, rng, keys=keys, wording=index).about(asked)
-        except ValueError as error:
-            raise MethodError(str(error)) from error
+        drawn = ask(task, rng, keys=keys, wording=index).about(asked)
         start = 0.0 if repeated else rng.random()
         places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
-        question, answers = _question_and_answers(task, tokenizer, drawn, rng, index, distractors)
+        others = other_answers(task, drawn, rng, wording=index)
+        question, answers = _question_and_answers(tokenizer, drawn, others, distractors)
         head = ([] if prefix is None else [prefix]) + encode(tokenizer, drawn.head)
         made.append(
             _Trial(
@@ -330,17 +315,11 @@ def make_trials(
 
 
 def _question_and_answers(
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    drawn: RetrievalQuestion,
-    rng: random.Random,
-    wording: int,
-    distractors: int,
+    tokenizer: PreTrainedTokenizerBase, drawn: RetrievalQuestion, others: Iterator[str], distractors: int
 ) -> tuple[list[int], list[list[int]]]:
     """The token ids of a question and of its answers, the right one first, then wrong ones of as many tokens."""
     question, right = encode_answer(tokenizer, drawn.question, drawn.answer)
     answers, shared = [right], len(question)
-    others = other_answers(task, drawn, rng, wording=wording)
     texts = {drawn.answer}
     for _ in range(1000 * (distractors + 1)):
         if len(answers) == distractors + 1:
@@ -374,23 +353,11 @@ def plan_passkey(
 ) -> RunPlan[_RetrievalMeasurement]:
     """Make the prompts and check them; see `Passkey.plan`."""
     task = question.task or "passkey"
-    if task not in RETRIEVALS:
-        raise MethodError(
-            f"unknown task {task!r}.{did_you_mean(task, RETRIEVALS)} Known tasks: {', '.join(RETRIEVALS)}"
-        )
-    chosen, lengths, haystack = RETRIEVALS[task], list(question.lengths), question.haystack
+    chosen, lengths, haystack = entry("task", task, RETRIEVALS), list(question.lengths), question.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     repeated = haystack is None and chosen.filler is not None
-    make = partial(
-        make_trials,
-        chosen,
-        reader,
-        trials=question.trials,
-        distractors=question.distractors,
-        keys=question.keys,
-        seed=question.seed,
-        repeated=repeated,
-    )
+    asked = {name: getattr(question, name) for name in ("trials", "distractors", "keys", "seed")}
+    make = partial(make_trials, chosen, reader, repeated=repeated, **asked)
     places = sorted(set(question.depths))
     shared = question.keys >= len(places) > 1
     by_depth = shared_trials(make, places) if shared else [make()] * len(places)

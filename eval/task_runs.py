@@ -6,7 +6,6 @@ ranked among others by likelihood. The suites are files: see `rope_ext_hf.suites
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -202,16 +201,12 @@ class _TaskMeasurement(Measurement):
         answers = [sum(map(len, prompt.candidates)) or prompt.budget for prompt in every]
         self.scored, self.after_each_pass = sum(answers), math.ceil(fmean(answers))
 
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        digests = {}
-        for cell, prompts in self.prompts.items():
-            digest = hashlib.sha256(repr((self.setting, sorted(self.stop))).encode())
-            for prompt in prompts:
-                digest.update(repr((prompt.budget, prompt.references, prompt.others)).encode())
-                for ids in (prompt.ids, *prompt.candidates):
-                    digest.update(f"{len(ids)}".encode() + ids.numpy().tobytes())
-            digests[cell] = digest.hexdigest()
-        return digests
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        yield repr((self.setting, sorted(self.stop))).encode()
+        for prompt in self.prompts[cell]:
+            yield repr((prompt.budget, prompt.references, prompt.others)).encode()
+            for ids in (prompt.ids, *prompt.candidates):
+                yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[TaskScore]:
         for cell in cells:

@@ -100,11 +100,11 @@ class Adapter:
     hub: dict[str, Any]  # arguments that find `path` on the Hub
     subfolder: str  # inside `path`; empty: `path` itself
 
-    @property
-    def base_revision(self) -> dict[str, str]:
-        """The revision of the base model on the Hub as an argument, where the adapter states one."""
+    def for_base(self, hub: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments that find the adapter on the Hub, as those for its base model: of the revision that it states."""
         revision = self.settings.get("revision")
-        return {"revision": revision} if isinstance(revision, str) else {}
+        others = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+        return others | ({"revision": revision} if isinstance(revision, str) else {})
 
     @property
     def auto_class(self) -> str | None:
@@ -180,7 +180,10 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
         file = find_adapter_config_file(name, subfolder=subfolder, **hub)
     except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
         return None
-    if file is None or (Path(name).is_dir() and _holds_a_model(Path(file).parent)):
+    if file is None:
+        return None
+    folder = Path(file).parent
+    if Path(name).is_dir() and (folder / "config.json").is_file() and any(any(folder.glob(each)) for each in _WEIGHTS):
         return None
     values = read_json(Path(file))
     base = values.get("base_model_name_or_path")
@@ -212,10 +215,6 @@ def finding_base(adapter: Adapter) -> Iterator[None]:
         ) from error
 
 
-def _holds_a_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and any(True for name in _WEIGHTS for _ in folder.glob(name))
-
-
 def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:
     """The path, or the base model of an adapter without a tokenizer, and the arguments that find it there."""
     from transformers.utils import cached_file
@@ -226,4 +225,4 @@ def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     if cached_file(adapter.path, "tokenizer_config.json", **adapter.hub, **quiet) is not None:
         return str(path), hub
-    return adapter.base, {key: value for key, value in hub.items() if key != "revision"} | adapter.base_revision
+    return adapter.base, adapter.for_base(hub)

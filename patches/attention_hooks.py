@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import AttentionRule, Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
+from rope_ext_hf.attention.rules import Rotation, RowGroup, ScoreModifiers, TokenPositions, pick_rows
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.remapping import AttentionRule, RemappingMethod
 from rope_ext_hf.patches.attention_interface import (
     ATTENTION_NAME,
     LAYER_ATTRIBUTE,
@@ -30,8 +30,8 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     run_as_loaded,
 )
-from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
-from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, arguments, current_context, place_tokens
+from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import CacheState, check_origin
@@ -45,9 +45,7 @@ class RemappingHooks(DecoderHooks):
         self.layers: dict[int, nn.Module] | None = None  # attention modules of the decoder; looked up at first need
 
     @graph_break  # it looks at values
-    def pre_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         if PROBE_RECORDS.get() is not None:
             return None
         config: Any = decoder.config
@@ -62,7 +60,7 @@ class RemappingHooks(DecoderHooks):
                 "a remapping method computes attention in blocks and has no attention weights to return; call the "
                 "model without output_attentions=True, or unpatch it first and use attn_implementation='eager'"
             )
-        context = self.begin(decoder, args, kwargs)
+        context = self.begin(decoder, arguments(decoder, args, kwargs))
         if context is None:
             return None
         if context.past_length:
@@ -150,39 +148,34 @@ def remapped_attention(
     # would be compiled again for each length. It has no backward, and an exported program must contain the computation
     # itself: there it is traced.
     if torch.compiler.is_compiling() and not torch.compiler.is_exporting() and not torch.is_grad_enabled():
-        given = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
-        out: Tensor = torch.ops.rope_ext_hf.remapped_attention(
-            query, key, value, mask, *given, kwargs.get("dropout", 0.0)
-        )
-        return out, None
-    return _attend_in_context(module, context, query, key, value, mask, **kwargs), None
+        modifiers = kwargs.get("s_aux"), layer.index, kwargs.get("scaling"), kwargs.get("softcap")
+        operator = torch.ops.rope_ext_hf.remapped_attention
+        return operator(query, key, value, mask, *modifiers, kwargs.get("dropout", 0.0)), None
+    return _attend_in_context(module, context, mask, query, key, value, **kwargs), None
 
 
 def _attend_in_context(
-    module: nn.Module,
-    context: ForwardContext,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, context: ForwardContext, mask: Tensor | None, *given: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Attention of one layer in a forward, each row by the rule of its length; (rows, tokens, heads, head_dim)."""
+    """Attention of one layer in a forward, each row by the rule of its length; (rows, tokens, heads, head_dim).
+
+    `given`: the queries, keys and values.
+    """
     layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
     assert context.token_positions is not None
     by_row: dict[int, Tensor] = {}
     for group in context.row_groups or (RowGroup(None, None, context.token_positions),):
-        q, k, v, seen = query, key, value, mask
+        (query, key, value), seen = given, mask
         if group.rows is not None:
-            q, k, v = (pick_rows(x, group.rows) for x in (query, key, value))
+            query, key, value = (pick_rows(x, group.rows) for x in given)
             seen = mask if mask is None else pick_rows(mask, group.rows)
         if context.row_groups and group.method is None:
-            out = _attend_as_loaded(module, layer, context, group, q, k, v, seen, **kwargs)
+            out = _attend_as_loaded(module, context, group, seen, query, key, value, **kwargs)
         else:
             rule = group.method if group.method and isinstance(layer.rule, RemappingMethod) else layer.rule
             total = group.positions.key_positions.shape[-1]  # a static cache has empty places after the tokens
-            k, v = k[:, :, :total], v[:, :, :total]
-            out, _ = attend_from_kwargs(rule, layer.rotation, group.positions, q, k, v, seen, **kwargs)
+            key, value = key[:, :, :total], value[:, :, :total]
+            out, _ = attend_from_kwargs(rule, layer.rotation, group.positions, query, key, value, seen, **kwargs)
         if group.rows is None:
             return out
         by_row |= {row: out[index : index + 1] for index, row in enumerate(group.rows)}
@@ -190,16 +183,10 @@ def _attend_in_context(
 
 
 def _attend_as_loaded(
-    module: nn.Module,
-    layer: Layer,
-    context: ForwardContext,
-    group: RowGroup,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, context: ForwardContext, group: RowGroup, mask: Tensor | None, *given: Tensor, **kwargs: Any
 ) -> Tensor:
+    layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
+    query, key, _ = given
     config, window, keys = layer.as_loaded, layer.rule.window_size, int(key.shape[2])
     if mask is not None and mask.dtype == torch.bool and config._attn_implementation == "eager":
         lowest = torch.finfo(query.dtype).min
@@ -211,7 +198,7 @@ def _attend_as_loaded(
         mask = context.masks[entry]
     if window is not None:
         kwargs = {"sliding_window": window} | kwargs
-    return run_as_loaded(module, config, query, key, value, mask, **kwargs)
+    return run_as_loaded(module, config, *given, mask, **kwargs)
 
 
 def _mask_as_loaded(
@@ -257,12 +244,7 @@ def _operator(
     if context is None or context.token_positions is None:
         raise UnsupportedModelError("compiled attention of a remapping method ran outside a forward of its decoder")
     given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux, "dropout": dropout}
-    return _attend_in_context(context.layers[layer], context, query, key, value, mask, **given)
-
-
-def _operator_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    rows, heads, tokens = query.shape[:3]
-    return query.new_empty((rows, tokens, heads, value.shape[-1]))
+    return _attend_in_context(context.layers[layer], context, mask, query, key, value, **given)
 
 
 @cache
@@ -276,7 +258,7 @@ def _register_operator() -> None:
         "float? softcap, float dropout) -> Tensor",
         tags=(torch.Tag.cudagraph_unsafe,),
     )
-    operator.register_fake(_operator_shape)
+    operator.register_fake(lambda q, k, v, *_: q.new_empty((q.shape[0], q.shape[2], q.shape[1], v.shape[-1])))
 
 
 def attend_from_kwargs(

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import AttentionRule, Rotation
+from rope_ext_hf.attention.rules import Rotation
+from rope_ext_hf.methods.remapping import AttentionRule
 
+T = TypeVar("T")
 ATTENTION_NAME = "rope_ext_hf.remapped"
 """A name without a slash: transformers looks for one with a slash among the kernels on the Hub."""
 PROBE_NAME = "rope_ext_hf.probe"
@@ -44,16 +46,24 @@ def register_attention(name: str, function: Callable[..., Any], mask: Callable[.
 
 
 @contextmanager
-def use_attention(model: nn.Module, name: str) -> Iterator[None]:
-    """Run the function of that name in transformers' tables in every attention module of a model."""
+def attending(
+    model: nn.Module, name: str, function: Callable[..., Any], mask: Callable[..., Any], state: ContextVar[T], value: T
+) -> Iterator[None]:
+    """Run a function in every attention module of a model; it reads `state`, which has this value inside.
+
+    transformers knows the function, and the one that makes its masks, by `name`.
+    """
+    register_attention(name, function, mask)
     every: list[Any] = [module.__dict__.get("config") for module in model.modules()]
     configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}.values()
     before = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = name
+    token = state.set(value)
     try:
         yield
     finally:
+        state.reset(token)
         for config, own in zip(configs, before, strict=True):
             config._attn_implementation = own
 

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import AttentionRule, LocalAttention, Rotation, RotationTable
+from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable
 from rope_ext_hf.errors import UnsupportedModelError, one_line
-from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ReRoPE
+from rope_ext_hf.methods.base import UNBOUNDED, Rotary
+from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import (
     PROBE_NAME,
     PROBE_RECORDS,
     UNSUPPORTED_KWARGS,
     Layer,
+    attending,
     evaluating,
     is_sliding,
-    register_attention,
-    use_attention,
 )
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -98,15 +97,17 @@ def probe_layers(
     at_zero = ReRoPE(window=1, max_distance=method.max_distance, temperature="none", frequency=method.frequency)
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
-    with _probing(model):
-        at_near = _run(model, decoder, slots, plain, rotary, near)
-        at_far = _run(model, decoder, slots, plain, rotary, far)
-        at_stored = _run(model, decoder, slots, at_zero, rotary, far)
+    device = _device_of_input(decoder, model)
+    with evaluating(model), torch.no_grad():
+        runs = [
+            _run(model, decoder, [(each, PatchedSlot(each, installed, rotary, None)) for each in slots], at.to(device))
+            for installed, at in ((plain, near), (plain, far), (at_zero, far))
+        ]
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
-        (a.module, _layer(a, b, c, method, rotary, table, near, far, own_temperature))
-        for a, b, c in zip(at_near, at_far, at_stored, strict=True)
+        (records[0].module, _layer(records, method, rotary, table, near, far, own_temperature))
+        for records in zip(*runs, strict=True)
     ]
     if not any(layer.rule is method for _, layer in layers):
         raise UnsupportedModelError(
@@ -135,9 +136,7 @@ def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMetho
 
 
 def _layer(
-    at_near: _ProbeRecord,
-    at_far: _ProbeRecord,
-    at_stored: _ProbeRecord,
+    records: tuple[_ProbeRecord, ...],
     method: RemappingMethod,
     rotary: Rotary,
     table: RotationTable,
@@ -146,10 +145,11 @@ def _layer(
     own_temperature: bool,
 ) -> Layer:
     """How a layer is to attend, from its queries and keys at near positions, at far ones, and at 0."""
+    at_near, at_far, at_stored = records
     name = type(at_near.module).__name__
     if at_near.refused:
         raise UnsupportedModelError(f"{name} has {at_near.refused}, which remapping methods do not support")
-    for record in (at_near, at_far, at_stored):
+    for record in records:
         if not (record.key.isfinite().all() and record.query.isfinite().all()):
             raise UnsupportedModelError(
                 f"queries or keys of {name} are not finite numbers (NaN or infinity) for ordinary tokens: weights of "
@@ -170,18 +170,15 @@ def _layer(
         # No rotation, or one by a rotary module of its own. Queries that are alike at all positions have no temperature
         # of their own either: where such a layer attends to everything, that of the method is all it can be given.
         still = nearly_equal(at_near.key, at_far.key) and nearly_equal(at_near.query, at_far.query)
-        return Layer(
-            LocalAttention(at_near.window, temperature=method if still and at_near.window is None else None), None
-        )
+        temperature = method if still and at_near.window is None else None
+        return Layer(LocalAttention(at_near.window, temperature=temperature), None)
     device = at_near.key.device
     moved = table.between(RemappedPosition(near), RemappedPosition(far), device)
     stored = table.between(RemappedPosition(near), RemappedPosition(), device)
     for layout in candidate_key_layouts(at_near.key.shape[-1], rotary.dim):
         if all(
             nearly_equal(rotation.apply(at_near.key, layout), later.key)
-            and nearly_equal(
-                _scaled_like(rotation.apply(at_near.query, layout), later.query, own_temperature), later.query
-            )
+            and _same_queries(rotation.apply(at_near.query, layout), later.query, own_temperature)
             for rotation, later in ((moved, at_far), (stored, at_stored))
         ):
             rule: AttentionRule = method if at_near.window is None else LocalAttention(at_near.window, method)
@@ -192,27 +189,15 @@ def _layer(
     )
 
 
-def _scaled_like(query: Tensor, other: Tensor, own_temperature: bool) -> Tensor:
-    """Queries (1, heads, tokens, head_dim) with the length that others have at each token, over all heads together.
+def _same_queries(query: Tensor, other: Tensor, own_temperature: bool) -> bool:
+    """Whether queries (1, heads, tokens, head_dim) are equal but for rounding, and for a temperature of their own.
 
-    Attention with a temperature of its own multiplies queries by a number that depends on their position.
+    Such attention multiplies the queries of all heads by a number that depends on their position.
     """
-    if not own_temperature:
-        return query
-    norms = [x.float().square().sum((1, 3), keepdim=True).sqrt() for x in (other, query)]
-    return query * (norms[0] / norms[1]).to(query.dtype)
-
-
-@contextmanager
-def _probing(model: nn.Module) -> Iterator[None]:
-    """Keep the model in eval mode, with attention that records its arguments."""
-    register_attention(PROBE_NAME, _probe_attention, _probe_mask)
-    token = PROBE_RECORDS.set([])
-    try:
-        with evaluating(model), use_attention(model, PROBE_NAME), torch.no_grad():
-            yield
-    finally:
-        PROBE_RECORDS.reset(token)
+    if own_temperature:
+        norms = [x.float().square().sum((1, 3), keepdim=True).sqrt() for x in (other, query)]
+        query = query * (norms[0] / norms[1]).to(query.dtype)
+    return nearly_equal(query, other)
 
 
 def _device_of_input(*modules: Any) -> torch.device:
@@ -227,20 +212,18 @@ def _device_of_input(*modules: Any) -> torch.device:
 
 
 def _run(
-    model: nn.Module, decoder: nn.Module, slots: Sequence[Slot], method: RopeMethod, rotary: Rotary, positions: Tensor
+    model: nn.Module, decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor
 ) -> list[_ProbeRecord]:
-    """Run a few tokens at these positions, with a method in the slots."""
-    records = PROBE_RECORDS.get()
-    assert records is not None
-    records.clear()
-    device = _device_of_input(decoder, model)
-    ids = torch.arange(3, 3 + positions.shape[1], device=device)[None]
+    """Run a few tokens at these positions, with these modules in the slots."""
+    records: list[_ProbeRecord] = []
+    ids = torch.arange(3, 3 + positions.shape[1], device=positions.device)[None]
     with ExitStack() as stack:
-        for slot in slots:
+        stack.enter_context(attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, records))
+        for slot, module in slots:
             stack.callback(setattr, slot.parent, slot.attribute, getattr(slot.parent, slot.attribute))
-            setattr(slot.parent, slot.attribute, PatchedSlot(slot, method, rotary, None))
+            setattr(slot.parent, slot.attribute, module)
         try:
-            decoder(input_ids=ids, position_ids=positions.to(device), use_cache=False)
+            decoder(input_ids=ids, position_ids=positions, use_cache=False)
         except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run on four tokens without a cache, which a remapping method needs "
@@ -251,4 +234,4 @@ def _run(
             f"the attention of {type(decoder).__name__} does not go through transformers' attention interface, so a "
             "remapping method cannot replace it; use a frequency method"
         )
-    return list(records)
+    return records

@@ -31,16 +31,8 @@ _PLUGIN_PREFIX = "rope_ext_hf/"
 UNKNOWN_TYPE = ("transformers.modeling_rope_utils", f"'rope_type'='{_PLUGIN_PREFIX}")
 """The logger, and what its line contains, that misses transformers' own check of a rope type of ours."""
 
-# transformers' rope type -> our method and the parameters it implies.
-_METHOD_OF_ROPE_TYPE: dict[str, tuple[str, dict[str, Any]]] = {
-    "default": ("default", {}),
-    "linear": ("linear", {}),
-    "dynamic": ("dynamic-ntk", {"growth": "hf"}),
-    "yarn": ("yarn", {}),
-    "longrope": ("longrope", {}),
-    "su": ("longrope", {}),
-    "llama3": ("llama3", {}),
-}
+_METHODS = {"dynamic": "dynamic-ntk", "su": "longrope"}  # where the method of a rope type has another name
+_ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "su", "yarn")
 _HAS_ORIGINAL = frozenset({"yarn", "longrope", "su", "llama3"})
 _METHOD_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "alpha"}
@@ -131,16 +123,22 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     """The rotary embedding, of `dim` dims per head, that a config describes for a layer type (None: for all)."""
     settings = rope_dict(config, layer_type)
     rope_type, theta = settings.get("rope_type", "default"), float(settings["rope_theta"])
-    most = _most_positions(config)
+    most = getattr(config, "max_position_embeddings", None)
+    if most is None:
+        raise UnsupportedModelError(
+            f"the config of this {config.model_type!r} model has no max_position_embeddings, so the length it was "
+            "trained with is not known; set it in the config"
+        )
+    most = int(most)
     rotated_pairs = None
     if rope_type == "proportional":
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
         rope_type = "linear" if settings.get("factor", 1.0) != 1.0 else "default"
-    if rope_type not in _METHOD_OF_ROPE_TYPE:
+    if rope_type not in _ROPE_TYPES:
         ours = str(rope_type).startswith(_PLUGIN_PREFIX)
         raise UnsupportedModelError(
             f"unknown rope type {rope_type!r} in the config of this {config.model_type!r} model; known: "
-            f"{', '.join(sorted(_METHOD_OF_ROPE_TYPE))}, proportional"
+            f"{', '.join(_ROPE_TYPES)}, proportional"
             + ("; load this folder with rope_ext_hf.from_pretrained" if ours else "")
         )
     if rope_type == "dynamic" and family(config.model_type).alpha_is_ntk and settings.get("alpha"):
@@ -154,7 +152,7 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     note = ""
     if rope_type in ("longrope", "su"):
         settings, note = runs_short_list(config.model_type, settings)
-    name, implied = _METHOD_OF_ROPE_TYPE[rope_type]
+    name = _METHODS.get(rope_type, rope_type)
     accepted = {item.name for item in fields(list_methods()[name])}
     given = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn" and layer_type is not None:  # transformers reads it from the top level of nested dicts
@@ -164,25 +162,20 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     if name == "yarn":  # transformers reads a 0 as "not given"
         given = {k: v for k, v in given.items() if not (k in ("beta_fast", "beta_slow") and not v)}
     given = {k: float(v) if isinstance(v, int) and not isinstance(v, bool) else v for k, v in given.items()}
+    if rope_type == "dynamic":
+        given["growth"] = "hf"
     factor = given.get("factor", 1.0)
-    if name == "linear":
-        original, context_length, rule = _lengths_of_linear(config.model_type, theta, most, factor)
+    if name == "linear" and linear_is_extended(config.model_type, theta, most):  # two conventions are in use
+        original, context_length = original_length_of_linear(config.model_type, most, factor), most
+        rule = "linear: max_position_embeddings is the extended length in this family"
+    elif name == "linear":
+        context_length, rule = round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
     if getattr(config, GUESSED_LENGTH_KEY, None) == most:
         rule += ", which is a guess: the weights come from Meta's format, which states no length"
     plain = Rotary(dim, theta, original, rotated_pairs)
-    return ConfigRope(plain, resolve_method(name, plain, **(given | implied)), context_length, rule, note)
-
-
-def _most_positions(config: Any) -> int:
-    most = getattr(config, "max_position_embeddings", None)
-    if most is None:
-        raise UnsupportedModelError(
-            f"the config of this {config.model_type!r} model has no max_position_embeddings, so the length it was "
-            "trained with is not known; set it in the config"
-        )
-    return int(most)
+    return ConfigRope(plain, resolve_method(name, plain, **given), context_length, rule, note)
 
 
 def _context_length(rope_type: str, most: int, original: int, factor: float) -> tuple[int, str]:
@@ -196,14 +189,6 @@ def _context_length(rope_type: str, most: int, original: int, factor: float) -> 
     if rope_type == "llama3":  # its factor is no ratio of lengths: 8 or 32 over 8,192, and 131,072 either way
         return most, "llama3: max_position_embeddings, whatever the factor"
     return most, "max_position_embeddings" if rope_type == "default" else f"{rope_type}: max_position_embeddings"
-
-
-def _lengths_of_linear(model_type: str, theta: float, most: int, factor: float) -> tuple[int, int, str]:
-    """The original length, the context length and the rule: two conventions are in use for max_position_embeddings."""
-    if linear_is_extended(model_type, theta, most):
-        rule = "linear: max_position_embeddings is the extended length in this family"
-        return original_length_of_linear(model_type, most, factor), most, rule
-    return most, round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
 
 
 @dataclass(frozen=True)
@@ -238,11 +223,8 @@ def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, wri
             raise MethodError(f"{method.name} has no native form in transformers; leave native=True away")
     static = not method.depends_on_length(rotary) and rotary.rotated_pairs is None
     kept_original = _unrelated_settings(settings).get("original_max_position_embeddings")
-    per_layer_thetas = bool(getattr(config, "layer_rope_theta", None))  # which are read instead of rope_theta
-    if parameters is not None and _needs_divisors(parameters, known, settings, kept_original, per_layer_thetas):
+    if parameters is not None and _needs_divisors(parameters, config, settings, kept_original):
         parameters = method.longrope_parameters(rotary) if static and _accepts(known, "longrope") else None
-    if parameters is not None and not _accepts(known, parameters["rope_type"]):
-        parameters = None
     if parameters is None:
         # transformers raises KeyError with the rope type alone: the way out must stand in it
         rope_type = f"{_PLUGIN_PREFIX}{method.name}: load with rope_ext_hf.from_pretrained"
@@ -260,8 +242,11 @@ def config_encoding(config: Any, spec: PatchSpec, layer_type: str | None, *, wri
     saved = length
     if parameters["rope_type"] == "dynamic":
         saved = rotary.context_length
-    elif parameters["rope_type"] == "linear" and not _saved_extended(config.model_type, rotary):
-        saved = round(length / parameters["factor"])
+    elif parameters["rope_type"] == "linear":
+        own, extended_already = rotary.own, known.linear_extended
+        if own is not None and own.method.name == "linear":  # this model's own config tells
+            extended_already = linear_is_extended(config.model_type, rotary.theta, own.context_length)
+        saved = length if extended_already else round(length / parameters["factor"])
     return ConfigEncoding(parameters, extended, saved, exact=exact)
 
 
@@ -270,32 +255,22 @@ def _accepts(known: Family, rope_type: str) -> bool:
 
 
 def _needs_divisors(
-    parameters: Mapping[str, Any],
-    known: Family,
-    settings: Mapping[str, Any],
-    kept_original: int | None,
-    per_layer_thetas: bool,
+    parameters: Mapping[str, Any], config: Any, settings: Mapping[str, Any], kept_original: int | None
 ) -> bool:
     """Whether settings must be written as explicit divisors, because the family reads its keys for other ends too."""
+    known = family(config.model_type)
     if not _accepts(known, parameters["rope_type"]):
         return True
     if parameters["rope_type"] == "longrope":
         return False
-    if per_layer_thetas and parameters["rope_theta"] != settings["rope_theta"]:
+    # Thetas of layers are read instead of rope_theta.
+    if getattr(config, "layer_rope_theta", None) and parameters["rope_theta"] != settings["rope_theta"]:
         return True
     scale = softmax_scale(known, settings)
     if scale != 1.0 and not math.isclose(scale, softmax_scale(known, parameters)):
         return True
     original = parameters.get("original_max_position_embeddings", kept_original)
     return kept_original is not None and original != kept_original
-
-
-def _saved_extended(model_type: str, rotary: Rotary) -> bool:
-    """Whether a linear config of this family, or this model's own one, has max_position_embeddings extended."""
-    own = rotary.own
-    if own is not None and own.method.name == "linear":
-        return linear_is_extended(model_type, rotary.theta, own.context_length)
-    return family(model_type).linear_extended
 
 
 def softmax_scale(known: Family, settings: Mapping[str, Any]) -> float:

@@ -33,7 +33,7 @@ class _Scaling:
     context_length: int
 
     def __str__(self) -> str:
-        return f"{_call(self.method, self.params)}, for {self.context_length:,} tokens"
+        return f"{_call({'method': self.method, **self.params})}, for {self.context_length:,} tokens"
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,7 +87,7 @@ class Description(ShownAsTables):
         longer = sum(wavelength > self.trained_length for wavelength in self.wavelengths)
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
         return [
-            ("method", _call(self.method, self.params)),
+            ("method", _call({"method": self.method, **self.params})),
             *(("over", str(scaling)) for scaling in reversed(self.underneath)),
             ("pairing", self.pairing or "unknown (family not in the table)"),
             ("trained length", f"{self.trained_length:,} tokens"),
@@ -115,14 +115,14 @@ class Description(ShownAsTables):
         return "\n".join([self._heading, *(wrapped(text, f"  {name:<18}") for name, text in self.rows)])
 
 
-def _call(method: str, params: Mapping[str, Any]) -> str:
-    return f"{method}({', '.join(f'{key}={_short(value)}' for key, value in params.items())})"
+def _call(saved: Mapping[str, Any]) -> str:
+    params = [f"{key}={_short(value)}" for key, value in saved.items() if key != "method"]
+    return f"{saved['method']}({', '.join(params)})"
 
 
 def _short(value: Any) -> str:
     if isinstance(value, Mapping):
-        inner = {key: item for key, item in value.items() if key != "method"}
-        return _call(value["method"], inner)
+        return _call(value)
     if isinstance(value, (list, tuple)):
         return f"[{len(value)} numbers]"
     return f"{value:g}" if isinstance(value, float) else str(value)
@@ -146,9 +146,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
     slot = _first_scaled(find_slots(model))
     layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
     config = before_patches(slot.config)
-    rope_type = (getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}).get(
-        "rope_type", "per layer type"
-    )
+    settings = getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}
     specs = recorded_specs(slot.config)  # of a model that was loaded plainly from a folder that was saved patched
     described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
     base = base_rope_of_config(described, "own", None, config)
@@ -165,7 +163,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         context_length=rotary.context_length if specs else context,
         context_rule=base.rule,
         extended_length=extended,
-        save_route=f"as it was loaded (rope type {rope_type})",
+        save_route=f"as it was loaded (rope type {settings.get('rope_type', 'per layer type')})",
         patched=False,
         notes=tuple(text for text in (note, described.note) if text),
         recipe=recipe_note(config, rotary, method if specs else None),

@@ -71,15 +71,12 @@ def former_spelling(config: _Settings, layer_types: Sequence[str | None]) -> dic
     return former if alone is not None and alone == both else {}
 
 
-_SPELLINGS = ("rope_parameters", "rope_scaling")
-
-
 def _settings_read_from(config: _Settings) -> dict[str, Any] | None:
     """The rope settings that the installed transformers reads from a config.json; None: it takes it for an error."""
     from transformers import AutoConfig
 
     values = copy.deepcopy(dict(config))
-    values |= {key: _plain(values[key]) for key in _SPELLINGS if key in values}
+    values |= {key: _plain(values[key]) for key in ("rope_parameters", "rope_scaling") if key in values}
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # a class that has `rope_scaling` set from outside
         try:

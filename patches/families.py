@@ -110,18 +110,12 @@ def parse_families(text: str) -> dict[str, Family]:
 def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
     try:
         stated = _with_base(parsed, name)
-        rows, numbers = stated.pop("rotated", {}), stated.pop("config_keys", {})
-        return Family(
-            **stated,
-            rotated={
-                module: _alternatives(value, ModuleRows, lambda blocks: ModuleRows(blocks=blocks))
-                for module, value in rows.items()
-            },
-            config_keys={
-                key: _alternatives(value, ConfigNumber, lambda factor: ConfigNumber(product=[factor]))
-                for key, value in numbers.items()
-            },
-        )
+        for key, kind, plain in (
+            ("rotated", ModuleRows, lambda blocks: ModuleRows(blocks=blocks)),
+            ("config_keys", ConfigNumber, lambda factor: ConfigNumber(product=[factor])),
+        ):
+            stated[key] = {each: _alternatives(value, kind, plain) for each, value in stated.get(key, {}).items()}
+        return Family(**stated)
     except (AttributeError, KeyError, StrictDataclassError, TypeError) as error:
         raise ValueError(f"[{name}]: {one_line(error)}") from error
 
@@ -133,7 +127,7 @@ def _with_base(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
     return own if base is None else _with_base(parsed, base) | own
 
 
-def _alternatives(value: Any, kind: type[T], plain: Callable[[Any], T]) -> list[T]:
+def _alternatives(value: Any, kind: Any, plain: Callable[[Any], Any]) -> list[Any]:
     """A value that may be a list of alternatives; each is a table of fields, or stands for the first field alone."""
     several = isinstance(value, list) and any(isinstance(item, dict) for item in value)
     return [kind(**item) if isinstance(item, dict) else plain(item) for item in (value if several else [value])]
@@ -159,12 +153,10 @@ def rope_key(model_type: str, layer_type: str) -> str:
     return layer_type
 
 
-_FORMER = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
-
-
 def former_key(model_type: str, key: str) -> str:
     """The top-level key of a rope setting in its configs of transformers 4."""
-    return _FORMER.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
+    former = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    return former.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
 
 
 def check_architecture(text: Any) -> None:

@@ -153,18 +153,20 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
     found = rotary_modules(model)
     root: Any = model.config
     layers: dict[str, _LayerRope] = {}
+    lengths: list[int | None] = []
     for parent, attribute, module, own in found:
         for layer_type, name in frequency_buffers(module).items():
             title = layer_type or ("all" if len(found) == 1 else attribute)
-            layers[title] = _layer_rope(getattr(parent, attribute), module, name, layer_type, own)
+            layers[title], length = _layer_rope(getattr(parent, attribute), module, name, layer_type, own)
+            lengths.append(length)
     if not layers:
         raise UnsupportedModelError(
             f"{type(model).__name__} ({root.model_type}) has no rotary modules whose frequencies could be compared"
         )
     attention = (module for module in model.modules() if hasattr(module, "layer_idx"))
     scales = {scale for module in attention if isinstance(scale := getattr(module, "scaling", None), float)}
-    length = _length(root.get_text_config(), found)
-    return Fingerprint(class_pairing(root), length, tuple(sorted(scales)), layers)
+    stated = getattr(root.get_text_config(), "max_position_embeddings", None)
+    return Fingerprint(class_pairing(root), lengths[0] or stated, tuple(sorted(scales)), layers)
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
@@ -226,45 +228,34 @@ def table_differences(record: Mapping[str, Any], cos: Tensor, sin: Tensor) -> li
     return sentences
 
 
-def _layer_rope(current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any) -> _LayerRope:
-    """RoPE of a layer type as `current` has it, which stands for `module` with frequencies in its buffer `name`."""
+def _layer_rope(
+    current: nn.Module, module: nn.Module, name: str, layer_type: str | None, config: Any
+) -> tuple[_LayerRope, int | None]:
+    """RoPE of a layer type as `current` has it, which stands for `module` with frequencies in its buffer `name`.
+
+    Also the tokens that it is for as loaded under a linear scaling, which may be a multiple of what its config states.
+    """
     if isinstance(current, PatchedSlot):
         table = current.table(layer_type or "all")
         method, rotary = table.present_method, table.rotary
         spec = current.state.spec
         stated = spec.target_length if table.method == spec.method else None
         length = stated or method.extended_length(rotary) or 4 * rotary.context_length
-        return _of_method(method, rotary, length)
+        return _of_method(method, rotary, length), None
     buffer = getattr(module, name)
     described = read_rope(config, 2 * buffer.shape[-1], layer_type)
-    stated_rope = _of_method(described.method, described.plain, described.context_length)
-    if buffer.device.type == "meta" or described.method.length_dependent:
-        return stated_rope
-    factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", stated_rope.attention_factor)
-    return replace(stated_rope, inv_freq=tuple(buffer.double().tolist()), attention_factor=float(factor))
-
-
-def _length(config: Any, modules: Sequence[tuple[nn.Module, str, nn.Module, Any]]) -> int | None:
-    """Tokens that a model is for by its config; beside a linear scaling that may be a multiple of what it states."""
-    stated: int | None = getattr(config, "max_position_embeddings", None)
-    parent, attribute, module, own = modules[0]
-    if isinstance(getattr(parent, attribute), PatchedSlot):
-        return stated
-    layer_type, name = next(iter(frequency_buffers(module).items()))
-    described = read_rope(own, 2 * getattr(module, name).shape[-1], layer_type)
-    return described.context_length if described.method.name == "linear" else stated
+    rope = _of_method(described.method, described.plain, described.context_length)
+    if buffer.device.type != "meta" and not described.method.length_dependent:
+        factor = getattr(module, name.removesuffix("inv_freq") + "attention_scaling", rope.attention_factor)
+        rope = replace(rope, inv_freq=tuple(buffer.double().tolist()), attention_factor=float(factor))
+    return rope, described.context_length if described.method.name == "linear" else None
 
 
 def _of_method(method: RopeMethod, rotary: Rotary, length: int) -> _LayerRope:
     inv_freq, attention_factor = method.frequencies(rotary, length)
-    short = method.frequencies(rotary, _FEWEST_TOKENS).inv_freq.tolist() if method.length_dependent else None
-    return _LayerRope(
-        rotary.theta,
-        tuple(inv_freq.tolist()),
-        None if short is None else tuple(short),
-        attention_factor,
-        method.to_dict() if isinstance(method, RemappingMethod) else None,
-    )
+    short = tuple(method.frequencies(rotary, _FEWEST_TOKENS).inv_freq.tolist()) if method.length_dependent else None
+    positions = method.to_dict() if isinstance(method, RemappingMethod) else None
+    return _LayerRope(rotary.theta, tuple(inv_freq.tolist()), short, attention_factor, positions)
 
 
 def _layer_differences(expected: _LayerRope, actual: _LayerRope) -> Iterator[str]:

@@ -20,8 +20,6 @@ from rope_ext_hf.rotary.kv_cache import CacheState, RowState
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
-
-
 _NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
     "than the one before"
@@ -57,11 +55,8 @@ class ForwardContext(ForwardState):
     undo: ExitStack | None = None  # what this forward has changed in its cache until it ends
 
     @classmethod
-    def from_call(
-        cls, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, axes: int = 1
-    ) -> ForwardContext | None:
-        """The context of a call, with positions of so many axes; None where it has no tokens."""
-        call = arguments(decoder, args, kwargs)
+    def from_call(cls, decoder: nn.Module, call: Mapping[str, Any], axes: int) -> ForwardContext | None:
+        """The context of a call with these arguments, whose positions have so many axes; None: it has no tokens."""
         ids: Tensor | None = call.get("input_ids")
         new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
         if new_tokens is None:
@@ -87,7 +82,6 @@ class ForwardContext(ForwardState):
     def close(self) -> None:
         if self.undo is not None:
             self.undo.close()
-            self.undo = None
 
 
 def own_cache(cache: Any) -> Any:
@@ -115,10 +109,7 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
 def _padding_mask(mask: Any) -> Tensor | None:
     """The mask of shape (rows, tokens) in what was given, which may hold one per layer type."""
     masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    for each in masks:
-        if isinstance(each, Tensor) and each.ndim == 2:
-            return each
-    return None
+    return next((each for each in masks if isinstance(each, Tensor) and each.ndim == 2), None)
 
 
 def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:
@@ -146,12 +137,6 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         return kwargs
     call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
     return {**call, **call.get("kwargs", {})}
-
-
-def values_of(output: Any) -> list[Any]:
-    if isinstance(output, Mapping):
-        return list(output.values())
-    return list(output) if isinstance(output, tuple) else []
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens, values_of
+from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
 from rope_ext_hf.rotary.forward_state import graph_break, pop, push
 from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward, by position and by name
 
 
 class DecoderHooks(ABC):
@@ -27,29 +29,23 @@ class DecoderHooks(ABC):
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         self.slots = list(slots)
+        self.axes = max(slot.axes for slot in slots)  # of the positions of a token, which are read as one position
         # transformers has taken in the library by now, if it is there.
         self.kernels = _RotationKernels(tables_of(slots)[0]) if "kernels" in sys.modules else None
 
-    @property
-    def axes(self) -> int:
-        """How many axes the positions of a token have, of which a forward is read as having one."""
-        return max(slot.axes for slot in self.slots)
-
     @abstractmethod
-    def pre_forward(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Begin a forward; may return other arguments for it."""
 
     @abstractmethod
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """End a forward, also after an exception in it (`output` is None then)."""
 
-    def begin(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardContext | None:
-        """Read the arguments of a call and make them the thread's current context; None: no tokens were given."""
+    def begin(self, decoder: nn.Module, call: Mapping[str, Any]) -> ForwardContext | None:
+        """Make the arguments of a call the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
-        context = ForwardContext.from_call(decoder, args, kwargs, axes=self.axes)
+        context = ForwardContext.from_call(decoder, call, self.axes)
         if context is not None:
             if self.kernels is not None and context.new_tokens.shape[0] > 1:
                 graph_break(self.kernels.check)(decoder, context.new_tokens.device)
@@ -74,7 +70,8 @@ class DecoderHooks(ABC):
 
         given = cache is not None
         if not given:
-            cache = own_cache(next((value for value in values_of(output) if isinstance(value, Cache)), None))
+            values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+            cache = own_cache(next((value for value in values if isinstance(value, Cache)), None))
         if cache is None:
             return
         store_state(cache, state)
@@ -139,25 +136,24 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
         if isinstance(slot, PatchedSlot):
             slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
     for path, slots in slots_of.items():
-        hooks, masks = make_hooks(slots), _MaskHooks()
-        handles = [
-            modules[path].register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
-            modules[path].register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
-        ]
-        for outer in _modules_around(modules, path):
-            handles += [
-                outer.register_forward_pre_hook(masks.pre_forward, with_kwargs=True),
-                outer.register_forward_hook(masks.post_forward, always_call=True),
+        hooked: list[tuple[nn.Module, DecoderHooks | _MaskHooks]] = [(modules[path], make_hooks(slots))]
+        outside = path
+        while outside:
+            outside = outside.rpartition(".")[0]
+            if "attention_mask" in inspect.signature(type(modules[outside]).forward).parameters:
+                hooked.append((modules[outside], _MaskHooks()))
+        for module, hooks in hooked:
+            slots[0].hooks += [
+                module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
+                module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
             ]
-        slots[0].hooks += handles
 
 
 def decoder_of(model: nn.Module, module: nn.Module) -> nn.Module:
     """The decoder that a module of a model belongs to: itself, or the next one around it that takes tokens."""
-    modules = dict(model.named_modules())
+    modules: dict[str, nn.Module] = dict(model.named_modules())
     start = next(path for path, each in modules.items() if each is module)
-    decoder: nn.Module = modules[_decoder_path(modules, start)]
-    return decoder
+    return modules[_decoder_path(modules, start)]
 
 
 def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
@@ -169,13 +165,3 @@ def _decoder_path(modules: Mapping[str, nn.Module], path: str) -> str:
             )
         path = path.rpartition(".")[0]
     return path
-
-
-def _modules_around(modules: Mapping[str, nn.Module], path: str) -> list[nn.Module]:
-    """The modules outside the one at `path` that take a mask."""
-    around = []
-    while path:
-        path = path.rpartition(".")[0]
-        if "attention_mask" in inspect.signature(type(modules[path]).forward).parameters:
-            around.append(modules[path])
-    return around

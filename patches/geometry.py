@@ -58,7 +58,14 @@ def base_rope(
     """What a patch of this model starts from; `config` is its text config as `undo_saved_patch` gives it."""
     if over == "patched":
         return _over_present_patch(model, slots, context_length)
-    return base_rope_of_config(_config_rope(slots, config), over, context_length, config)
+    some_attend = any(slot.scaled_layers for slot in slots)
+    described = _only_rope(
+        read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
+        for slot in slots
+        for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
+        for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
+    )
+    return base_rope_of_config(described, over, context_length, config)
 
 
 def base_rope_of_config(described: ConfigRope, over: str, context_length: Length | None, config: Any) -> BaseRope:
@@ -103,18 +110,8 @@ def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
     return rotary.own.rotary.scaled(rotary.own.method, context_length=context_length)
 
 
-def _config_rope(slots: Sequence[Slot], config: Any) -> ConfigRope:
-    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers."""
-    some_attend = any(slot.scaled_layers for slot in slots)
-    return _only_rope(
-        read_rope(own, slot.as_loaded[layer_type].plain.dim, layer_type)
-        for slot in slots
-        for own in [config if slot.config is slots[0].config else before_patches(slot.config)]
-        for layer_type in (slot.scaled_layers if some_attend else slot.as_loaded)
-    )
-
-
 def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
+    """The one rotary embedding of all full-attention layers, as a config describes it; without those, of all layers."""
     by_rotary = {rope.rotary: rope for rope in described}
     if len(by_rotary) != 1:
         several = "; ".join(map(str, by_rotary))

@@ -150,10 +150,13 @@ class AttentionLayers:
                 "for it"
             )
 
-    def sliding_note(self, apart: ConfigRope | None, extended_length: int) -> tuple[str | None, bool]:
+    def sliding_note(
+        self, apart: ConfigRope | None, extended_length: int, changed: LayerType = None
+    ) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one.
 
-        `apart`: the rotary embedding of the sliding-window layers, where it is one of their own.
+        `apart`: the rotary embedding of the sliding-window layers, where it is one of their own; `changed`: their type,
+        where the patch is for them.
         """
         window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
         if not window or not sliding or window >= extended_length:
@@ -161,6 +164,9 @@ class AttentionLayers:
         if sliding == count:
             reach = f"Every layer attends to the last {window} tokens only"
             return f"{reach}: a longer RoPE does not make the model look further back.", True
+        if changed is not None:
+            only = f"Its {changed} layers alone are changed. They attend to the last {window} tokens only"
+            return f"{only}, and a longer RoPE does not make them look further back.", False
         share = f"{sliding} of {count} layers attend to the last {window} tokens only"
         if apart is not None:
             own = f"{apart.method.name}, theta {apart.plain.theta:g}"
@@ -188,12 +194,6 @@ class AttentionLayers:
             "there is nothing to extend. layers='sliding_attention' (--layers sliding_attention) changes these layers "
             "all the same"
         )
-
-
-def sliding_layers(config: Any) -> tuple[int | None, int]:
-    """The window in tokens of the sliding-window layers of a text config, and how many layers those are."""
-    layers = AttentionLayers(config)
-    return layers.window, layers.sliding
 
 
 def _listed(indices: set[int]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +30,6 @@ from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, pus
 from rope_ext_hf.rotary.kv_cache import (
     CacheState,
     KeyLayout,
-    KeyOrigin,
     KeyRotation,
     Layers,
     RowState,
@@ -63,24 +62,27 @@ class LengthHooks(DecoderHooks):
         tables = [table for table in tables_of(self.slots) if table.length_dependent]
         call = arguments(decoder, args, kwargs)
         if not tables:
-            if not torch.compiler.is_compiling():
-                self._check_fixed(own_cache(call.get("past_key_values")))
+            cache = own_cache(call.get("past_key_values"))
+            if cache is not None and self._held() and not torch.compiler.is_compiling():
+                origin = self.origin()  # keys may have been stored at another length than is held now
+                if not has_origin(cache, origin) and cache.get_seq_length():
+                    check_origin(cache, origin)
             return
         if call.get("cache") is not None:
             raise LengthError(
                 f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {_REMEDY}"
             )
         if call.get("past_key_values") is None:
-            self._begin(decoder, args, kwargs, tables)
+            self._begin(decoder, call, tables)
         else:  # tensors that stay with a cache must not be outputs of a CUDA graph, which its next run overwrites
-            graph_break(self._begin)(decoder, args, kwargs, tables)
+            graph_break(self._begin)(decoder, call, tables)
 
-    def _begin(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[RotaryEmbedding]
-    ) -> None:
-        context = self.begin(decoder, args, kwargs)
-        if context is None:
-            return
+    def _begin(self, decoder: nn.Module, call: Mapping[str, Any], tables: list[RotaryEmbedding]) -> None:
+        context = self.begin(decoder, call)
+        if context is not None:
+            self._begin_rows(decoder, context, tables)
+
+    def _begin_rows(self, decoder: nn.Module, context: ForwardContext, tables: list[RotaryEmbedding]) -> None:
         table, positions = tables[0], _token_positions(context)
         context.tables = tuple(tables)
         context.row_lengths = table.resolve_lengths(row_lengths(positions, context.padding_mask, context.past_length))
@@ -94,10 +96,9 @@ class LengthHooks(DecoderHooks):
         if context.cache is not None:
             discard_state(context.cache)
         first_change = table.method.constant_until(table.rotary, 1)
-        short = counted and context.new_tokens.shape[1] <= first_change
-        one_input_each = context.position_ids is None
+        valid_up_to = first_change if counted and context.new_tokens.shape[1] <= first_change else 0
         context.cache_state = CacheState(self.origin())
-        context.cache_rows = RowState(lengths, positions, first_change if short else 0, one_input_each)
+        context.cache_rows = RowState(lengths, positions, valid_up_to, context.position_ids is None)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         context = self.end(decoder)
@@ -108,19 +109,30 @@ class LengthHooks(DecoderHooks):
             if self._held():
                 self.record(cache, output, CacheState(self.origin()))
             return
-        state = context.cache_state
-        if state is not None:
+        if (state := context.cache_state) is not None:
             state.rows = context.cache_rows
             self.record(cache, output, state)
 
     def _held(self) -> bool:
         return any(table.fixed_length for table in tables_of(self.slots))
 
-    def _check_fixed(self, cache: Any) -> None:
-        """Refuse keys that were stored at another length than is held now."""
-        origin = self.origin()
-        if cache is not None and self._held() and not has_origin(cache, origin) and cache.get_seq_length():
-            check_origin(cache, origin)
+    def _continued(self, context: ForwardContext, positions: Tensor) -> tuple[CacheState, RowState, Tensor, Tensor]:
+        """The state of a cache that fits this forward, and of its rows, and the positions of past and of all tokens."""
+        rows = context.new_tokens.shape[0]
+        context.cache_state = state = check_origin(context.cache, self.origin())
+        stored = state.rows
+        if stored is None:
+            raise LengthError("an error has left the keys in this cache rotated half-way: fill a new one")
+        filled = max(stored.lengths.shape[0], stored.positions.shape[0])
+        if filled not in (1, rows):
+            raise LengthError(
+                f"this cache was filled with {filled} rows, and which of them became the {rows} of this call is not "
+                f"known. {_REMEDY}"
+            )
+        if stored.positions.shape[1] < context.past_length:
+            raise LengthError(f"something else has added keys to this cache. {_REMEDY}")
+        past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
+        return state, stored, past, torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
 
     @graph_break  # it looks at values
     def _rotate_cache_to(
@@ -131,15 +143,12 @@ class LengthHooks(DecoderHooks):
         `positions` (rows or 1, tokens): of the new tokens; `counted`: no row is longer than its number of tokens.
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
-        table, cache, past_length = tables[0], context.cache, context.past_length
-        state, stored = _checked_state(context, self.origin())
+        table, cache = tables[0], context.cache
+        state, stored, past, every = self._continued(context, positions)
         if lengths.shape[0] == 1:
             lengths = lengths.expand_as(stored.lengths)
-        past = stored.positions[:, :past_length].expand(max(positions.shape[0], stored.positions.shape[0]), -1)
-        every = torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
         total = every.shape[1]
-        cropped = stored.positions.shape[1] - past_length
-        context.cache_state = state
+        cropped = stored.positions.shape[1] - context.past_length
         context.cache_rows = replace(stored, positions=every)
         if not state.follows:  # compiled code made this cache, and code between the two may have moved its rows
             grown = stored.lengths + positions.shape[1] - cropped
@@ -158,9 +167,7 @@ class LengthHooks(DecoderHooks):
         in_steps = table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers)
         packed = None if stored.one_input_each else several_inputs(past, context.padding_mask)
         if in_steps or packed is not None:
-            now, before, any_packed = _read_on_host(lengths, stored.lengths, packed)
-            if any_packed:
-                raise packed_error()
+            now, before = _read_on_host(lengths, stored.lengths, packed)
             stored = replace(stored, one_input_each=True)
             context.cache_rows = replace(stored, positions=every)
             if in_steps:
@@ -201,29 +208,13 @@ def _token_positions(context: ForwardContext) -> Tensor:
     return positions
 
 
-def _checked_state(context: ForwardContext, origin: KeyOrigin) -> tuple[CacheState, RowState]:
-    """The state of a cache that fits this forward, and that of its rows."""
-    rows = context.new_tokens.shape[0]
-    state = check_origin(context.cache, origin)
-    stored = state.rows
-    if stored is None:
-        raise LengthError("an error has left the keys in this cache rotated half-way: fill a new one")
-    filled = max(stored.lengths.shape[0], stored.positions.shape[0])
-    if filled not in (1, rows):
-        raise LengthError(
-            f"this cache was filled with {filled} rows, and which of them became the {rows} of this call is not "
-            f"known. {_REMEDY}"
-        )
-    if stored.positions.shape[1] < context.past_length:
-        raise LengthError(f"something else has added keys to this cache. {_REMEDY}")
-    return state, stored
-
-
-def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int], bool]:
-    """Lengths (rows,), stored lengths (rows,) and a flag, in one wait for the device."""
+def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int]]:
+    """Lengths (rows,) and stored lengths (rows,), in one wait for the device; LengthError: a row is packed."""
     flag = torch.zeros_like(lengths[:1]) if packed is None else packed.reshape(1).to(lengths.device)
     *values, any_packed = torch.cat([lengths, stored.to(lengths.device), flag.to(lengths.dtype)]).tolist()
-    return values[: len(lengths)], values[len(lengths) :], bool(any_packed)
+    if any_packed:
+        raise packed_error()
+    return values[: len(lengths)], values[len(lengths) :]
 
 
 def _can_rotate_in_place(cache: Any, layers: Layers) -> bool:
@@ -377,16 +368,11 @@ def install_generate(model: nn.Module, slot: PatchedSlot) -> None:
 class ProfileHooks(LengthHooks):
     """Hooks around the forward of a decoder under length profiles; LengthError: a row may outgrow that of its cache."""
 
-    @property
-    def axes(self) -> int:
-        return 1
+    def __init__(self, slots: Sequence[PatchedSlot]) -> None:
+        super().__init__(slots)
+        self.axes = 1  # a forward is read with all axes
 
-    def _begin(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[RotaryEmbedding]
-    ) -> None:
-        context = self.begin(decoder, args, kwargs)
-        if context is None:
-            return
+    def _begin_rows(self, decoder: nn.Module, context: ForwardContext, tables: list[RotaryEmbedding]) -> None:
         context.tables = tuple(tables_of(self.slots))
         table, tokens = tables[0], context.past_length + context.new_tokens.shape[1]
         positions = context.position_ids
@@ -400,7 +386,7 @@ class ProfileHooks(LengthHooks):
         if total is not None:
             lengths = (lengths if lengths.ndim == 1 else lengths.amax(-1)) + (total - tokens)
         if context.past_length:
-            context.row_lengths = self._continue(context, table, lengths, positions, total, checked)
+            context.row_lengths = self._continue(context, lengths, positions, total, checked)
             return
         if context.cache is not None:
             discard_state(context.cache)
@@ -438,13 +424,7 @@ class ProfileHooks(LengthHooks):
         return _static_size(context.cache), False
 
     def _continue(
-        self,
-        context: ForwardContext,
-        table: RotaryEmbedding,
-        lengths: Tensor,
-        positions: Tensor,
-        total: int | None,
-        checked: bool,
+        self, context: ForwardContext, lengths: Tensor, positions: Tensor, total: int | None, checked: bool
     ) -> Tensor:
         """The lengths by which the rows of a cache have their profiles, (rows,).
 
@@ -453,9 +433,7 @@ class ProfileHooks(LengthHooks):
             positions: (rows or 1, tokens), of the new tokens.
             total, checked: as `_total` gives them.
         """
-        state, stored = _checked_state(context, self.origin())
-        past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
-        every = torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
+        state, stored, past, every = self._continued(context, positions)
         cropped = stored.positions.shape[1] > context.past_length
         rows = max(len(lengths), len(stored.lengths))
         lengths, kept = lengths.expand(rows), stored.lengths.expand(rows)
@@ -469,18 +447,15 @@ class ProfileHooks(LengthHooks):
         mask = context.padding_mask
         if mask is not None:  # a part of the prompt before may be padding alone
             kept = torch.where(mask[:, : context.past_length].any(-1).to(kept.device), kept, lengths)
-        context.cache_state = state
         context.cache_rows = replace(stored, lengths=kept, positions=every)
         end = total if total is not None and not checked else every.shape[1]
         if end <= stored.valid_up_to and not (cropped and total is None):
             return kept  # without waiting for the device
         packed = None if stored.one_input_each else several_inputs(past, mask)
-        needed, had, any_packed = _read_on_host(lengths, kept, packed)
-        if any_packed:
-            raise packed_error()
-        room = []
+        needed, had = _read_on_host(lengths, kept, packed)
+        room, spec = [], self.slots[0].state.spec
         for row, (length, before) in enumerate(zip(needed, had, strict=True)):
-            limit = table.method.constant_until(table.rotary, before)
+            limit = spec.method.constant_until(spec.rotary, before)
             if length > limit:
                 raise LengthError(
                     f"row {row} of this cache has the frequencies of inputs of up to {limit} tokens, and would come to "

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
 
 from rope_ext_hf.bounds import Length
 from rope_ext_hf.config_keys.keys import own_keys
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-M = TypeVar("M", bound=nn.Module)
-
 # Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
-_WHERE = ("revision", "subfolder")
-_HUB_ARGUMENTS = (*_WHERE, "token", "cache_dir", "local_files_only", "trust_remote_code")
+_HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
@@ -75,7 +71,7 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
-    kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+    kwargs = adapter.for_base(kwargs)
     with finding_base(adapter):
         kwargs |= only_cached(adapter.base, kwargs)
         if find_adapter(adapter.base, **kwargs) is not None:
@@ -137,7 +133,7 @@ def from_pretrained(
         model = _load_patched(path, config, record, auto_class, kwargs)
     else:
         own = {key: kwargs.pop(key) for key in _ADAPTER_ARGUMENTS if key in kwargs}
-        kwargs = {key: value for key, value in kwargs.items() if key not in _WHERE} | adapter.base_revision
+        kwargs = adapter.for_base(kwargs)
         kwargs |= only_cached(adapter.base, kwargs)
         base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))
@@ -238,7 +234,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
     return cast("PreTrainedModel", model)
 
 
-def restore_patch(model: M, record: Mapping[str, Any]) -> M:
+def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrainedModel:
     """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)

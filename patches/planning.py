@@ -110,7 +110,11 @@ def _plan(
     base = base_rope(model, slots, config, over, context_length)
     # 2. the method, with every parameter filled in
     spec, live, saved = make_spec(base), below or base.live, below or base.saved
-    _check_same_layers(spec, saved)
+    if saved and saved[-1].layers != spec.layers:
+        raise MethodError(
+            f"over='patched' keeps the layers of the present patch, {saved[-1].layers or 'the default'}; got layers="
+            f"{spec.layers}"
+        )
     bound = bind_to(spec.method, spec.rotary, config.model_type, spec.target_length)
     spec = replace(spec, method=bound, target_length=spec.target_length or bound.extended_length(spec.rotary))
     _check_method(model, slots, spec)
@@ -122,11 +126,11 @@ def _plan(
     layer_types = list(dict.fromkeys(layer_type for slot in slots for layer_type in slot.scaled_layers))
     one_for_all = None in layer_types and not all(slot.scaled_layers or slot.idle for slot in slots)
     encoding = config_encoding(config, spec, layer_types[0], writable=not one_for_all)
-    write_rope(config, encoding, spec, saved, layer_types)
-    others = {id(slot.config) for slot in slots} - {id(slots[0].config)}  # T5Gemma has a config for each of its halves
-    for other in (swap.patched for swap in configs if id(swap.original) in others):
-        undo_saved_patch(other)
-        write_rope(other, encoding, spec, saved, layer_types)
+    of_slots = {id(slot.config) for slot in slots}  # T5Gemma has a config for each of its halves
+    for each in (swap.patched for swap in configs if id(swap.original) in of_slots):
+        if each is not config:
+            undo_saved_patch(each)
+        write_rope(each, encoding, spec, saved, layer_types)
     _check_softmax_scale(slots[0], config, encoding)
     sliding, every_layer = slots[0].sliding_note(encoding.extended_length or spec.rotary.context_length)
     notes = [
@@ -174,14 +178,6 @@ def _on_meta_device(model: nn.Module) -> bool:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
-
-
-def _check_same_layers(spec: PatchSpec, below: Sequence[PatchSpec]) -> None:
-    if below and below[-1].layers != spec.layers:
-        raise MethodError(
-            f"over='patched' keeps the layers of the present patch, {below[-1].layers or 'the default'}; got layers="
-            f"{spec.layers}"
-        )
 
 
 def _check_method(model: nn.Module, slots: Sequence[Slot], spec: PatchSpec) -> None:
@@ -244,8 +240,14 @@ def apply_plan(plan: PatchPlan) -> None:
     modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
     take_off(model)
     _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
-    if isinstance(method, RemappingMethod):
-        _attend_by(plan)
+    if isinstance(method, RemappingMethod):  # have the attention modules run our function, by its name in their configs
+        register()
+        attach(plan.attention, plan.slots[0].config)
+        text = {id(plan.slots[0].config)}
+        text |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
+        for swap in state.configs:
+            if id(swap.original) in text or id(swap.patched) in text:
+                swap.patched._attn_implementation = ATTENTION_NAME
     for swap in state.configs:
         swap.note_written()
     for slot, module in zip(plan.slots, modules, strict=True):
@@ -268,17 +270,6 @@ def patch_as_planned(plan: PatchPlan) -> None:
     apply_plan(plan)
     if plan.state.warning is not None:
         warnings.warn(plan.state.warning, stacklevel=3)
-
-
-def _attend_by(plan: PatchPlan) -> None:
-    """Have the attention modules of a plan run our attention function, by the name in their configs."""
-    register()
-    attach(plan.attention, plan.slots[0].config)
-    text = {id(plan.slots[0].config)}
-    text |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
-    for swap in plan.state.configs:
-        if id(swap.original) in text or id(swap.patched) in text:
-            swap.patched._attn_implementation = ATTENTION_NAME
 
 
 def take_off(model: nn.Module) -> None:

@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -68,10 +69,9 @@ class _RewritingSave:
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
+        save = partial(type(self.model).save_pretrained, self.model, save_directory, is_main_process, *args, **kwargs)
         if getattr(self.model, "_hf_peft_config_loaded", False):  # it saves its adapter alone, without a config
-            type(self.model).save_pretrained(
-                self.model, save_directory, is_main_process, *args, push_to_hub=push_to_hub, **kwargs
-            )
+            save(push_to_hub=push_to_hub)
             return
         if push_to_hub:
             raise CheckpointError(
@@ -80,7 +80,7 @@ class _RewritingSave:
             )
         _record_trained_values(self.model)
         with left_out_of_log(*UNKNOWN_TYPE), _trained_left_out(self.model):
-            type(self.model).save_pretrained(self.model, save_directory, is_main_process, *args, **kwargs)
+            save()
         if is_main_process:
             _rewrite_config(Path(save_directory), self.model)
 

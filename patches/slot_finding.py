@@ -35,16 +35,15 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
         names = vars(sys.modules.get(type(model).__module__, object))  # of the file of its class
         rotates_inside = any("rotary" in name or "rotate" in name for name in names)
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; "
-            + (_ROTATES_INSIDE if rotates_inside else "its positions are learned, absolute or ALiBi")
+            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; its "
+            + (
+                "attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that "
+                "computes cos and sin for them, as Llama and GPT-NeoX have"
+                if rotates_inside
+                else "positions are learned, absolute or ALiBi"
+            )
         )
     return [_inspect(*each, several=len(found) > 1, asked=layers) for each in found]
-
-
-_ROTATES_INSIDE = (
-    "its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that computes "
-    "cos and sin for them, as Llama and GPT-NeoX have"
-)
 
 
 _Found = tuple[nn.Module, str, nn.Module, Any]
@@ -73,7 +72,8 @@ def rotary_modules(model: nn.Module) -> list[_Found]:
             if getattr(config, "model_type", None) != text.model_type:
                 continue
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
-            if _is_table(attribute, config) or (takes_positions and frequency_buffers(module)):
+            is_table = attribute == family(text.model_type).angle_table
+            if is_table or (takes_positions and frequency_buffers(module)):
                 found.append((parent, attribute, module, config))
     return found
 
@@ -88,10 +88,6 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
     }
 
 
-def _is_table(attribute: str, config: Any) -> bool:
-    return attribute == family(config.model_type).angle_table
-
-
 def _inspect(
     parent: nn.Module, attribute: str, module: nn.Module, config: Any, *, several: bool, asked: Layers | None
 ) -> Slot:
@@ -100,7 +96,7 @@ def _inspect(
     layout: Layout = "bare"
     cast, log_multiplier = True, None
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
-    if is_table := _is_table(attribute, config):
+    if is_table := attribute == family(config.model_type).angle_table:
         as_loaded[None], axis_of_pair[None] = _rope_of_table(module, config), None
     for layer_type, name in ({} if is_table else frequency_buffers(module)).items():
         inv_freq = getattr(module, name.removesuffix("inv_freq") + "original_inv_freq", getattr(module, name))

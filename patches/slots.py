@@ -44,16 +44,9 @@ class Slot:
 
     def sliding_note(self, extended_length: int) -> tuple[str | None, bool]:
         """What a patch does to sliding-window layers, as a sentence, and whether every layer is one."""
-        chosen = [name for name in self.scaled_layers if name in SLIDING]
+        changed = next((name for name in self.scaled_layers if name in SLIDING), None)
         apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
-        note, every_layer = self.layers.sliding_note(apart, extended_length)
-        if note is None or every_layer or not chosen:
-            return note, every_layer
-        return (
-            f"Its {chosen[0]} layers alone are changed. They attend to the last {self.layers.window} tokens only, and "
-            "a longer RoPE does not make them look further back.",
-            False,
-        )
+        return self.layers.sliding_note(apart, extended_length, changed)
 
 
 @dataclass
@@ -104,20 +97,18 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
     """The rotary module of an attention-level method: it turns queries and keys to where keys are stored."""
 
     beside_attention = True
+    method: RemappingMethod
 
     @property
     def length_dependent(self) -> bool:
         return False  # the rule may follow the length of a row, which the attention looks at; frequencies do not
 
     def _at(self, length: int | None) -> Frequencies:
-        assert isinstance(self.method, RemappingMethod)
         inv_freq, attention_factor = super()._at(length)
-        return Frequencies(
-            inv_freq / self.method.stored_position(torch.zeros((), dtype=torch.int64)).divisor, attention_factor
-        )
+        divisor = self.method.stored_position(torch.zeros((), dtype=torch.int64)).divisor
+        return Frequencies(inv_freq / divisor, attention_factor)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        assert isinstance(self.method, RemappingMethod)
         positions = self.method.stored_position(position_ids).positions
         assert positions is not None
         return super().forward(x, positions)

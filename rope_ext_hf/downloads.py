@@ -15,14 +15,12 @@ from functools import partial
 from glob import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, snapshot_download, try_to_load_from_cache
 
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files import read_json
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import ModelInfo
-
 
 # Formats that weights may be in.
 WEIGHT_SUFFIXES = frozenset(
@@ -43,9 +41,6 @@ def download(
     The files by `patterns`, weights and a copy of the model in Meta's format aside; with `weights` also those that
     would be loaded, in one of their formats.
     """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     revision = revision or constants.DEFAULT_REVISION
     with _hub_errors(name, revision):
         info = _model_info(name, revision)
@@ -55,7 +50,7 @@ def download(
                     # with this pattern, it does not ask for files that were never needed here
                     snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
                 )
-            except LocalEntryNotFoundError as error:
+            except errors.LocalEntryNotFoundError as error:
                 raise _unreached(name) from error
         fetch = partial(_fetch, name, revision, info.sha)
         files = [file.rfilename for file in info.siblings or ()]
@@ -85,8 +80,6 @@ def _first_of(singles: Iterable[str], files: Sequence[str], fetch: Callable[[lis
 
 def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Path:
     """Return the folder of the cache that holds these files; those that arrive have the Hub's checksums."""
-    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
-
     cached = {file: str(try_to_load_from_cache(name, file, revision=revision)) for file in files}
     arriving = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not arriving:
@@ -114,14 +107,11 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
 
 def _model_info(name: str, revision: str) -> ModelInfo | None:
     """What the Hub has under this name; None where it cannot be reached or has a fault."""
-    from huggingface_hub import HfApi, constants
-    from huggingface_hub.errors import HfHubHTTPError
-
     if not hub_answers(constants.ENDPOINT):
         return None
     try:
         return HfApi().model_info(name, revision=revision, timeout=_SECONDS_TO_ANSWER)
-    except HfHubHTTPError as error:
+    except errors.HfHubHTTPError as error:
         if error.response.status_code >= 500:
             return None
         raise
@@ -140,8 +130,6 @@ def _unreached(name: str) -> CheckpointError:
 
 def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
     """`local_files_only` for transformers where the Hub does not answer; it would try each file six times."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
     name = str(name)
     no_id = not name or name[0] in "./~" or name.count("/") > 1 or os.path.isdir(name)  # noqa: PTH112
     if no_id or given.get("local_files_only") or hub_answers(constants.ENDPOINT):
@@ -159,8 +147,6 @@ def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def hub_answers(endpoint: str) -> bool:
     """Whether the Hub can be reached: asked once a minute, with a time limit that snapshot_download does not have."""
-    from huggingface_hub import get_session
-
     asked, answers = _asked.get(endpoint, (-math.inf, False))
     if time.monotonic() - asked > _SECONDS_UNTIL_ASKED:
         try:
@@ -174,14 +160,11 @@ def hub_answers(endpoint: str) -> bool:
 
 def check_upload(name: str, *, private: bool = True) -> None:
     """Refuse what would stop an upload, before there is anything to upload."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
-
     with _upload_errors(name):
         HfApi().whoami()
         try:
             public = not HfApi().model_info(name, timeout=_SECONDS_TO_ANSWER).private
-        except RepositoryNotFoundError:
+        except errors.RepositoryNotFoundError:
             return
     if private and public:
         raise CheckpointError(f"{name!r} is on the Hub already, and public; give --public, or another name")
@@ -189,8 +172,6 @@ def check_upload(name: str, *, private: bool = True) -> None:
 
 def upload(folder: Path, name: str, *, private: bool = True) -> str:
     """Upload a folder to a repository of the Hub, which is made where there is none; its address."""
-    from huggingface_hub import HfApi
-
     with _upload_errors(name):
         url = HfApi().create_repo(name, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
@@ -208,27 +189,24 @@ def _upload_errors(name: str) -> Iterator[None]:
 @contextmanager
 def _hub_errors(name: str, revision: str) -> Iterator[None]:
     """Inside, an error of the Hub is one line with what to do."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
-
     where = f"{constants.ENDPOINT}/{name}"
     try:
         yield
     except CheckpointError:
         raise
-    except GatedRepoError as error:
+    except errors.GatedRepoError as error:
         raise CheckpointError(
             f"{name!r} on the Hub is for those who accepted its conditions: accept them at {where}, then sign in with "
             "`hf auth login` or set HF_TOKEN"
         ) from error
-    except RepositoryNotFoundError as error:
+    except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{short(name)!r} is neither a folder here nor a model on the Hub.{did_you_mean(name, ['reference'])} "
             "For a private one, sign in with `hf auth login` or set HF_TOKEN"
         ) from error
-    except RevisionNotFoundError as error:
+    except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{name!r} on the Hub has no branch, tag or commit {short(revision)!r}") from error
-    except HFValidationError as error:
+    except errors.HFValidationError as error:
         raise CheckpointError(f"{short(name)!r} is neither a folder here nor a Hub id: {one_line(error)}") from error
     except Exception as error:  # of the HTTP library, and of the disk
         reason = short((str(error).strip() or type(error).__name__).splitlines()[0].rstrip("."), 300)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import difflib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class RopeExtError(Exception):
@@ -55,6 +58,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """` Did you mean 'nearest'?`, or an empty string where no known name is near."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.7)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def entry(kind: str, name: str, known: Mapping[str, T], error: type[RopeExtError] = MethodError) -> T:
+    """The entry of a name; an error with the nearest name and all others where there is none."""
+    if name not in known:
+        names = f"{did_you_mean(name, known)} Known {kind}s: {', '.join(known)}"
+        raise error(f"unknown {kind} {short(name)!r}.{names}")
+    return known[name]
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

@@ -52,8 +52,10 @@ def resolve_inside(folder: Path, name: str) -> Path:
     """
     path = folder / name
     root = folder.resolve()
-    if _is_hub_snapshot(root):
-        root = root.parent.parent
+    repository = root.parent.parent  # of models--OWNER--NAME/snapshots/COMMIT, with `blobs` beside snapshots
+    of_hub = repository.name.startswith(("models--", "datasets--", "spaces--")) and (repository / "blobs").is_dir()
+    if root.parent.name == "snapshots" and of_hub:
+        root = repository
     try:
         leaves = Path(name).is_absolute() or ".." in Path(name).parts or not path.resolve().is_relative_to(root)
         exists, plain = os.path.lexists(path), path.is_file()
@@ -64,16 +66,6 @@ def resolve_inside(folder: Path, name: str) -> Path:
     if not plain:
         raise FileError(f"{name!r} is {'not a plain file' if exists else 'missing'} in {str(folder)!r}")
     return path
-
-
-def _is_hub_snapshot(folder: Path) -> bool:
-    """Whether a folder is `models--OWNER--NAME/snapshots/COMMIT` of the Hub's cache, with `blobs` beside snapshots."""
-    repository = folder.parent.parent
-    return (
-        folder.parent.name == "snapshots"
-        and repository.name.startswith(("models--", "datasets--", "spaces--"))
-        and (repository / "blobs").is_dir()
-    )
 
 
 def list_files(folder: Path) -> list[str]:
@@ -340,7 +332,9 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
             f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
         ) from error
     try:
-        _sign(path)
+        with suppress(OSError):  # a disk that refuses costs the statement only
+            if not path.stat().st_size or _holder(path):
+                path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
     finally:
         lock.release()
@@ -352,13 +346,6 @@ def _holder(path: Path) -> str:
         text = file.read(200).decode(errors="replace")
         return short(printable(text.strip())) if text.startswith(_SIGNED) else ""
     return ""
-
-
-def _sign(path: Path) -> None:
-    """State this process in a lock file that it holds; a disk that refuses costs the statement only."""
-    with suppress(OSError):
-        if not path.stat().st_size or _holder(path):
-            path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
 
 
 @contextmanager

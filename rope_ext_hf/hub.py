@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import constants
 from torch import nn
 
 from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
-from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, entry, one_line, short
 from rope_ext_hf.files import check_full, disk_errors, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
@@ -112,7 +113,6 @@ def _locate(
     Of an adapter the base model is found too. `patterns` are the files that are needed; code that comes with the model
     may be in further repositories.
     """
-    from huggingface_hub import constants
 
     def find(source: str, revision: str | None) -> dict[str, Any]:
         if _is_folder(Path(source)):
@@ -127,7 +127,7 @@ def _locate(
     if adapter is None:
         return source, options
     with finding_base(adapter):
-        of_base = find(model_source(adapter.base), adapter.base_revision.get("revision"))
+        of_base = find(model_source(adapter.base), adapter.for_base({}).get("revision"))
     return source, options | {key: value for key, value in of_base.items() if key != "revision"}
 
 
@@ -196,11 +196,7 @@ def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
 
 def find_dtype(name: str) -> torch.dtype | str:
     """The torch dtype of that name; "auto" (as saved) stays as it is."""
-    if name not in _DTYPES:
-        raise MethodError(
-            f"unknown dtype {short(name)!r}.{did_you_mean(name, _DTYPES)} Known dtypes: {', '.join(_DTYPES)}"
-        )
-    return _DTYPES[name]
+    return entry("dtype", name, _DTYPES)
 
 
 def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:

@@ -99,14 +99,11 @@ class MethodChoice(Question):
 
     def check(self, *, factor_alone: bool = False) -> None:
         """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""
-        options = ["--target-length"] if self.target_length else []
-        options += ["--factor"] if self.factor and not factor_alone else []
-        options += [f"--{name.replace('_', '-')}" for name in self.parameters]
-        if not factor_alone:
-            options += ["--over"] if self.over != "own" else []
-            options += ["--context-length"] if self.context_length else []
-        if options and not self.method:
-            raise MethodError(f"{', '.join(options)} given without a method; add --method")
+        names = ("target_length", "factor", *self.parameters, "over", "context_length", "layers")
+        stated = {*self.options, *self.parameters} - ({"factor", "over", "context_length"} if factor_alone else set())
+        given = [f"--{name.replace('_', '-')}" for name in names if name in stated]
+        if given and not self.method:
+            raise MethodError(f"{', '.join(given)} given without a method; add --method")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +144,6 @@ class LayerChoice(PatchChoice):
         parse=_layers,
         metavar="LIST",
     )
-
-    def check_single(self, *, required: bool = False) -> None:
-        if self.layers and not self.method:
-            raise MethodError("--layers given without a method; add --method")
-        super().check_single(required=required)
 
     @property
     def arguments_of_patch(self) -> dict[str, Any]:

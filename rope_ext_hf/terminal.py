@@ -7,6 +7,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -80,8 +82,19 @@ def _printed(table: Table) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-class ShownAsTables:
-    """A value that a notebook shows as tables, and whose repr is one line."""
+class Report:
+    """A result as a dataclass, which also goes into JSON."""
+
+    also: ClassVar[tuple[str, ...]] = ()  # properties that stand there beside the fields
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
+        return values | {name: getattr(self, name) for name in self.also}
+
+
+class ShownAsTables(Report):
+    """A report that a notebook shows as tables, and whose repr is one line."""
 
     def tables(self) -> Iterable[Rows]:
         """What a notebook shows; text of several lines, such as a command, stays as it is."""

@@ -190,7 +190,7 @@ def guidance() -> None:
 
 
 def begins_search() -> None:
-    from rope_ext_hf.training.search_space import fixed_methods
+    from rope_ext_hf.training.candidates import fixed_methods
 
     assert "linear" not in fixed_methods()
 

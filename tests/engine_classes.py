@@ -40,7 +40,7 @@ from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.plugins import sglang, vllm
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 

@@ -37,8 +37,8 @@ from transformers.utils import logging
 import rope_ext_hf as rope
 from rope_ext_hf.engines.base import ServingConfig, find_engine
 from rope_ext_hf.errors import RopeExtError, ServingError
+from rope_ext_hf.serving.configs import make_target, open_model
 from rope_ext_hf.serving.gguf_files import rewrite
-from rope_ext_hf.serving.target import make_target, open_model
 from tests.llama_cpp_engine import read_flags
 from tests.support import every_model
 from tests.support.models import ROTATING, build_known, logits, without_window

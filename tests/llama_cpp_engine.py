@@ -39,8 +39,8 @@ from rope_ext_hf.errors import CheckpointError, ServingError
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.serving.configs import make_target, open_model
 from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
-from rope_ext_hf.serving.target import make_target, open_model
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent

@@ -188,7 +188,7 @@ def test_a_remapping_method_is_its_definition(tokens_: int, past: int) -> None:
     method = Thirds(window=33, max_distance=64)
     assert_close(*attend_and_definition(method, tokens_, tokens_ + past, pads=(0, 7)))
     places = torch.arange(0, 200, 3)
-    expected = [[oracles.distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
+    expected = [[oracles.distances(method)(int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
     assert_close(method.distance(places[:, None], places).tril(), torch.tensor(expected, dtype=torch.float64))
 
 

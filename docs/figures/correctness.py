@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import figure, last_line, lines_of, markdown_table, read_result, stamp
+from docs.figures.registry import figure, last_line, lines_of, made_by, markdown_table, read_result, stamp
 
 
 @figure
@@ -38,8 +38,8 @@ def other_engines() -> str:
         f"*The largest difference of a logit there and here over {result['lengths']['long']} tokens, or "
         f"{result['lengths']['short']} inside the original length, in standard deviations of the logits; bold: another "
         f"model. Of the bundled model and of small random {', '.join(families)} models, "
-        f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. Measured by "
-        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*"
+        f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. "
+        f"{made_by(result)}*"
     )
     alike: dict[tuple[str, ...], list[str]] = {}  # a row for methods of which no program runs another model
     for name in methods:

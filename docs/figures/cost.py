@@ -79,13 +79,12 @@ def dynamic_text() -> str:
             f"{row['factor']:g}",
             row["positions"],
             f"{row['stock']:.2f}",
-            f"{row['ours']:.2f}",
             "{:+.2f} [{:+.2f}, {:+.2f}]".format(row["difference"], *row["interval"]),
         ]
         for row in line["rows"]
         if not row["positions"].startswith("0x")  # both are as loaded there
     )
-    head = ["factor", "positions", "transformers", "this package", "difference"]
+    head = ["factor", "positions", "transformers", "this package less that"]
     return markdown_table(head, rows, stamp(line, f"benchmarks/dynamic.py --text --documents {line['documents']}"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from docs.figures.registry import Row, figure, markdown_table, read_result
+from docs.figures.registry import Row, figure, made_by, markdown_table, read_result
 from rope_ext_hf.reading.preflight import cached_bytes
 
 
@@ -53,12 +53,13 @@ def mlx_lm() -> str:
     by_way: dict[str, list[str]] = {}
     for rope_type, rows in by_rope_type.items():
         by_way.setdefault(cells(rows)[0], []).append(rope_type)
-    return markdown_table(
-        ["rope types", "by", f"{engine}, largest difference of a logit"],
-        (("; ".join(some), *cells([row for each in some for row in by_rope_type[each]])) for some in by_way.values()),
-        f"*In standard deviations of the logits, over {result['lengths']['long']} tokens. Measured by "
-        f"`{result['command']}` with transformers {result['versions']['transformers']} here.*",
+    largest = {way: cells([row for each in some for row in by_rope_type[each]])[1] for way, some in by_way.items()}
+    lines = (
+        f"- {way}: {'; '.join(some)}" + f" ({largest[way]})" * (largest[way] != "–") + "\n"
+        for way, some in by_way.items()
     )
+    note = f"*The largest difference of a logit of {engine} over {result['lengths']['long']} tokens"
+    return f"\n\n{''.join(lines)}\n{note}, in standard deviations. {made_by(result)}*\n\n"
 
 
 @figure
@@ -81,11 +82,9 @@ def llama_cpp() -> str:
         return " ".join([*ways, text])
 
     least = min(row["without"] for row in result["rows"] if row.get("without", 0) > 0.01)
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         "*The largest difference of a logit over both lengths, by file and by flags, in standard deviations of the "
-        f"logits; passing over what is written makes {least:.1f} or more. Measured by `{result['command']}` with "
-        f"{versions}.*"
+        f"logits; passing over what is written makes {least:.1f} or more. {made_by(result)}*"
     )
     alike: dict[tuple[str, ...], list[str]] = {}
     table = []
@@ -122,13 +121,13 @@ def vllm_logprobs() -> str:
         refused = [f"{row['method']} refused" for row in rows if "refused" in row]
         return ", ".join([*([f"{max(measured):.0e}"] if measured else []), *refused, *left]) or "–"
 
-    table = [
-        (family, over, *(cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True)))
-        for (family, over), rows in by_method.items()
-    ]
+    by_family: dict[str, list[tuple[str, ...]]] = {}  # a cell for each base, the model's own scaling first
+    for (family, _), rows in by_method.items():
+        of = (cell([row for (_, used), row in rows.items() if used == plugin]) for plugin in (False, True))
+        by_family.setdefault(family, []).append(tuple(of))
+    table = [(family, *map(" / ".join, zip(*bases, strict=True))) for family, bases in by_family.items()]
     equal = all(each["bit_equal"] for each in result["stock"])
     moved = [row["moved_by"] for row in result["rows"] if "moved_by" in row]
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     by_class = " and ".join(dict.fromkeys(row["family"] for row in result["classes"]))
     unlike = "".join(
         f" {name} is left out: without any method this vLLM differs from transformers by "
@@ -136,15 +135,14 @@ def vllm_logprobs() -> str:
         for name, each in other.items()
     )
     note = (
-        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, `theta` only "
-        "where it does not have to go over a scaling; the methods move "
+        f"*The largest difference of {result['tokens'] - 1} log-probabilities in nats, float32, CPU, over the model's "
+        "own scaling / its original length, `theta` only where it does not have to go over a scaling; the methods move "
         f"them by {min(moved):.2g} to {max(moved):.2g}. Without a method, vLLM with the plug-in installed is "
         f"{'bit-equal to' if equal else '**not** bit-equal to'} vLLM without. {by_class}: rotated queries "
-        f"of vLLM's class and of transformers.{unlike} Measured by "
-        f"`make test-vllm` with {versions}.*"
+        f"of vLLM's class and of transformers.{unlike} {made_by(result)}*"
     )
     heads = [f"{way}: {', '.join(tried[plugin])}" for way, plugin in (("stock", False), ("plug-in", True))]
-    return markdown_table(["model", "over", *heads], table, note)
+    return markdown_table(["model", *heads], table, note)
 
 
 @figure
@@ -168,12 +166,11 @@ def vllm_remapping() -> str:
 
     moved = [row["moved_by"] for row in result["rows"]]
     longest, *others = result["lengths"]
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         f"*The largest difference in nats, float32, CPU, of the log-probabilities of a prompt of {longest} tokens, of "
         f"{', '.join(map(str, others))} more beside it where there are four, and of the {result['generated']} tokens "
         "generated after each; where a prefix is cached, of the latter. The models are for 256 tokens, and the methods "
-        f"move the former by {min(moved):.2g} to {max(moved):.2g}. Measured by `{result['command']}` with {versions}.*"
+        f"move the former by {min(moved):.2g} to {max(moved):.2g}. {made_by(result)}*"
     )
     table = [
         (model, ", ".join(methods[model]), *(cell(model, rows.get(way, [])) for way in ways))
@@ -189,12 +186,8 @@ def vllm_perplexity() -> str:
     apart: dict[str, float] = {}
     for row in result["rows"]:
         apart[row["dtype"]] = max(apart.get(row["dtype"], 0.0), abs(row["vllm"] / row["transformers"] - 1))
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     differ = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in apart.items())
-    return (
-        f"\n\nThe perplexities differ by at most {differ}, as a share. *Measured by "
-        f"`{result['command']}` on a CPU, with {versions}.*\n\n"
-    )
+    return f"\n\nThe perplexities differ by at most {differ}, as a share, on a CPU. *{made_by(result)}*\n\n"
 
 
 @figure
@@ -212,7 +205,6 @@ def vllm_drafts() -> str:
     said: dict[tuple[str, str], list[str]] = {}
     for row in result["rows"]:
         said.setdefault((row["way"], cell(row)), []).append(row["case"])
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     every = list(dict.fromkeys(row["case"] for row in result["rows"]))
     lines = (
         f"- settings in `{way}`: {text}" + (f" ({'; '.join(cases)})" if cases != every else "") + "\n"
@@ -220,7 +212,7 @@ def vllm_drafts() -> str:
     )
     note = (
         f"*The frequencies in the tables of a running vLLM ({'; '.join(every)}), compared with those that were asked "
-        f"for (by-parts x4). Measured by `{result['command']}` with {versions}.*"
+        f"for (by-parts x4). {made_by(result)}*"
     )
     return f"\n\n{''.join(lines)}\n{note}\n\n"
 
@@ -249,13 +241,11 @@ def vllm_memory() -> str:
         differences.append(row.get("difference", 0.0))
     but = f", **but for {'; '.join(wrong)}**" if wrong else ""
     models, most = "; ".join(dict.fromkeys(row["model"] for row in result["rows"])), max(differences)
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     return (
         f"\n\nA running vLLM has room for as many inputs of {result['length']:,} tokens in "
         f"{result['bytes'] // 2**20} MiB of keys and values per process as is computed here, to two digits, in float32 "
         f"and float8, with one and two processes ({models}){but}. Log-probabilities of two processes and of "
-        f"one differ by at most {most:.0e} nats in float32. *Small models on a CPU. Measured by "
-        f"`{result['command']}` with {versions}.*\n\n"
+        f"one differ by at most {most:.0e} nats in float32. *Small models on a CPU. {made_by(result)}*\n\n"
     )
 
 
@@ -272,10 +262,12 @@ def servers() -> str:
     tried: dict[str, dict[str, list[str]]] = {}  # by model and columns, the mistakes; what was right, its models
     for (name, model), of in ran.items():
         where = "" if len(of) == len(columns) else "; ".join(_engine_dtypes([each for each in columns if each in of]))
-        first, second = ("as measured", model) if name == "as measured" else (f"mistakes in {model}", name)
+        mistake = name.removeprefix("with ")
+        first, second = ("as measured", model) if name == "as measured" else (f"mistakes in {model}", mistake)
         tried.setdefault(first, {}).setdefault(where, []).append(second)
     lines = (
-        f"- {first}: " + "; ".join("; ".join(some) + f" (in {where})" * bool(where) for where, some in by_where.items())
+        f"- {first}: "
+        + "; ".join("; ".join(_by_family(some)) + f" (in {where})" * bool(where) for where, some in by_where.items())
         for first, by_where in tried.items()
     )
     of_column = [[row for row in rows if (row["engine"], row["dtype"]) == column] for column in columns]
@@ -284,14 +276,23 @@ def servers() -> str:
         ["largest difference", *(f"{max(map(_apart, of)):.0e}" for of in of_column)],
         ["others not told apart, at most", *(str(max(len(row["alike"]) for row in of)) for of in of_column)],
     ]
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         "*Differences are root mean squares in nats from the configuration that each server was taken for, over "
-        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. Measured by "
-        f"`{result['command']}` with {versions}.*"
+        f"prompts of {result['lengths'][0]} to {result['lengths'][-1]} tokens, of models for 256. {made_by(result)}*"
     )
     head = ["", *(f"{engine} {dtype}" for engine, dtype in columns)]
     return "\n\n" + "\n".join(lines).replace("</s>", "`</s>`") + markdown_table(head, table, note)
+
+
+def _by_family(names: list[str]) -> list[str]:
+    """Names, with what several have before their first comma once: "Llama (as it is; yarn)"."""
+    families: dict[str, list[str]] = {}
+    for name in names:
+        families.setdefault(name.partition(", ")[0], []).append(name)
+    return [
+        some[0] if len(some) == 1 else f"{family} ({'; '.join(each[len(family) + 2 :] or 'as it is' for each in some)})"
+        for family, some in families.items()
+    ]
 
 
 def _engine_dtypes(columns: list[tuple[str, str]]) -> list[str]:
@@ -326,8 +327,7 @@ def server_baselines() -> str:
         (change, *(cells.get((change, *column), "–") for column in columns))
         for change in dict.fromkeys(row["change"] for row in rows)
     )
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
-    note = f"*What the record of a right server says later. Measured by `{result['command']}` with {versions}.*"
+    note = f"*What the record of a right server says later. {made_by(result)}*"
     return markdown_table(["what happened", *(f"{engine} {dtype}" for engine, dtype in columns)], table, note)
 
 

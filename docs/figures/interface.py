@@ -37,7 +37,7 @@ def commands() -> str:
         f"## {panel}\n\n" + "".join(_command(command, shared.values()) for command in listed)
         for panel, listed in panels.items()
     )
-    common = [row for row in counts if row in shared.values() and _option(row) != JSON]
+    common = [_linked(row) for row in counts if row in shared.values() and _option(row) != JSON]
     without = [f"`{each.name}`" for each in every if JSON not in (name for of in each.params for name in of.opts)]
     grouped = {name for names in GROUPS.values() for name in names}
     lists = [
@@ -75,7 +75,7 @@ def _listed(rows: Iterable[_Row]) -> str:
 
 def _command(command: Any, shared: Collection[_Row]) -> str:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
-    usage = " ".join(["rope-ext", command.name, *map(_name, arguments)])
+    usage = " ".join([command.name, *map(_name, arguments)])
     summary = inspect.cleandoc(command.help).partition("\n\n")[0]
     rows = list(_rows(command.params))
     own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
@@ -92,8 +92,15 @@ def _name(argument: Any) -> str:
     return name if argument.required else f"[{name}]"
 
 
-SECTIONS = {"--protocol": "evaluation.md#protocols", "--bos": "evaluation.md#protocols"}
-"""Where an option is explained, of those whose help says what a page says."""
+SECTIONS = {
+    "--protocol": "evaluation.md#protocols",
+    "--bos": "evaluation.md#protocols",
+    "--data": "evaluation.md#texts",
+    "--over": "trained-scaling.md#what-is-extended-over",
+    "--layers": "models.md#several-rotary-embeddings",
+    "--key-window": "evaluation.md#longppl",
+}
+"""Where an option of several commands is explained, of those whose help says what a page says."""
 
 _Row = tuple[str, str, str]
 """Names, default and help of an argument or an option."""
@@ -103,7 +110,8 @@ def _rows(parameters: Any) -> Iterator[_Row]:
     for parameter in sorted(parameters, key=lambda each: each.param_type_name):  # arguments before options
         if parameter.name == "help":
             continue
-        if parameter.param_type_name == "argument":
+        argument = parameter.param_type_name == "argument"  # in brackets where it is not required
+        if argument:
             names = _name(parameter)
         else:
             value = "" if parameter.is_flag else f" {parameter.metavar or 'TEXT'}"
@@ -111,12 +119,16 @@ def _rows(parameters: Any) -> Iterator[_Row]:
         default = parameter.default if not callable(parameter.default) else None
         empty = default in (None, False, "", [], ())
         default = parameter.opts[0] if default is True else default
-        shown = "required" if parameter.required else "" if empty else f"`{default}`"
+        shown = "required" if parameter.required and not argument else "" if empty else f"`{default}`"
         text = (parameter.help or "").replace("\n", " ")
-        sections = [section for option in parameter.opts if (section := SECTIONS.get(option))]
-        if sections:
-            text = f"{re.split(r'[.,:] ', text)[0]}: [more]({sections[0]})."
         yield names, shown, text
+
+
+def _linked(row: _Row) -> _Row:
+    """A row whose help ends after its first words where a page says the rest."""
+    names, shown, text = row
+    section = SECTIONS.get(_option(row))
+    return (names, shown, f"{re.split(r'[.,:] ', text)[0]}: [more]({section}).") if section else row
 
 
 @figure
@@ -133,6 +145,7 @@ def saved_config() -> str:
         config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     keys = [key for key in config if key.startswith("rope_") or key == "max_position_embeddings"]
     shown = json.dumps({key: config[key] for key in sorted(keys)}, indent=2)
-    long_list = r"(\[\s+)([\d.e-]+,).*?,\s+([\d.e-]+\s+\])"
-    shown = re.sub(long_list, r"\1\2 ..., \3", shown, flags=re.DOTALL)
+    shown = re.sub(r"\[\s+([\d.e-]+,).*?,\s+([\d.e-]+)\s+\]", r"[\1 ..., \2]", shown, flags=re.DOTALL)
+    innermost = re.compile(r"(?<=: )([{\[])\s+([^{}\[\]]{,99}?)\s+([}\]])")  # what is short stands on a line
+    shown = innermost.sub(lambda match: match[1] + " ".join(match[2].split()) + match[3], shown)
     return f"\n\n```json\n{shown}\n```\n\n"

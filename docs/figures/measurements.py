@@ -19,11 +19,12 @@ NAMES = {"reference": "bundled model", "docstring-model": "docstring model", "wi
 """The models of benchmarks/factors.py, in the order of their tables."""
 SAME = 1e-3
 """Bits per byte by which a measurement on another machine may differ."""
-COMMANDS = {
-    "reference": "benchmarks/factors.py",
-    "docstring-model": "benchmarks/factors.py --model build/bench/docstring-model",
-    "wide-heads-model": "benchmarks/factors.py --model build/bench/wide-heads-model --longest 8 --spans 8",
+OPTIONS = {
+    "reference": "",
+    "docstring-model": "--model build/bench/docstring-model",
+    "wide-heads-model": "--model build/bench/wide-heads-model --longest 8 --spans 8",
 }
+"""Of benchmarks/factors.py, by model."""
 
 
 def factor_lines() -> dict[str, Row]:
@@ -98,19 +99,19 @@ def _by_model(key: tuple[str, float | None, int]) -> str:
 
 def _note() -> str:
     lines = factor_lines()
-    tokens = ", ".join(f"{line['scored_bytes']:,} bytes of the {NAMES[model]}" for model, line in lines.items())
     by_setting: dict[str, list[str]] = {}
     for model, line in lines.items():
-        by_setting.setdefault(stamp(line, "COMMAND"), []).append(COMMANDS[model])
-    stamps = [text.replace("COMMAND", "` and `".join(commands)) for text, commands in by_setting.items()]
-    further = ", ".join(
-        f"{other['scored_bytes']:,} bytes of the {NAMES[model]} "
-        f"(`--longest {_longest(other)} --spans {other['spans']}`)"
-        for model, line in lines.items()
-        for other in line["longer"]
+        options = f" (`{OPTIONS[model]}`)" * bool(OPTIONS[model])
+        by_setting.setdefault(stamp(line, "benchmarks/factors.py"), []).append(f"{NAMES[model]}{options}")
+    stamps = (f"{', '.join(models)}: {text}" for text, models in by_setting.items())
+    scored = " / ".join(f"{line['scored_bytes']:,}" for line in lines.values())
+    further = " / ".join(
+        ", ".join(f"{o['scored_bytes']:,} (`--longest {_longest(o)} --spans {o['spans']}`)" for o in line["longer"])
+        or "–"
+        for line in lines.values()
     )
-    scored = tokens + f"; at lengths beyond, on other text, {further}" * bool(further)
-    return f"95% intervals over the documents; scored at every length: {scored}. {' '.join(stamps)}"
+    scored += f"; at lengths beyond, on other text: {further}" * any(line["longer"] for line in lines.values())
+    return f"95% intervals over documents; bytes scored at every length: {scored}. {' '.join(stamps)}"
 
 
 def _longest(line: Row) -> int:
@@ -141,8 +142,10 @@ def short_inputs() -> str:
     }
     factors = sorted({factor for _, factor in keys})
     names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
-    rows = ([f"`{name}`", *(_by_model((name, factor, 1)) for factor in factors)] for name in names)
-    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in factors)], rows)
+    columns = {factor: [_by_model((name, factor, 1)) for name in names] for factor in factors}
+    measured = {factor: cells for factor, cells in columns.items() if set(cells) != {"–"}}
+    rows = ([f"`{name}`", *cells] for name, *cells in zip(names, *measured.values(), strict=True))
+    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in measured)], rows)
 
 
 @figure

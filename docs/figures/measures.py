@@ -23,7 +23,7 @@ def _note(benchmark: str) -> str:
     made = {row["model"]: "intervals" in line for line in lines_of(benchmark) for row in line["rows"]}
     older = " and ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
     note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
-    return note + (f" Intervals of {older}: {NARROW.strip()}" if older else "")
+    return note + (f" Intervals of {older} {NARROW}" if older else "")
 
 
 def _model(row: Row) -> str:
@@ -35,12 +35,14 @@ def interval_coverage() -> str:
     """How often each interval holds the mean, by distribution and number of documents."""
     line = last_line("intervals")
     methods = ("here", "percentile")
-    table = [
-        [row["losses"], str(row["documents"]), *(f"{row[name]['held']:.1%}" for name in methods)]
+    sizes = (3, 8, 32)
+    cells = {
+        (row["losses"], row["documents"]): " / ".join(f"{row[name]['held']:.1%}" for name in methods)
         for row in line["rows"]
-        if row["documents"] in (3, 8, 32)
-    ]
-    return markdown_table(("losses", "documents", *methods), table, stamp(line, "benchmarks/intervals.py"))
+    }
+    table = ([losses, *(cells[losses, size] for size in sizes)] for losses in dict.fromkeys(key[0] for key in cells))
+    heads = (f"losses ({' / '.join(methods)})", *(f"{size} documents" for size in sizes))
+    return markdown_table(heads, table, stamp(line, "benchmarks/intervals.py"))
 
 
 @figure
@@ -67,7 +69,7 @@ def _agreement(benchmark: str) -> str:
 
 @figure
 def measures_ranking() -> str:
-    return _ranking("measures")
+    return _ranking("measures", intervals=False)
 
 
 @figure
@@ -75,9 +77,13 @@ def gain_ranking() -> str:
     return _ranking("gain")
 
 
-def _ranking(benchmark: str) -> str:
-    """Every method's value of every measure at the longest length, a column for each model and measure."""
+def _ranking(benchmark: str, *, intervals: bool = True) -> str:
+    """Every method's value of every measure at the longest length, a column for each model and measure.
+
+    Each with its interval, or below the table how far those of each column reach.
+    """
     heads: list[str] = []
+    reached: list[str] = []
     cells: dict[str, dict[str, str]] = {}
     for row in _compared(benchmark):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
@@ -88,9 +94,12 @@ def _ranking(benchmark: str) -> str:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)
             unit = "%" if measure["unit"] == "%" else "nats"
             heads.append(f"{_model(row)}, {longest:,} tokens: {measure['name']}, {unit}")
-            for v in measure["values"]:
-                if v["length"] == longest:
-                    low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
-                    cells.setdefault(v["method"], {})[heads[-1]] = f"{value} [{low}, {high}]"
+            values = [value for value in measure["values"] if value["length"] == longest]
+            for v in values:
+                low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
+                cells.setdefault(v["method"], {})[heads[-1]] = f"{value} [{low}, {high}]" if intervals else value
+            most = max(max(v["high"] - v["value"], v["value"] - v["low"]) for v in values)
+            reached.append(f"{scale * most:.{digits}f}")
     table = [[f"`{name}`", *(values.get(head, "–") for head in heads)] for name, values in cells.items()]
-    return markdown_table(("", *heads), table)
+    note = "" if intervals else f"95% intervals reach up to {' / '.join(reached)} to either side, by column."
+    return markdown_table(("", *heads), table, note)

@@ -56,13 +56,12 @@ def model_pages() -> str:
             rows.append(
                 [
                     f"[{title}]({page_name(title)}.md)",
-                    f"{advice.context_length:,}",
                     f"{model.target_length:,}",
                     _extension(model)[0],
                     served if engines else "no engine alone",
                 ]
             )
-    heads = ("model", "context", "extended to", "`extend` takes", "served by")
+    heads = ("model", "extended to", "`extend` takes", "served by")
     return markdown_table(heads, rows)
 
 
@@ -83,10 +82,10 @@ def _engines() -> list[str]:
 def _extension(model: Published) -> tuple[str, str]:
     """What `extend` takes, for the first engine that serves it, and the command."""
     from rope_ext_hf.advice.extending import plan_extension
-    from rope_ext_hf.advice.questions import Extending
     from rope_ext_hf.engines.base import usual_server
     from rope_ext_hf.errors import ServingError
     from rope_ext_hf.questions import command_line
+    from rope_ext_hf.serving.questions import Extending
 
     for engine in (usual_server(), *_engines()):
         with contextlib.suppress(ServingError):
@@ -104,7 +103,7 @@ def _model_page(title: str) -> str:
 
 def _sections(title: str, model: Published) -> Iterator[str]:
     from rope_ext_hf.patches.recipes import find_recipe
-    from rope_ext_hf.serving.target import open_model
+    from rope_ext_hf.serving.configs import open_model
 
     advice, config = _advice(title), open_model(model.name).config
     recipe, target = find_recipe(config), model.target_length

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from docs.figures.registry import figure, markdown_table, read_result
+from docs.figures.registry import figure, made_by, markdown_table, read_result
 
 COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
 KINDS = {
-    "causal": "causal language models",
-    "vision": "models of text and images",
-    "multimodal": "models of text and speech",
-    "masked": "encoders",
-    "encoder-decoder": "encoder-decoders",
-    "base": "embedding models",
+    "causal language models": ("causal",),
+    "with images or speech": ("vision", "multimodal"),
+    "encoders and others": ("masked", "base", "encoder-decoder"),
 }
 
 
@@ -40,20 +37,14 @@ def _share(rows: list[dict[str, Any]], column: str) -> str:
 @figure
 def coverage_counts() -> str:
     result = read_result("coverage")
-    by_kind = {kind: [row for row in _rotating() if row["kind"] == kind] for kind in KINDS}
-    totals = Counter(row["kind"] for row in _rows())
-    rows = [
-        [KINDS[kind], str(totals[kind]), *(_share(some, column) for column in COLUMNS)]
-        for kind, some in by_kind.items()
-        if some
-    ]
-    rows.append(["all", str(len(_rows())), *(_share(_rotating(), column) for column in COLUMNS)])
-    versions = ", ".join(f"{package} {number}" for package, number in result["versions"].items())
-    note = (
-        "*Of the classes with a rotary embedding in layers that attend to everything, each built small with random "
-        f"weights. Measured by `{result['command']}` with {versions}.*"
-    )
-    return markdown_table(["classes of transformers", "in all", *COLUMNS], rows, note)
+    rows = []
+    for title, kinds in KINDS.items():
+        some = [row for row in _rotating() if row["kind"] in kinds]
+        total = sum(row["kind"] in kinds for row in _rows())
+        rows.append([f"{total} {title}", *(_share(some, column) for column in COLUMNS)])
+    rows.append([f"all {len(_rows())}", *(_share(_rotating(), column) for column in COLUMNS)])
+    note = f"*Of the classes with a rotary embedding in layers that attend to everything. {made_by(result)}*"
+    return markdown_table(["classes of transformers", *COLUMNS], rows, note)
 
 
 def _names(rows: list[dict[str, Any]]) -> str:
@@ -83,37 +74,38 @@ def coverage_models() -> str:
 @figure
 def coverage_reading() -> str:
     """Why a class that takes a patch is read whole, or cannot be measured."""
-    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    counts: dict[str, Counter[str]] = {}
     for row in _rotating():
         if _works(row, "static") and (reason := row["measured"].get("because")):
-            groups.setdefault((_mark(row, "measured"), reason), []).append(row)
-    rows = (
-        [mark, reason, _names(some)]
-        for (mark, reason), some in sorted(groups.items(), key=lambda item: (item[0][0] != "whole", -len(item[1])))
+            counts.setdefault(_mark(row, "measured"), Counter())[reason] += 1
+    lines = (
+        f"- {title}: {'; '.join(f'{reason} ({count})' for reason, count in counts[mark].most_common())}\n"
+        for title, mark in (("read whole", "whole"), ("not measured", "–"))
+        if mark in counts
     )
-    return markdown_table(["measured", "because", "`model_type`"], rows)
+    return f"\n\n{''.join(lines)}\n"
 
 
-def _refusals(head: str, rows: list[dict[str, Any]], column: str) -> str:
+def _refusals(rows: list[dict[str, Any]], column: str) -> str:
     """Why classes take no method of a kind, the commonest reason first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if not _works(row, column):
             groups.setdefault(row[column]["because"], []).append(row)
-    table = ([reason, _names(some)] for reason, some in sorted(groups.items(), key=lambda item: -len(item[1])))
-    return markdown_table([head, "`model_type`"], table)
+    order = sorted(groups.items(), key=lambda item: -len(item[1]))
+    return "\n\n" + "".join(f"- *{reason}*: {_names(some)}\n" for reason, some in order) + "\n"
 
 
 @figure
 def coverage_refusals() -> str:
     """Of classes that compute rotary embeddings, those that take no static method."""
-    return _refusals("refused because", [row for row in _rows() if row["rope"]], "static")
+    return _refusals([row for row in _rows() if row["rope"]], "static")
 
 
 @figure
 def coverage_remapping_refusals() -> str:
     rows = [row for row in _rotating() if _works(row, "static")]
-    return _refusals("no remapping method because", rows, "remapping")
+    return _refusals(rows, "remapping")
 
 
 @figure

@@ -71,12 +71,21 @@ def retrieval_cells(model: str = "reference") -> tuple[dict[tuple[str, int, int]
 @figure
 def retrieval() -> str:
     """The share of exact answers by length, of one key and of one of several, of every model that answers."""
-    return "\n".join(map(_retrieval, {line.get("model", "reference"): None for line in lines_of("retrieval")}))
+    return "".join(map(_retrieval, {line.get("model", "reference"): None for line in lines_of("retrieval")}))
 
 
 def _retrieval(model: str) -> str:
     cells, lengths, line = retrieval_cells(model)
     counts = sorted({keys for _, keys, _ in cells})
+    options = "" if model == "reference" else f" --model build/bench/{model}"
+    measured = stamp(line, f"benchmarks/retrieval.py{options}")
+    if len(cells) == 1:
+        (only,) = cells.values()
+        low, high = only["interval"]
+        return (
+            f"The {NAMES[model]} as loaded answers {only['exact']:.0%} [{low:.0%}, {high:.0%}] of {only['trials']} at "
+            f"{lengths[0]:,} (1x). {measured}\n\n"
+        )
 
     def cell(name: str, length: int) -> str:
         found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
@@ -87,11 +96,10 @@ def _retrieval(model: str) -> str:
     kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
     if any((name, 1, n) in cells and (name, counts[-1], n) not in cells for name, _, n in cells):
         kinds += "; a single number is of one key"
-    options = "" if model == "reference" else f" --model build/bench/{model}"
     questions = f"{next(iter(cells.values()))['trials']} questions a cell"
     ends = (abs(end - row["exact"]) for row in cells.values() for end in row["interval"])
     questions += f", 95% intervals reach up to {100 * max(ends):.0f} points to either side"
-    return markdown_table(head, rows, f"*{kinds}; {questions}.* {stamp(line, f'benchmarks/retrieval.py{options}')}")
+    return markdown_table(head, rows, f"*{kinds}; {questions}.* {measured}")
 
 
 @figure
@@ -127,42 +135,58 @@ def retrieval_ranks() -> str:
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
     scales = sorted({length // context[model] for model, _, length in cells})
+
+    def text(cell: Row | None) -> str:
+        if cell is None or cell["first"] == 1.0:  # whose interval the note has
+            return "–" if cell is None else "1.00"
+        return "{first:.2f} [{:.2f}, {:.2f}]".format(*cell["first_interval"], **cell)
+
+    loaded = {model: cells[model, "as-loaded", context[model]] for model in context}
+    lucky = [model for model, cell in loaded.items() if cell["first_interval"][0] <= LUCK]
     alike: dict[tuple[str, ...], list[str]] = {}
     for model, name in dict.fromkeys(key[:2] for key in cells):
-        texts = (
-            "{first:.2f} [{:.2f}, {:.2f}]".format(*c["first_interval"], **c) if c else "–"
-            for c in (cells.get((model, name, scale * context[model])) for scale in scales)
-        )
-        alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
-    rows = ([model, ", ".join(names), *texts] for (model, *texts), names in alike.items())
+        if model not in lucky:
+            texts = (text(cells.get((model, name, scale * context[model]))) for scale in scales)
+            alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+    rows = ([f"{model}: {', '.join(names)}", *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
-    lucky = [
-        NAMES[model]
-        for (model, name, length), row in cells.items()
-        if name == "as-loaded" and length == context[model] and row["first_interval"][0] <= LUCK
-    ]
     note = f"*{questions} questions a cell, at most {exact:.0%} of them answered exactly; {LUCK} rank first by luck.* "
+    if all_first := next((row for row in cells.values() if row["first"] == 1.0), None):
+        note += "1.00 is [{:.2f}, {:.2f}]. ".format(*all_first["first_interval"])
     if lucky:
-        note += f"Methods are not compared on the {' and the '.join(lucky)}: no better than luck at 1x. "
+        listed = " and ".join(f"the {NAMES[model]}, {text(loaded[model])}" for model in lucky)
+        note += f"As loaded at 1x no better than luck, so that no methods are compared: {listed}. "
     command = f"benchmarks/retrieval.py --score rank --tasks {task} --keys 1 --questions {questions}"
-    head = [f"`{task}`: right answer first", "", *(f"{scale}x" for scale in scales)]
+    head = [f"`{task}`: right answer first", *(f"{scale}x" for scale in scales)]
     return markdown_table(head, rows, note + stamp(lines[-1], command))
 
 
 @figure
 def linear_attention() -> str:
     line = last_line("linear attention")
-    measured = {(row["what"], row["kernel"], row["tokens"]): row for row in line["rows"]}
-    lengths = sorted({row["tokens"] for row in line["rows"]})
+    measured: dict[tuple[str, int], list[Row]] = {}
+    for row in line["rows"]:
+        measured.setdefault((row["what"], row["tokens"]), []).append(row)
+    lengths = sorted({tokens for _, tokens in measured})
+
+    def span(kernels: list[Row], key: str) -> str:
+        return "–".join(dict.fromkeys(f"{most(row[key] for row in kernels):.2f}" for most in (min, max)))
+
     rows = [
-        [f"{what}, `{kernel}`", *("{time:.2f} / {memory:.2f}".format(**cell) if cell else "–" for cell in cells)]
-        for what in dict.fromkeys(what for what, _, _ in measured)
-        for kernel in dict.fromkeys(row["kernel"] for row in line["rows"])
-        for cells in [[measured.get((what, kernel, length)) for length in lengths]]
+        [
+            what,
+            *(
+                f"{span(kernels, 'time')} / {span(kernels, 'memory')}" if (kernels := measured.get((what, n))) else "–"
+                for n in lengths
+            ),
+        ]
+        for what in dict.fromkeys(what for what, _ in measured)
     ]
     head = ["time / memory, times softmax attention", *(f"{length:,}" for length in lengths)]
-    return markdown_table(head, rows, stamp(line, "benchmarks/linear_attention.py"))
+    names = ", ".join(f"`{kernel}`" for kernel in dict.fromkeys(row["kernel"] for row in line["rows"]))
+    note = f"*From the least to the most of {names}.* "
+    return markdown_table(head, rows, note + stamp(line, "benchmarks/linear_attention.py"))
 
 
 @figure
@@ -318,14 +342,6 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
     rows = ([cell(row[key]) for key in keys] for row in line[part])
     text = f"*{note.format(**line)}* " + stamp(line, f"benchmarks/encoders.py --steps {line['steps']}")
     return markdown_table(head, rows, text)
-
-
-@figure
-def encoders_windows() -> str:
-    rows = last_line("encoders")["windows"]
-    shares = " / ".join(f"{row['accuracy']:.1%}" for row in rows)
-    windows = " / ".join(str(row["window"]) for row in rows)
-    return f"{shares} of windows of {windows} tokens"
 
 
 @figure

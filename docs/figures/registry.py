@@ -68,29 +68,45 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
     }
 
 
-NARROW = " Percentile bootstraps over few documents, [narrower than 95% takes](evaluation.md#intervals)."
+NARROW = "by [percentiles](evaluation.md#intervals), too narrow."
+"""What is said of intervals of before Student's."""
 
 
 def stamp(line: Row, command: str) -> str:
     setting = "" if _setting(line) == usual_setting() else f" with {_setting(line)}"
-    count = line.get("threads")
-    threads = f", {count} thread{'' if count == 1 else 's'}" if count else ""
+    count = line.get("threads", 1)
+    threads = f", {count} threads" if count > 1 else ""
     over_documents = any("low" in row and "ratio" not in row for row in line.get("rows", ()))
-    narrow = NARROW if over_documents and "intervals" not in line else ""
+    narrow = f" Intervals {NARROW}" if over_documents and "intervals" not in line else ""
     return f"*Measured by `{command}`{setting}{threads}.*{narrow}"
 
 
 def _setting(line: Row) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in line["versions"].items())
-    return f"{versions}, on {line['device']}"
+    return f"{_listed(line['versions'])}, on {line['device']}"
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())
+
+
+def made_by(result: Row) -> str:
+    """The command that a result came from, with the versions that are not those of most measurements."""
+    usual = _usual_line()["versions"]
+    others = {package: version for package, version in result["versions"].items() if version != usual.get(package)}
+    return f"Measured by `{result['command']}`" + f" with {_listed(others)}" * bool(others) + "."
 
 
 @figure
-@cache
 def usual_setting() -> str:
-    """The versions and the processor of most measurements, which `stamp` does not repeat."""
-    lines = (line for line in read_lines() if line["device"] in PROCESSORS)
-    return Counter(map(_setting, lines)).most_common(1)[0][0]
+    """The versions and the processor of most measurements, which `stamp` and `made_by` do not repeat."""
+    return _setting(_usual_line())
+
+
+@cache
+def _usual_line() -> Row:
+    lines = [line for line in read_lines() if line["device"] in PROCESSORS]
+    usual = Counter(map(_setting, lines)).most_common(1)[0][0]
+    return next(line for line in lines if _setting(line) == usual)
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], after: str = "") -> str:

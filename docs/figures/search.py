@@ -16,7 +16,7 @@ def _interval(values: Sequence[float]) -> str:
 @figure
 def search_begins() -> str:
     """The methods that a search begins with."""
-    from rope_ext_hf.training.search_space import fixed_methods
+    from rope_ext_hf.training.candidates import fixed_methods
 
     *names, last = (f"`{name}`" for name in fixed_methods())
     return f"{', '.join(names)} and {last}"
@@ -24,15 +24,15 @@ def search_begins() -> str:
 
 @figure
 def search_result() -> str:
-    """Losses on the held-out text, as loaded, of every fixed method and of what was found."""
+    """Losses on the held-out text at the target length, as loaded, of every fixed method and of what was found."""
     result = read_result("search")
     report = result["report"]
-    lengths = [str(report["context_length"]), str(report["target_length"])]
-    heads = ["nats per token", *(f"at {int(length):,}" for length in lengths), "what was found is lower by"]
+    length = report["target_length"]
+    heads = [f"nats per token at {length:,}", "", "what was found is lower by"]
     rows = [
         [
             "what was found" if name == "chosen" else name,
-            *(f"{losses[length]:.4f}" for length in lengths),
+            f"{losses[str(length)]:.4f}",
             _interval(report["gains"][name]) if name in report["gains"] else "",
         ]
         for name, losses in report["losses"].items()

@@ -9,10 +9,10 @@ from contextlib import suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from docs.figures.registry import FIGURES, ROOT, anchor, figure, markdown_table, names_in_lines, read_result
+from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
 from rope_ext_hf.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 
@@ -82,9 +82,10 @@ def engines() -> str:
         served = _served_ways(name)
         link = _sections().get(_figure_of(name), f"#{anchor(name)}")
         section = f"[{engine.title or name}]({link})"
-        count = f"{sum(each is not None for each in served)} of {len(served)}"
+        count = str(sum(each is not None for each in served))
         rows.append((f"`{name}`", section, engine.version, count, *_checks(engine)))
-    heads = ["`--engine`", "section", "version", "served", "families run", "by its own classes", "read, not run"]
+    heads = ["`--engine`", "section", "version", f"served of {len(_targets())}", "families run"]
+    heads += ["by its own classes", "read, not run"]
     dates = {engine.table["when"] for engine in list_engines().values() if not (engine.reference or engine.rules_of)}
     return markdown_table(heads, rows, f"Checked on {' and '.join(sorted(dates))}.")
 
@@ -111,11 +112,10 @@ def family_runs() -> str:
         refused = sum("refused" in row for row in result["rows"] if row["engine"] == name)
         remaining = max(max(row.get("imitated", row["difference"]).values()) for row in own)
         rows.append((title, len(families), len(own), refused, f"{worst:.0e}", f"{remaining:.0e}", f"{least:.2g}"))
-    versions = ", ".join(f"{package} {version}" for package, version in result["versions"].items())
     note = (
         "*Of logits over the context length and over four times that, as published and under linear, ntk, yarn and "
         "llama3 with a factor of 4, in standard deviations; and what remains of it where the engine's own ways, below, "
-        f"are imitated here. Measured by `{result['command']}` with {versions}.*"
+        f"are imitated here. {made_by(result)}*"
     )
     heads = ["engine", "families", "configurations", "refused", "largest difference", "remaining", "methods move by"]
     return markdown_table(heads, [tuple(map(str, row)) for row in rows], note)
@@ -165,8 +165,10 @@ def engine_families() -> str:
         for family, target in _families().items():
             ways.setdefault(_way(name, family, target), []).append(family)
         ways.pop("none", None)
-        order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
         whole = sum(map(len, ways.values())) == len(_families())  # no family is missing
+        if not whole:  # what is unchecked is not told apart from what the engine has no model of
+            ways.pop("unchecked", None)
+        order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
         lines = (
             f"- *{way}*: "
             + ("every other family" if whole and way == "transformers" else ", ".join(f"`{each}`" for each in some))
@@ -235,7 +237,8 @@ def _section(engine: str) -> str:
         alike = [name for name, each in list_engines().items() if each.rules_of == rules]
         shown, metadata, _ = _example(engine).partition("# GGUF metadata")
         return _example(engine) if engine == alike[0] else f"{shown}{metadata} and tensors as above\n```\n\n"
-    return _example(engine) + _refused(engine) + _traps(engine)
+    example = "\n\n" if find_engine(engine).reference else _example(engine)  # docs/checkpoint-format.md shows its keys
+    return example + _refused(engine) + _traps(engine)
 
 
 def _refused(engine: str) -> str:
@@ -251,20 +254,18 @@ def _refused(engine: str) -> str:
             return "all" + f" but {' and '.join(served)}" * bool(served)
         return ", ".join(refused) or "–"
 
-    rows = [
-        (family, *(cell(*by_base[over]) for over in ("own", "original")))
-        for family, by_base in by_model.items()
-        if any(refused for refused, _ in by_base.values())
-    ]
+    rows = []
+    for family, by_base in by_model.items():
+        own, original = (cell(*by_base[over]) for over in ("own", "original"))
+        if any(refused for refused, _ in by_base.values()):
+            rows.append((family, own, "the same" if own == original and len(own.split()) > 2 else original))
     counts = ", ".join(f"{count} {_WAYS[way]}" for way, count in Counter(ways).most_common() if way)
-    text = f"{len(ways) - ways.count(None)} of {len(ways)} are served: {counts}."
-    if not rows:
-        return f"{text}\n\n"
-    return f"{text} Refused:" + markdown_table(["model", "over its own scaling", "over its original length"], rows)
+    table = markdown_table(["refused over", "its own scaling", "its original length"], rows) if rows else "\n\n"
+    return f"Served: {counts}.{table}"
 
 
 _WAYS = {
-    "native": "by the engine's own name of the method",
+    "native": "by the engine's own name",
     "longrope": "as two equal lists",
     "divisors": "as divisors",
     "as published": "as published",
@@ -275,13 +276,13 @@ def _traps(engine: str) -> str:
     """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
     traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
-        return "Keys that are ignored or read otherwise: none is known.\n\n"
+        return "Keys ignored or read otherwise: none is known.\n\n"
     version = find_engine(engine).version
     lines = (
         f"- **{each['key']}**" + f" ({each['versions']})" * (each["versions"] != version) + f": {each['effect']}\n"
         for each in traps
     )
-    return f"Keys that are ignored or read otherwise:\n\n{''.join(lines)}\n"
+    return f"Keys ignored or read otherwise:\n\n{''.join(lines)}\n"
 
 
 def _example(engine: str) -> str:

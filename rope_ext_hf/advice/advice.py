@@ -9,9 +9,8 @@ What papers report stands in reported.toml, with the source of each number; noth
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.files import package_table
@@ -127,9 +126,6 @@ class Advice(ShownAsTables):
     notes: tuple[str, ...] = ()
     reported: tuple[Reported, ...] = ()
     on_gpus: GPUMemory | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def _named(self) -> Rows:

@@ -6,7 +6,7 @@ print(rope.advise("Qwen/Qwen3-8B", 131072))
 from __future__ import annotations
 
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,9 @@ from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
+from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
-from rope_ext_hf.serving.target import Model, make_target, make_targets, open_model
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
@@ -350,7 +350,12 @@ class _Planner:
                 options = known.options_on(on_gpus.options)
                 config = replace(config, command=(*config.command, *options) if on_gpus.kv_bits else ())
                 asked |= server.options
-            result[f"serve with {engine}"] = tuple(_serve(model, asked, engine, config))
+            lines = [command_line("serve-config", model, **asked, engine=engine)]
+            if config.gguf_keys:
+                lines.append(command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked))
+            if config.command and (config.overrides is not None or not config.config_keys):
+                lines.append(shlex.join(config.command))
+            result[f"serve with {engine}"] = tuple(lines)
         return result
 
 
@@ -360,11 +365,3 @@ def _kind(method: RopeMethod) -> str:
     if method.trainable:
         return "trained"
     return "length-dependent" if method.length_dependent else "static"
-
-
-def _serve(model: str, asked: Mapping[str, Any], engine: str, config: ServingConfig) -> Iterable[str]:
-    yield command_line("serve-config", model, **asked, engine=engine)
-    if config.gguf_keys:
-        yield command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked)
-    if config.command and (config.overrides is not None or not config.config_keys):
-        yield shlex.join(config.command)

@@ -11,7 +11,6 @@ from typing import Any
 
 from rope_ext_hf.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.advice.advising import advise
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.perplexity_runs import Result
@@ -28,8 +27,8 @@ from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
-from rope_ext_hf.serving.questions import GPUServer
-from rope_ext_hf.serving.target import needs_nothing, open_model
+from rope_ext_hf.serving.configs import needs_nothing, open_model
+from rope_ext_hf.serving.questions import Extending, GPUServer
 
 _UNIT = "bits per byte"
 

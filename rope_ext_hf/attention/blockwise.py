@@ -19,10 +19,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from rope_ext_hf.attention.kernels import has_kernel, has_windows, run_backward, run_kernel
-from rope_ext_hf.attention.rules import AttentionRule, PairScales, Rotation, ScoreModifiers, TokenPositions
+from rope_ext_hf.attention.rules import PairScales, Rotation, ScoreModifiers, TokenPositions
 from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones, add_to_spans, batch_rows, kernel_calls
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.remapping import RemappedPosition
+from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
 from rope_ext_hf.rotary.kv_cache import KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
@@ -138,7 +138,7 @@ class _Attention:
         scaled = rotations.get(entry)
         if scaled is None:
             scale = self._query_scale(m, name, rotation.cos.dtype)
-            scaled = rotation if scale is None else rotation.times(scale)
+            scaled = rotation if scale is None else KeyRotation(rotation.cos * scale, rotation.sin * scale)
             if query.shape[-2] < _MIN_FUSED_QUERIES:  # long ones are cheap beside the rest, and would be kept in memory
                 rotations[entry] = scaled
         return self._rotate(scaled, query)
@@ -309,7 +309,11 @@ class _Attention:
         scaled = self._scale_query(query[:, :, block], lambda: m, name)
         scores = self._zone_scores(scaled, key, m, n, first_query, name, evicted + first_visible)
         scores = self._mask_scores(scores, m, n, block, visible_keys, tokens, count)
-        weights = self._softmax_with_sinks(scores)
+        if self.modifiers.sinks is None:
+            weights = scores.softmax(-1)
+        else:
+            sinks = self.modifiers.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
         if self.modifiers.dropout:
             weights = nn.functional.dropout(weights, self.modifiers.dropout)
         rows, heads, queries, _ = weights.shape
@@ -397,12 +401,6 @@ class _Attention:
             real = self.positions.key_mask[:, None, None, evicted + keys.start : evicted + keys.stop]
             visible = visible & real.to(device)
         return scores.masked_fill(~visible, lowest)
-
-    def _softmax_with_sinks(self, scores: Tensor) -> Tensor:
-        if self.modifiers.sinks is None:
-            return scores.softmax(-1)
-        sinks = self.modifiers.sinks.to(scores.dtype)[None, :, None, None].expand(*scores.shape[:-1], 1)
-        return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @lru_cache(maxsize=16)  # the layers of a model share them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -10,15 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rope_ext_hf.methods.base import UNBOUNDED, constant
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.methods.tiles import Tile
+from rope_ext_hf.methods.base import constant
+from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ScoreBias
 from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 
 @dataclass(frozen=True)
-class LocalAttention:
+class LocalAttention(AttentionRule):
     """The rule of a layer whose keys no method moves: causal attention at true relative positions."""
 
     window_size: int | None = None  # keys a query sees, itself included; None: all before it
@@ -28,39 +27,11 @@ class LocalAttention:
     """
     temperature: RemappingMethod | None = None  # the method whose temperature the layer has
 
-    by_length = False  # far keys stand where they are stored: there are none
-    local_zone_exact = True
-
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        return ((0, self.window_size or UNBOUNDED),)
-
     def key_position(self, n: Tensor) -> RemappedPosition:
-        return self.stored_position(n)
-
-    def stored_position(self, n: Tensor) -> RemappedPosition:
         return RemappedPosition(n) if self.method is None else self.method.stored_position(n)
-
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        return self.stored_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
         return None if self.temperature is None else self.temperature.query_scale(m)
-
-    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        return None
-
-    def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return torch.zeros_like(m - n)
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        yield Tile.band(0, 0, self.window_size or UNBOUNDED, first, last)
-
-    def for_queries(self, first: int, count: int) -> tuple[LocalAttention, int, int]:
-        return self, 0, 1
-
-
-AttentionRule = RemappingMethod | LocalAttention
-"""The keys that a query sees, and at which relative positions; `RemappingMethod` documents each member."""
 
 
 class RotationTable:

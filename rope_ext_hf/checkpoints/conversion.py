@@ -16,8 +16,7 @@ from pathlib import Path
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.checkpoints.detection import consumers
-from rope_ext_hf.checkpoints.detection_sources import weights_from_source
+from rope_ext_hf.checkpoints.detection import consumers, weights_from_source
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
@@ -149,7 +148,16 @@ class _PairingConversion(Conversion):
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
         for name, file in self.source.files.items():
-            self._write_file(file, staging / safetensors_name(name), advance)
+            target, read = staging / safetensors_name(name), partial(self._read_converted, file)
+            if file_matches(target, file.tensors, read, header=file.header):  # by an interrupted conversion
+                advance(size_of(file.tensors))
+                continue
+            with atomic_file(target, fsync=False) as part:
+                if file.header is not None:
+                    self._copy_by_ranges(file, file.header, part, advance)
+                else:
+                    write_safetensors(part, file.tensors, read, advance)
+            copy_mode(file.path, target)
         config_name = ADAPTER_CONFIG if self.source.is_adapter else "config.json"
         skipped = copy_other_files(self.source.folder, staging, [*self.source.files, config_name])
         if self.source.index is not None:
@@ -166,19 +174,6 @@ class _PairingConversion(Conversion):
             return scores
         logits = compare_logits(self.folder, other_pairing(self.to), staging, self.to, self.report.bytes)
         return f"{scores}; {logits}"
-
-    def _write_file(self, file: WeightFile, target: Path, advance: Callable[[int], None]) -> None:
-        """Write one weight file, unless an interrupted conversion has written it."""
-        read = partial(self._read_converted, file)
-        if file_matches(target, file.tensors, read, header=file.header):
-            advance(size_of(file.tensors))
-            return
-        with atomic_file(target, fsync=False) as part:
-            if file.header is not None:
-                self._copy_by_ranges(file, file.header, part, advance)
-            else:
-                write_safetensors(part, file.tensors, read, advance)
-        copy_mode(file.path, target)
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:
         tensor = file.read(name)

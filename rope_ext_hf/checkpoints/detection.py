@@ -23,25 +23,32 @@ measured with the rows in either order as well.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.detection_sources import AttentionWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.live_model import reordered
-from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
-from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
+from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, evenly_spaced
+from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
-from rope_ext_hf.hub import leading_token, load_tokenizer
+from rope_ext_hf.hub import leading_token, load_tokenizer, loading
+from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.attention_interface import evaluating
+from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.geometry import checkpoint_geometry, patch_geometry
+from rope_ext_hf.patches.loading import class_to_load, empty_model
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.patches.slots import patched_slots
 from rope_ext_hf.rotary.pairing import other_pairing
+from rope_ext_hf.terminal import Report
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,6 +60,11 @@ _DECAY_LENGTHS = (256, 1024, 4096)  # tokens; each alone gives every model above
 SPAN_TOKENS, SPANS = 256, 8  # tokens of a text read at a time, and how many times
 TEXT_CHARACTERS = 20 * SPAN_TOKENS * SPANS  # of a text that are tokenised: a whole book would take long
 _TEXT_MARGIN = 0.1  # nats per token by which the better loss must beat the other, and the loss of a uniform guess
+_NORM_BESIDE = "hidden_norm"  # an EAGLE head reads embeddings, and after them states of the model with a norm of theirs
+_INPUT_NORMS = ("input_layernorm", "ln_attn", "operator_norm", "ln_1", "norm_1", "attn_norm")
+_LATENT = dict.fromkeys(("q_b_proj", "indexer.wq_b"), ("q_a_proj", "q_a_layernorm"))
+"""Modules that read a latent, and the modules that compute it, where a layer has them."""
+_SCALES = ("weight_scale", "weight_scale_inv", "SCB")
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class TextLosses:
 
 
 @dataclass(frozen=True)
-class PairingReport:
+class PairingReport(Report):
     """The result of `detect_pairing`.
 
     Attributes:
@@ -103,9 +115,6 @@ class PairingReport:
     reason: str | None = None
     text: TextLosses | None = None
     consumers: tuple[PairingReport, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     @property
     def contradiction(self) -> str | None:
@@ -166,7 +175,7 @@ def detect_pairing(
     Packed weights and adapters alone stay undecided, as does a model that has learned next to nothing.
     """
     if isinstance(path_or_model, nn.Module):
-        weights = weights_from_model(path_or_model)
+        weights = _weights_from_model(path_or_model)
     else:
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
@@ -200,12 +209,6 @@ def _likeness(inv_freq: Tensor) -> Tensor:
     return nn.functional.normalize(_double_center(likeness).flatten(1), dim=1)
 
 
-def _null_std(inv_freq: Tensor) -> float:
-    """The standard deviation of one head's score if its energies stood in random order."""
-    half, interleaved = _likeness(inv_freq)
-    return float((half - interleaved).norm()) / math.sqrt(max(1, len(half) - 2 * len(inv_freq)))
-
-
 def _double_center(table: Tensor) -> Tensor:
     """Set the diagonal of (..., n, n) to zero and subtract the means of rows and columns."""
     diagonal = torch.eye(table.shape[-1], dtype=torch.bool, device=table.device)
@@ -216,7 +219,7 @@ def _double_center(table: Tensor) -> Tensor:
     return table.masked_fill(diagonal, 0.0)
 
 
-def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[PairingReport, ...]:
+def consumers(weights: _Weights, pairing: str | None = None) -> tuple[PairingReport, ...]:
     """Detect the pairing of what rotates beside the attention, which is stated to be in `pairing`."""
     pairing = pairing or weights.stated
     indexers, kept = weights.indexers()
@@ -235,9 +238,7 @@ def consumers(weights: AttentionWeights, pairing: str | None = None) -> tuple[Pa
     )
 
 
-def _of_attentions(
-    weights: AttentionWeights, report: PairingReport, names: list[str], sides: tuple[str, str]
-) -> PairingReport:
+def _of_attentions(weights: _Weights, report: PairingReport, names: list[str], sides: tuple[str, str]) -> PairingReport:
     """A report without figures, with those of the queries and keys of these attention modules."""
     inv_freq = weights.rotary.inv_freq()
     layers: list[_LayerScore] = []
@@ -254,7 +255,9 @@ def _of_attentions(
         return replace(report, reason=str(unreadable))
     by_head = torch.cat(differences)
     spread = float(by_head.std()) if len(by_head) > 1 else 0.0
-    score, error = float(by_head.mean()), max(spread, _null_std(inv_freq)) / math.sqrt(len(by_head))
+    like_half, like_interleaved = _likeness(inv_freq)  # by which energies in random order would score, too
+    by_chance = float((like_half - like_interleaved).norm()) / math.sqrt(max(1, len(like_half) - 2 * len(inv_freq)))
+    score, error = float(by_head.mean()), max(spread, by_chance) / math.sqrt(len(by_head))
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
     if abs(score) < _MIN_SIGMA * error or not error:
@@ -282,7 +285,7 @@ def combine_evidence(report: PairingReport, text: TextLosses) -> PairingReport:
     )
 
 
-def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
+def _compare_losses(weights: _Weights, text: str, tokenizer: PreTrainedTokenizerBase | None) -> TextLosses:
     """Measure the loss on a text with the rows as they are and in the other order."""
     model = weights.load()
     runs = class_pairing(model.config)
@@ -292,7 +295,13 @@ def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedT
         tokenizer = tokenizer or load_tokenizer(model.name_or_path)
     except CheckpointError as none:
         raise CorpusError(f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)") from none
-    spans = _spans(text, tokenizer, weights.rotary.trained_length)
+    ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
+    length = min(SPAN_TOKENS, weights.rotary.trained_length)
+    spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
+    if len(spans) < 2:
+        raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
+    if (first := leading_token(tokenizer)) is not None:
+        spans = torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
     with evaluating(model), torch.no_grad():
         losses = {runs: _losses(model, spans)}
         with reordered(model, weights.tensors, runs):
@@ -307,17 +316,6 @@ def _compare_losses(weights: AttentionWeights, text: str, tokenizer: PreTrainedT
     return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
 
 
-def _spans(text: str, tokenizer: PreTrainedTokenizerBase, trained_length: int) -> Tensor:
-    """Tokenise the beginning of a text: (spans, tokens), with a BOS token if the tokenizer puts one before texts."""
-    ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
-    length = min(SPAN_TOKENS, trained_length)
-    spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
-    if len(spans) < 2:
-        raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
-    first = leading_token(tokenizer)
-    return spans if first is None else torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
-
-
 def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
     """Nats per token of each span (spans, tokens), without its first token: (spans,), float64."""
     device = model.get_input_embeddings().weight.device
@@ -326,3 +324,200 @@ def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
         pairs = zip(logits, spans, strict=True)
         losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
     return torch.stack([loss.cpu().double() for loss in losses])
+
+
+# --- the weights of a loaded model, a folder, or a folder in Meta's format --------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of a model, read one tensor at a time."""
+
+    path: str  # how the report names them
+    tensors: RotaryTensors
+    rotary: Rotary
+    norms: dict[str, nn.Module]  # one of each kind, by the last part of its name, to be called
+    shapes: Mapping[str, Sequence[int]]  # the shape of every tensor, by its name
+    read: Callable[[str], Tensor]  # returns a tensor, by its name
+    stated: str | None  # the pairing by the config or the family table
+    load: Callable[[], PreTrainedModel]  # returns the model itself
+
+    def attentions(self, *, further: bool = False) -> list[str]:
+        """Attention modules that rotate as many dims as `rotary`, by layer; `further`: of layers no config counts."""
+        parts = filter(None, (self.tensors.split_name(name, further=further) for name in self.shapes))
+        names = {".".join(filter(None, (prefix, attention))) for prefix, attention, _ in parts}
+        alike = []
+        for name in names:
+            layouts = self.tensors.layouts_in(name).values()
+            if any(block.rotary == self.rotary.dim for layout in layouts for block in layout.blocks):
+                alike.append(name)
+        numbered = {part: part.zfill(9) for name in alike for part in name.split(".") if part.isdigit()}  # 10 after 2
+        return sorted(alike, key=lambda name: [(p in numbered, numbered.get(p, p)) for p in name.split(".")])
+
+    def indexers(self) -> tuple[list[str], str | None]:
+        """Return the names of the attention modules with an indexer, and the pairing that it keeps; None: theirs."""
+        held = {name.rpartition(".")[0].removesuffix(".base_layer") for name in self.shapes}
+        found: list[tuple[str, str | None]] = []
+        for name in self.attentions():
+            for module, layout in self.tensors.layouts_in(name).items():
+                stored = any(f"{name}.{each}" in held for each in self.tensors.stored_names(module))
+                if stored and any(block.side == "index_q" for block in layout.blocks) and "norm" not in module:
+                    found.append((name, layout.pairing))
+        return [name for name, _ in found], next((pairing for _, pairing in found), None)
+
+    def queries_and_keys(self, attention: str, sides: tuple[str, str] = ("q", "k")) -> tuple[Tensor, Tensor]:
+        """Return the rotated rows of one attention module: (heads, dims, width) and (key heads, dims, width), float32.
+
+        The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
+        scores. Where queries read a latent, its projection is multiplied into the keys. `sides` may be those of an
+        indexer, ("index_q", "index_k").
+        """
+        rows: dict[str, Tensor] = {}
+        gains: dict[str, Tensor] = {}
+        latent: tuple[str, str] | None = None
+        for module, layout in self.tensors.layouts_in(attention).items():
+            if not any(block.side in sides for block in layout.blocks):
+                continue
+            names = (f"{attention}.{name}" for name in self.tensors.stored_names(module))
+            weight = next((weight for name in names if (weight := self._weight(name)) is not None), None)
+            if weight is None:
+                continue
+            is_norm = weight.numel() == layout.rows
+            if is_norm:
+                weight = self._gain(module, weight, layout.rows).reshape(layout.rows, 1)
+            else:
+                latent = _LATENT.get(module, latent)
+            if weight.ndim != 2:
+                raise CheckpointError(f"a projection of queries or keys has shape {tuple(weight.shape)}; {_DISAGREE}")
+            for block, heads in layout.heads(weight):
+                if block.rotary:
+                    (gains if is_norm else rows)[block.side] = heads.narrow(1, block.start, block.rotary)
+        if not set(sides) <= set(rows):
+            raise CheckpointError(
+                f"{attention!r} has no readable query and key weights: they are packed, or of an adapter"
+            )
+        query, key = (rows[side] * gains.get(side, 1.0) for side in sides)
+        layer = attention.rpartition(".")[0]
+        beside = self._weight(f"{layer}.{_NORM_BESIDE}")
+        for name in _INPUT_NORMS:
+            weight = self._weight(f"{layer}.{name}")
+            if weight is not None:
+                gain = self._gain(name, weight, key.shape[-1] - (0 if beside is None else beside.numel()))
+                key = key * (gain if beside is None else torch.cat((gain, beside))).square()
+        if latent is not None and ("q" in sides or query.shape[-1] != key.shape[-1]):  # some indexers read no latent
+            down, norm = (self._weight(f"{attention}.{name}") for name in latent)
+            if down is None or norm is None:
+                missing = latent[0] if down is None else latent[1]
+                raise CheckpointError(f"'{attention}.{missing}.weight' is missing")
+            if down.ndim != 2 or down.shape[1] != key.shape[-1]:
+                raise CheckpointError(f"{latent[0]!r} of {attention!r} has shape {tuple(down.shape)}; {_DISAGREE}")
+            key = key @ down.mT * self._gain(latent[1], norm, len(down))
+        if key.shape[-1] != query.shape[-1]:
+            raise CheckpointError(
+                f"queries and keys of {attention!r} read {query.shape[-1]} and {key.shape[-1]} inputs; {_DISAGREE}"
+            )
+        if not (query.isfinite().all() and key.isfinite().all()):
+            raise CheckpointError(f"{attention!r} has weights that are not finite")
+        return query, key
+
+    def _weight(self, module: str) -> Tensor | None:
+        """Read the weight of a module as float32, also if an adapter wraps it or it is quantised with a scale."""
+        path = next((p for p in (module, f"{module}.base_layer") if f"{p}.weight" in self.shapes), None)
+        if path is None:
+            return None
+        weight = self.read(f"{path}.weight")
+        scale = next((self.read(name) for s in _SCALES if (name := f"{path}.{s}") in self.shapes), None)
+        if is_traceable_wrapper_subclass(weight):
+            kind = type(weight).__name__
+            raise CheckpointError(
+                f"'{path}.weight' is packed or sharded ({kind}); give the folder instead of the model"
+            )
+        if weight.is_meta:
+            raise CheckpointError(f"'{path}.weight' is offloaded to disk; give the folder instead of the model")
+        if not weight.is_floating_point() and (weight.dtype != torch.int8 or scale is None):
+            raise CheckpointError(f"'{path}.weight' is packed into {weight.dtype}")
+        self.tensors.find(f"{path}.weight", weight.shape)  # raises if config and weights disagree
+        return weight.float() if scale is None else _scaled(weight.float(), scale.float())
+
+    def _gain(self, name: str, weight: Tensor, size: int) -> Tensor:
+        """What a norm with this weight multiplies each dim by: the weight, or in some families (Gemma) 1 + weight."""
+        if weight.numel() != size:
+            raise CheckpointError(f"the norm {name!r} has a weight of shape {tuple(weight.shape)}; {_DISAGREE}")
+        norm = self.norms.get(name)
+        if norm is None:
+            return weight
+        signs = 1.0 - 2.0 * (torch.arange(size, device=weight.device) % 2).view(weight.shape)
+        parameters = {key: torch.zeros(p.shape, device=weight.device) for key, p in norm.named_parameters()}
+        try:
+            gain: Tensor = torch.func.functional_call(norm, parameters | {"weight": weight}, (signs,)) * signs
+        except RuntimeError as error:  # a norm of a fixed shape
+            raise CheckpointError(
+                f"the norm {name!r} has a weight of shape {tuple(weight.shape)}; {_DISAGREE}"
+            ) from error
+        return gain
+
+
+_DISAGREE = "config and weights disagree"
+
+
+def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
+    """Multiply a weight by one scale, one per row, or one per block of rows and columns."""
+    if scale.numel() == 1:
+        return weight * scale.reshape(())
+    scale = scale.reshape(len(scale), -1)
+    for dim, size in enumerate(weight.shape):
+        if scale.shape[dim] > 1:
+            block = -(-size // scale.shape[dim])
+            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, size)
+    return weight * scale
+
+
+def _weights_from_model(model: Any) -> _Weights:
+    rotary = checkpoint_geometry(model)
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    return _Weights(
+        path=model.name_or_path or type(model).__name__,
+        tensors=RotaryTensors(model.config, rotary.dim),
+        rotary=rotary,
+        norms=_norms(model),
+        shapes={name: tensor.shape for name, tensor in tensors.items()},
+        read=tensors.__getitem__,
+        stated=getattr(model.config, PAIRING_KEY, None) or class_pairing(model.config),
+        load=lambda: model,
+    )
+
+
+def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_code: bool = False) -> _Weights:
+    if isinstance(source, Source):
+        model, rotary, view, stated, tensors = source.model, source.rotary, source.view, source.pairing, source.tensors
+    else:
+        model = empty_model(source.llama.to_config("interleaved", torch.float32, source.llama.context_length()))
+        rotary, view, stated = patch_geometry(model), source.view(), "interleaved"
+        tensors = RotaryTensors(model.config, rotary.dim)
+
+    def load() -> PreTrainedModel:
+        if not isinstance(source, Source):
+            raise CheckpointError("weights in Meta's format cannot be run here: convert them first, or give no text")
+        if model is None:
+            model_type = tensors.model_type
+            raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
+        settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
+        with loading(f"the model in {path!r}"):
+            loaded: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)
+        return loaded
+
+    return _Weights(
+        path=path,
+        tensors=tensors,
+        rotary=rotary,
+        norms={} if model is None else _norms(model),
+        shapes={name: info.shape for name, info in view.tensors.items()},
+        read=view.read,
+        stated=stated,
+        load=load,
+    )
+
+
+def _norms(model: nn.Module) -> dict[str, nn.Module]:
+    named = ((name.rpartition(".")[2], module) for name, module in model.named_modules())
+    return {name: module for name, module in named if "norm" in name and hasattr(module, "weight")}

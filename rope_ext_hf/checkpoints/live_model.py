@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing, set_pairing_switch
@@ -60,7 +60,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
             f"the weights are {to} already; if they are not, state their pairing (source_pairing=...)"
         )
     with torch.no_grad():
-        for parameter, layout in _rotated_parameters(model, rotary_tensors(config, checkpoint_geometry(model).dim)):
+        for parameter, layout in _rotated_parameters(model, RotaryTensors(config, checkpoint_geometry(model).dim)):
             parameter.copy_(layout.to_pairing(parameter.data, to))
     set_pairing_switch(config, to)
     setattr(config, PAIRING_KEY, to)

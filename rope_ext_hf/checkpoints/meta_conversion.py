@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,8 +28,8 @@ from rope_ext_hf.checkpoints.meta_params import (
     read_params,
 )
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
-from rope_ext_hf.checkpoints.row_layouts import rotary_tensors
-from rope_ext_hf.checkpoints.source import Source, copy_other_files, read_source
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.source import Source, copy_other_files
 from rope_ext_hf.checkpoints.torch_files import open_writer
 from rope_ext_hf.checkpoints.verification import compare_views
 from rope_ext_hf.checkpoints.weight_files import (
@@ -46,7 +45,6 @@ from rope_ext_hf.checkpoints.weight_files import (
 )
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
-    FileStamps,
     atomic_file,
     copy_mode,
     file_stamps,
@@ -61,16 +59,37 @@ from rope_ext_hf.patches.config import PATCH_KEY
 MAX_SHARD_BYTES = 5_000_000_000  # transformers' own default for years
 
 
-@dataclass(frozen=True)
 class MetaSource:
-    """A folder in Meta's format, read as far as the headers."""
+    """A folder in Meta's format, read as far as the headers, and for comparison norms and embeddings."""
 
-    folder: Path
-    llama: Llama
-    parts: tuple[TorchFile, ...]  # its files, in order: each holds the tensors of one model-parallel process
-    split: int  # the dimension of the embeddings that the parts divide
-    stated_length: int | None  # the context length in tokens by params.json, which usually has none
-    inputs: FileStamps  # stamps of params.json and the parts, taken before they were read
+    def __init__(self, folder: Path) -> None:
+        names = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", p.name))
+        if not names:
+            raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {_part_name(0)}")
+        expected = [_part_name(i) for i in range(len(names))]
+        if missing := [name for name in expected if name not in names]:
+            raise CheckpointError(f"{missing[0]!r} is missing in {str(folder)!r}, which has {', '.join(names)}")
+        paths = [resolve_inside(folder, name) for name in ("params.json", *expected)]
+        list_files(folder)  # refuses links that lead out of the folder
+        self.folder, self.inputs = folder, file_stamps(paths)  # before they are read
+        params = read_params(paths[0])
+        # its files, in order: each holds the tensors of one model-parallel process
+        self.parts = parts = tuple(map(TorchFile, paths[1:]))
+        if params["n_kv_heads"] % len(parts):
+            raise CheckpointError(
+                f"{str(folder)!r}: {params['n_kv_heads']} key heads cannot be divided among {len(parts)} parts"
+            )
+        rows, columns = _matrix(parts[0], EMBEDDING)
+        self.split = 0 if columns == params["dim"] else 1  # the dimension of the embeddings that the parts divide
+        vocab = rows if self.split else rows * len(parts)
+        if params["vocab_size"] not in (-1, vocab):
+            raise CheckpointError(
+                f"params.json in {str(folder)!r} has vocab_size {params['vocab_size']}; {EMBEDDING!r} has {vocab} rows"
+            )
+        ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
+        _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(self.split))
+        self.llama = Llama.from_params(params, vocab, ffn, _tied(parts, self.split))
+        self.stated_length: int | None = params.get("max_seq_len")  # in tokens, by params.json, which usually has none
 
     def view(self, to: str = "interleaved") -> TensorView:
         """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing."""
@@ -95,50 +114,13 @@ class MetaSource:
 def open_checkpoint(
     path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Source | MetaSource:
-    """Open a folder or Hub repository, in Meta's format or Hugging Face's."""
+    """Open a folder or Hub repository, in Meta's format or Hugging Face's, which may have a params.json too."""
     folder = model_folder(path, revision=revision)
-    return read_meta(folder) if _is_meta(folder) else read_source(folder, trust_remote_code=trust_remote_code)
-
-
-def _is_meta(folder: Path) -> bool:
-    """Whether a folder is in Meta's format; a Hugging Face folder may have a params.json too (Mistral's do)."""
     has_params, has_config = ((folder / name).is_file() for name in ("params.json", "config.json"))
     has_parts = any(folder.glob("consolidated.*.pth"))
-    return (has_params and has_parts) or ((has_params or has_parts) and not has_config)
-
-
-def read_meta(folder: Path) -> MetaSource:
-    """Read params.json and the headers of the parts; of the weights only norms and embeddings, which are compared."""
-    paths = [resolve_inside(folder, "params.json"), *_part_paths(folder)]
-    list_files(folder)  # refuses links that lead out of the folder
-    inputs = file_stamps(paths)
-    params = read_params(paths[0])
-    parts = tuple(map(TorchFile, paths[1:]))
-    if params["n_kv_heads"] % len(parts):
-        raise CheckpointError(
-            f"{str(folder)!r}: {params['n_kv_heads']} key heads cannot be divided among {len(parts)} parts"
-        )
-    rows, columns = _matrix(parts[0], EMBEDDING)
-    split = 0 if columns == params["dim"] else 1
-    vocab = rows if split else rows * len(parts)
-    if params["vocab_size"] not in (-1, vocab):
-        raise CheckpointError(
-            f"params.json in {str(folder)!r} has vocab_size {params['vocab_size']}; {EMBEDDING!r} has {vocab} rows"
-        )
-    ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
-    _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(split))
-    llama = Llama.from_params(params, vocab, ffn, _tied(parts, split))
-    return MetaSource(folder, llama, parts, split, params.get("max_seq_len"), inputs)
-
-
-def _part_paths(folder: Path) -> list[Path]:
-    names = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", p.name))
-    if not names:
-        raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {_part_name(0)}")
-    expected = [_part_name(i) for i in range(len(names))]
-    if missing := [name for name in expected if name not in names]:
-        raise CheckpointError(f"{missing[0]!r} is missing in {str(folder)!r}, which has {', '.join(names)}")
-    return [resolve_inside(folder, name) for name in expected]
+    if (has_params and has_parts) or ((has_params or has_parts) and not has_config):
+        return MetaSource(folder)
+    return Source(folder, trust_remote_code=trust_remote_code)
 
 
 def _part_name(index: int) -> str:
@@ -253,7 +235,7 @@ class MetaImport(Conversion):
 
     def verify(self, staging: Path) -> str:
         copy = TensorView.from_files(map(SafetensorsFile, sorted(staging.glob("*.safetensors"))))
-        tensors = rotary_tensors(self.config, self.source.llama.head_dim)
+        tensors = RotaryTensors(self.config, self.source.llama.head_dim)
         return compare_views(tensors, self.source.view(), copy, "interleaved", self.to)
 
 
@@ -264,7 +246,12 @@ class MetaExport(Conversion):
     """
 
     def __init__(self, source: Source, dst: Path, *, model_parallel: int, source_pairing: str | None) -> None:
-        self.source, self.llama, self.count = source, _representable(source), model_parallel
+        where = f"{str(source.folder)!r} cannot be written in Meta's format:"
+        if source.is_adapter:
+            raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
+        if PATCH_KEY in read_json(source.folder / "config.json"):
+            raise CheckpointError(f"{where} it was saved with a patch; unpatch the model and save that")
+        self.source, self.llama, self.count = source, Llama.from_config(source.config, where), model_parallel
         self.weights = {weight.meta: weight for weight in self.llama.weights(self.llama.generation.split)}
         _check_tensors(source, self.llama, self.weights.values())
         whole("model_parallel", model_parallel, error=CheckpointError)
@@ -283,6 +270,11 @@ class MetaExport(Conversion):
         self.folder, self.inputs = source.folder, source.inputs
         self.plan = {"to": "meta", "parts": model_parallel, "source_pairing": self.now}
         self.warnings = _losses(source, self.llama)
+        theta = (
+            f"params.json has no rope_theta, since the code of Llama 1 and 2 takes no such key and assumes "
+            f"{self.llama.theta:,.0f}. Meta's Llama 3 code assumes {LLAMA_3_THETA:,.0f}: to run this model with it, "
+            f'add "rope_theta": {self.llama.theta:.1f} to params.json'
+        )
         self.report = ConversionReport(
             path=str(dst),
             source=self.now,
@@ -291,7 +283,7 @@ class MetaExport(Conversion):
             tensors=len(self.weights),
             bytes=self.count * size_of(self.own),
             loads_natively=False,
-            notes=(*self.warnings, *_theta_note(self.llama)),
+            notes=(*self.warnings, *([] if "rope_theta" in self.llama.to_params() else [theta])),
         )
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
@@ -314,7 +306,7 @@ class MetaExport(Conversion):
         return skipped
 
     def verify(self, staging: Path) -> str:
-        copy = read_meta(staging).view()
+        copy = MetaSource(staging).view()
         return compare_views(self.source.tensors, self.source.view, copy, self.now, "interleaved")
 
     def _read(self, name: str, indexes: list[int]) -> list[Tensor]:
@@ -325,15 +317,6 @@ class MetaExport(Conversion):
 
     def _is_written(self, path: Path, index: int) -> bool:
         return file_matches(path, self.infos, lambda name: self._read(name, [index])[0], open_file=TorchFile)
-
-
-def _representable(source: Source) -> Llama:
-    where = f"{str(source.folder)!r} cannot be written in Meta's format:"
-    if source.is_adapter:
-        raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
-    if PATCH_KEY in read_json(source.folder / "config.json"):
-        raise CheckpointError(f"{where} it was saved with a patch; unpatch the model and save that")
-    return Llama.from_config(source.config, where)
 
 
 def _check_tensors(source: Source, llama: Llama, weights: Iterable[Weight]) -> None:
@@ -375,14 +358,3 @@ def _losses(source: Source, llama: Llama) -> tuple[str, ...]:
             "there as rope_scaling_factor"
         )
     return tuple(losses)
-
-
-def _theta_note(llama: Llama) -> tuple[str, ...]:
-    """What to do about rope_theta, where params.json cannot have it for the sake of older code."""
-    if "rope_theta" in llama.to_params():
-        return ()
-    return (
-        f"params.json has no rope_theta, since the code of Llama 1 and 2 takes no such key and assumes "
-        f"{llama.theta:,.0f}. Meta's Llama 3 code assumes {LLAMA_3_THETA:,.0f}: to run this model with it, add "
-        f'"rope_theta": {llama.theta:.1f} to params.json',
-    )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.files import FileStamps, atomic_folder
+from rope_ext_hf.terminal import Report
 
 
 @dataclass(frozen=True)
-class ConversionReport:
+class ConversionReport(Report):
     """What a conversion wrote.
 
     Attributes:
@@ -38,9 +39,6 @@ class ConversionReport:
     skipped_files: tuple[str, ...] = ()
     verified: str | None = None
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [

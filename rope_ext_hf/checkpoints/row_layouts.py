@@ -2,7 +2,7 @@
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)
-    >>> tensors = rotary_tensors(config, rotary_dim=64)
+    >>> tensors = RotaryTensors(config, rotary_dim=64)
     >>> tensors.find("model.layers.0.self_attn.k_proj.weight", (256, 1024))
     RowLayout(repeat=1, blocks=(HeadBlock(count=4, size=64, rotary=64, start=0, ...),), ...)
     >>> tensors.find("model.layers.0.mlp.up_proj.weight", (4096, 1024)) is None
@@ -127,16 +127,29 @@ _OTHER_MODALITIES = re.compile(
 _MULTI_TOKEN_PREDICTION = re.compile(r"(^|\.)(mtp|nextn)")  # further layers, which rotate like the others
 
 
-@dataclass(frozen=True)
 class RotaryTensors:
-    """The row layouts of the tensors of one checkpoint."""
+    """The row layouts of the tensors of one checkpoint, by its config, which may hold a text config."""
 
-    model_type: str
-    layers: tuple[Mapping[str, RowLayout], ...]
-    """Of each layer by the names of modules inside its attention module; none without RoPE."""
-    unrotated: tuple[str, ...]  # names of the modules there whose rows do not rotate
-    renamed: Mapping[str, str] = field(default_factory=dict)  # published names of modules, and those of the class
-    scale_rows: int | None = None  # rows that share a scale, for weights that are quantised in blocks
+    def __init__(self, config: Any, rotary_dim: int) -> None:  # rotated dims per head
+        text = config.get_text_config()
+        known = supported_family(text)
+        if rotates_back(text.model_type):
+            raise UnsupportedModelError(
+                f"the values of {text.model_type!r} are its keys; which columns of the weights after them move with "
+                "its rotated rows is not in the family table"
+            )
+        if not known.rotated:
+            raise UnsupportedModelError(
+                f"which tensors of {text.model_type!r} rotate is not in the family table; add it to "
+                "patches/families.toml"
+            )
+        self.model_type = text.model_type
+        layers = range(int(config_number(text, "num_hidden_layers")))
+        # of each layer by the names of modules inside its attention module; none without RoPE
+        self.layers = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
+        self.unrotated = tuple(known.unrotated)  # names of the modules there whose rows do not rotate
+        self.renamed = known.renamed  # published names of modules, and those of the class
+        self.scale_rows = _scale_rows(config)  # that share a scale, for weights that are quantised in blocks
 
     @cached_property
     def modules(self) -> tuple[str, ...]:
@@ -270,24 +283,6 @@ def _layer_number(match: re.Match[str]) -> int | None:
 def _match_attention(name: str) -> re.Match[str] | None:
     match = _ATTENTION.fullmatch(name)
     return None if match is None or _OTHER_MODALITIES.search(match["prefix"] or "") else match
-
-
-def rotary_tensors(config: Any, rotary_dim: int) -> RotaryTensors:
-    """What rotates in a checkpoint of this config, which may hold a text config; `rotary_dim` rotated dims per head."""
-    text = config.get_text_config()
-    known = supported_family(text)
-    if rotates_back(text.model_type):
-        raise UnsupportedModelError(
-            f"the values of {text.model_type!r} are its keys; which columns of the weights after them move with its "
-            "rotated rows is not in the family table"
-        )
-    if not known.rotated:
-        raise UnsupportedModelError(
-            f"which tensors of {text.model_type!r} rotate is not in the family table; add it to patches/families.toml"
-        )
-    layers = range(int(config_number(text, "num_hidden_layers")))
-    layouts = tuple(_layouts(text.model_type, LayerConfig(text, layer), rotary_dim) for layer in layers)
-    return RotaryTensors(text.model_type, layouts, tuple(known.unrotated), known.renamed, _scale_rows(config))
 
 
 def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, RowLayout]:

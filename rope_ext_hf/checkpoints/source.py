@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
 from rope_ext_hf.errors import CheckpointError
@@ -28,24 +27,42 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True)
 class Source:
-    """A folder of weights, read as far as the headers."""
+    """A folder of weights, read and checked as far as the headers."""
 
-    folder: Path
-    config: Any  # the config of the model; for an adapter, of the model that it was trained on
-    model: PreTrainedModel | None  # that model on the meta device; None: transformers has no class of its family
-    rotary: Rotary  # the rotary embedding of that model
-    files: dict[str, WeightFile]  # by name, in the order of the index
-    index: dict[str, Any] | None  # without its weight map; None: there is a single file
-    inputs: FileStamps  # stamps of the files, taken before they were read
-    tensors: RotaryTensors
-    expected: frozenset[str]  # the rotated modules of the model, as `tensors.locate` names them; none for an adapter
-    pairing: str | None  # the pairing of the weights by the folder or the family table; None: neither states it
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+        self.folder = folder
+        self.inputs: FileStamps = {}  # stamps of the files, taken before they were read
+        # the files by name, in the order of the index; and that without its weight map, None: there is a single file
+        self.files, self.index = _open_files(folder, self.inputs)
+        list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
+        self.is_adapter = _names_adapter(next(iter(self.files)))
+        self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
+        adapter = find_adapter(folder) if self.is_adapter else None
+        self.config = _read_config(folder, adapter, trust_remote_code)
+        pairing = (adapter and adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
+        if pairing not in (None, *PAIRINGS):
+            raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
+        self.model: PreTrainedModel | None = None  # on the meta device; None: transformers has no class of its family
+        with loading(f"the model that the config of {str(folder)!r} describes"):
+            text = self.config.get_text_config()
+            if (pattern := family(text.model_type).remote_attention) is not None:
+                check_sizes(self.config)
+                self.rotary = cast("Rotary", stated_rotary(self.config))  # the table has it for every such family
+                self.tensors = RotaryTensors(self.config, self.rotary.dim)
+                layers = range(len(self.tensors.layers))
+                modules = {f"{pattern.format(layer)}.{module}" for layer in layers for module in self.tensors.modules}
+            else:
+                from transformers import MODEL_MAPPING
 
-    @property
-    def is_adapter(self) -> bool:
-        return _names_adapter(next(iter(self.files)))
+                part = text if type(text) in MODEL_MAPPING else self.config  # some text parts have no class
+                self.model = empty_model(part, trust_remote_code=trust_remote_code)
+                self.rotary = checkpoint_geometry(self.model)
+                self.tensors = RotaryTensors(self.config, self.rotary.dim)
+                located = map(self.tensors.locate, self.model.state_dict())
+                modules = {each[1] for each in located if each is not None}
+        self.expected = set[str]() if self.is_adapter else modules  # that rotate, as `tensors.locate` names them
+        self.pairing = pairing or config_pairing(self.config)  # of the weights; None: it is stated nowhere
 
     @cached_property
     def view(self) -> TensorView:
@@ -82,36 +99,6 @@ class Source:
         return layouts
 
 
-def read_source(folder: Path, *, trust_remote_code: bool = False) -> Source:
-    """Read and check everything in a folder but the weights."""
-    inputs: FileStamps = {}
-    files, index = _open_files(folder, inputs)
-    list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
-    is_adapter = _names_adapter(next(iter(files)))
-    inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if is_adapter else "config.json")])
-    adapter = find_adapter(folder) if is_adapter else None
-    config = _read_config(folder, adapter, trust_remote_code)
-    pairing = (adapter and adapter.pairing) or getattr(config, PAIRING_KEY, None)
-    if pairing not in (None, *PAIRINGS):
-        raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
-    with loading(f"the model that the config of {str(folder)!r} describes"):
-        model, rotary = _model_and_rotary(config, trust_remote_code)
-        tensors = rotary_tensors(config, rotary.dim)
-        expected = _rotated_modules(model, tensors)
-    return Source(
-        folder=folder,
-        config=config,
-        model=model,
-        rotary=rotary,
-        files=files,
-        index=index,
-        inputs=inputs,
-        tensors=tensors,
-        expected=frozenset() if adapter is not None else expected,
-        pairing=pairing or config_pairing(config),
-    )
-
-
 def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
     """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files."""
     left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
@@ -133,48 +120,18 @@ def _names_adapter(file: str) -> bool:
 
 def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
     """The config of the model, or of the model that an adapter was trained on."""
+    from transformers.configuration_utils import PreTrainedConfig
+
     where = folder
     if adapter is not None and not (folder / "config.json").is_file():
         where = model_folder(adapter.base, weights=False)
     with loading(f"the config of {str(where)!r}"):
-        return _remote_config(where) or load_config(where, trust_remote_code=trust_remote_code)[0]
-
-
-def _remote_config(where: str | Path) -> Any | None:
-    """The config of a family whose code comes with its checkpoints, read without running that code."""
-    from transformers.configuration_utils import PreTrainedConfig
-
-    values, _ = PreTrainedConfig.get_config_dict(where)
-    check_stated(values)
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or family(model_type).remote_attention is None:
-        return None
-    return PreTrainedConfig(**values)
-
-
-def _model_and_rotary(config: Any, trust_remote_code: bool) -> tuple[PreTrainedModel | None, Rotary]:
-    text = config.get_text_config()
-    if family(text.model_type).remote_attention is not None:
-        check_sizes(config)
-        rotary = stated_rotary(config)
-        assert rotary is not None  # the table has it for every such family
-        return None, rotary
-    from transformers import MODEL_MAPPING
-
-    part = text if type(text) in MODEL_MAPPING else config  # some text parts have no class that a config leads to
-    model = empty_model(part, trust_remote_code=trust_remote_code)
-    return model, checkpoint_geometry(model)
-
-
-def _rotated_modules(model: PreTrainedModel | None, tensors: RotaryTensors) -> frozenset[str]:
-    """The rotated modules of every layer, as `locate` names them."""
-    if model is not None:
-        locations = (tensors.locate(name) for name in model.state_dict())
-        return frozenset(location[1] for location in locations if location is not None)
-    pattern = family(tensors.model_type).remote_attention
-    assert pattern is not None  # other families have a class
-    layers = range(len(tensors.layers))
-    return frozenset(f"{pattern.format(layer)}.{module}" for layer in layers for module in tensors.modules)
+        values, _ = PreTrainedConfig.get_config_dict(where)
+        check_stated(values)
+        model_type = values.get("model_type")
+        if isinstance(model_type, str) and family(model_type).remote_attention is not None:
+            return PreTrainedConfig(**values)  # without the code of its class, which comes with its checkpoints
+        return load_config(where, trust_remote_code=trust_remote_code)[0]
 
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -89,7 +88,12 @@ class SafetensorsFile:
                 self.header = file.read(start)
             fields = parse_json_object(self.header[8:])
             self.metadata = fields.pop("__metadata__", None) or {}
-            infos = {name: _parse_info(name, entry, start) for name, entry in fields.items()}
+            infos = dict[str, TensorInfo]()
+            for name, entry in fields.items():
+                shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+                if len(shape) > MAX_DIMS or math.prod(size or 1 for size in shape) >= 2**63:
+                    raise ValueError(f"{name!r} has a shape that no tensor of torch can have")
+                infos[name] = TensorInfo(entry["dtype"], shape, start + begin, start + end)
         except (OSError, ValueError, RecursionError, SafetensorError) as error:
             raise CheckpointError(f"{str(path)!r} is not a valid safetensors file: {one_line(error)}") from error
         self.tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
@@ -99,13 +103,6 @@ class SafetensorsFile:
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
         return _read_numbers(self.path, info.begin, info.end, TORCH_DTYPES[info.dtype]).view(info.shape)
-
-
-def _parse_info(name: str, entry: dict[str, Any], start: int) -> TensorInfo:
-    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
-    if len(shape) > MAX_DIMS or math.prod(size or 1 for size in shape) >= 2**63:
-        raise ValueError(f"{name!r} has a shape that no tensor of torch can have")
-    return TensorInfo(entry["dtype"], shape, start + begin, start + end)
 
 
 def write_safetensors(

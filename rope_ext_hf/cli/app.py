@@ -18,10 +18,10 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import evaluation, lm_eval, models, run_files, serving, training
+from rope_ext_hf.cli import evaluation, lm_eval, models, run_files, serving
 from rope_ext_hf.cli.console import all_results, print_error, print_text, quiet_transformers, results_to, short_warnings
-from rope_ext_hf.cli.options import expand_options, method_parameters, unknown_option
-from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
+from rope_ext_hf.cli.options import expand_options, method_parameters
+from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
 
 _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
@@ -38,7 +38,7 @@ _COMMANDS = {
         lm_eval.lm_eval,
         lm_eval.lm_eval_tasks,
     ),
-    "Training": (training.search, training.finetune),
+    "Training": (models.search, models.finetune),
     "Checkpoints": (models.convert, models.detect),
     "Serving": (
         serving.extend,
@@ -104,7 +104,10 @@ class _Command(TyperCommand):
                 continue
             known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
             if name not in known and name.replace("_", "-") not in known:
-                ctx.fail(unknown_option(name, [*options, *known]))
+                hint = did_you_mean(name, [*options, *known])
+                if name == "--plot":
+                    hint = " `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
+                ctx.fail(f"no such option: {short(name)}.{hint}")
             parameters.append(arg)
             if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):
                 parameters.append(rest.pop(0))
@@ -158,17 +161,12 @@ class _Group(TyperGroup):
             code = 1
         except Exception as error:
             print_error(_message(error))
-            _tell_others(error)
             code = 2
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # others of a launcher would wait
+                from rope_ext_hf.runs.workers import tell_others
+
+                tell_others(error)
         raise SystemExit(code if isinstance(code, int) else 0)
-
-
-def _tell_others(error: Exception) -> None:
-    """End the other processes of a launcher, which would wait for this one."""
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
-        from rope_ext_hf.runs.workers import tell_others
-
-        tell_others(error)
 
 
 def _message(error: Exception) -> str:

@@ -150,12 +150,11 @@ def demo(
     retrieval = ask(Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4))
     comparison = Comparison([loss, retrieval])
     page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
+    note = str(picture)
     try:
         comparison.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
     except ImportError as error:
         note = f"none; {error}"
-    else:
-        note = str(picture)
     if as_json:
         whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
         print_text(json_text(whole | {"conclusion": str(comparison.conclusion)}))
@@ -169,7 +168,7 @@ def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    prepare(given, question, reader).measure()
+    Prepared(given, question, reader).measure()
 
 
 def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
@@ -181,7 +180,7 @@ def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    prepare(given, question, reader).measure()
+    Prepared(given, question, reader).measure()
 
 
 def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
@@ -191,7 +190,7 @@ def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> No
     """
     if question.task is None and given.model == "reference":
         question = replace(question, task="key-value")
-    prepare(given, question, shared).measure()
+    Prepared(given, question, shared).measure()
 
 
 def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
@@ -199,7 +198,7 @@ def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    prepare(given, question, shared).measure()
+    Prepared(given, question, shared).measure()
 
 
 def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
@@ -210,7 +209,7 @@ def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
 
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
-    prepare(given, question, shared).measure()
+    Prepared(given, question, shared).measure()
 
 
 def need(
@@ -325,16 +324,25 @@ def report(
     print_text(f"{wrapped(str(comparison.conclusion))}\nreport   {page}")
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A measurement that is planned and fits into memory."""
+class Prepared:
+    """A measurement, planned from the model on the meta device, that fits into memory; what it needs is printed."""
 
-    given: RunOptions
-    load: EvalOptions
-    plan: RunPlan[Any]
-    workers: Workers
-    file: RunFile  # what was asked, which the run's folder keeps
-    forecast: Forecast | None  # what a dry run takes
+    def __init__(self, given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions) -> None:
+        from rope_ext_hf.hub import foreign_errors
+        from rope_ext_hf.runs.run_file import run_file
+
+        self.given = given
+        workers, load = shared.launched(given.load)
+        with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
+            empty = load.empty_model(given.model)
+            plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
+            self.file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
+            if isinstance(question, Perplexity):
+                plan = _with_keys(plan, question, given, load, workers, self.file)
+            plan, workers = shared.reading(plan, given.model, empty, load, workers)
+            most_spans = getattr(question, "max_spans", None)
+            self.forecast = _preflight(empty, load, plan, workers, most_spans, given)  # what a dry run takes
+        self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
         """Measure, and print from the first process; of a dry run print what it would take, and end."""
@@ -352,24 +360,6 @@ class _Prepared:
             _print_run(run, self.given.as_json)
         _stop_if_not_finite(run)
         return run
-
-
-def prepare(given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions) -> _Prepared:
-    """Plan a measurement from the model on the meta device, and print what it needs."""
-    from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.runs.run_file import run_file
-
-    workers, load = shared.launched(given.load)
-    with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
-        empty = load.empty_model(given.model)
-        plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
-        file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
-        if isinstance(question, Perplexity):
-            plan = _with_keys(plan, question, given, load, workers, file)
-        plan, workers = shared.reading(plan, given.model, empty, load, workers)
-        most_spans = getattr(question, "max_spans", None)
-        forecast = _preflight(empty, load, plan, workers, most_spans, given)
-    return _Prepared(given, load, plan, workers, file, forecast)
 
 
 def _with_keys(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -100,8 +100,18 @@ def lm_eval(
         apply_chat_template=_TEMPLATE[chat_template],
         log_samples=log_samples,
     )
-    samples = results.pop("samples", {})
-    written = [] if output_path is None else _keep(tracker, output_path, results, samples)
+    samples, written = results.pop("samples", {}), list[Path]()
+    if output_path is not None:  # lm-eval says nothing of errors
+        folder = output_path.parent if output_path.suffix == ".json" else output_path
+        with disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            before = set(folder.rglob("*.json*"))
+            tracker.save_results_aggregated(results=dict(results), samples=samples)
+            for task, own in samples.items():
+                tracker.save_results_samples(task_name=task, samples=own)
+        written = sorted({*folder.rglob("*.json*")} - before)
+        if len(written) < 1 + len(samples):
+            raise FileError(f"lm-eval could not write all of its results below {str(folder)!r}")
     if as_json:
         print_text(json_text(results))
         return
@@ -109,18 +119,3 @@ def lm_eval(
     if results.get("groups"):
         print_text(make_table(results, "groups"))
     print_text("\n".join([f"read up to {results['max_length']:,} tokens", *(f"written to {each}" for each in written)]))
-
-
-def _keep(tracker: Any, path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
-    """Have lm-eval write results and samples, in which it says nothing of errors; the files."""
-    folder = path.parent if path.suffix == ".json" else path
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        before = set(folder.rglob("*.json*"))
-        tracker.save_results_aggregated(results=dict(results), samples=samples)
-        for task, own in samples.items():
-            tracker.save_results_samples(task_name=task, samples=own)
-    written = sorted({*folder.rglob("*.json*")} - before)
-    if len(written) < 1 + len(samples):
-        raise FileError(f"lm-eval could not write all of its results below {str(folder)!r}")
-    return written

@@ -1,10 +1,10 @@
-"""Commands about methods and models: `methods`, `describe`, `explain`, `diff`, `patch`, `card`, `convert`, `detect`."""
+"""Commands about models: methods, describe, explain, diff, patch, card, convert, detect, search, finetune."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import MISSING, replace
+from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +13,13 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
-from rope_ext_hf.cli.options import Json, LoadOptions, Model, Out, PublishOptions, SourceOptions
-from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, UnsupportedModelError, one_line, short
+from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model, Out, PublishOptions, SourceOptions
+from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, short
 from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice
 from rope_ext_hf.questions import asked
+from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
+_RunFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
+]
+
 
 def methods(as_json: Json = False) -> None:
     """List the methods and their parameters, with the defaults; `rope-ext explain` draws them.
@@ -35,21 +41,17 @@ def methods(as_json: Json = False) -> None:
 
     Example: `rope-ext methods`
     """
-    import dataclasses
-
     from rope_ext_hf.methods.registry import list_methods
 
-    rows: list[dict[str, Any]] = []
-    for name, method in list_methods().items():
-        fields = dataclasses.fields(method)
-        rows.append(
-            {
-                "method": name,
-                "summary": (method.__doc__ or "").strip().splitlines()[0],
-                "parameters": {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields},
-                "required": [f.name for f in fields if f.default is dataclasses.MISSING],
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "method": name,
+            "summary": (method.__doc__ or "").strip().splitlines()[0],
+            "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
+            "required": [f.name for f in fields(method) if f.default is MISSING],
+        }
+        for name, method in list_methods().items()
+    ]
     if as_json:
         print_text(json_text(rows))
         return
@@ -60,18 +62,13 @@ def methods(as_json: Json = False) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for row in rows:
+        options = []
+        for name, default in row["parameters"].items():
+            value = f" {default}" if default is not None else ""
+            options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
         # as Text: in a string, "factors[i]" would be markup
-        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], _options_text(row)]))))
+        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], ", ".join(options)]))))
     print_table(table)
-
-
-def _options_text(row: dict[str, Any]) -> str:
-    """A method's parameters as options of the command line, with their defaults."""
-    options = []
-    for name, default in row["parameters"].items():
-        value = f" {default}" if default is not None else ""
-        options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
-    return ", ".join(options)
 
 
 def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
@@ -112,6 +109,7 @@ def explain(
 
     Example: `rope-ext explain reference --method yarn --factor 8`
     """
+    from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.patches.geometry import patch_geometry
     from rope_ext_hf.patches.patching import patched_method
@@ -137,16 +135,12 @@ def explain(
     with disk_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     by_label = {label(method.to_dict()): method for method in drawn}
-    try:
-        words: dict[str, Any] = {"title": title, "note": note}
-        with progress_bar("drawing", unit="pictures") as bar:
+    words: dict[str, Any] = {"title": title, "note": note}
+    with foreign_errors("the pictures cannot be drawn"), progress_bar("drawing", unit="pictures") as bar:
+        try:
             made = write_explanation(out, rotary, by_label, length=length, trained=trained, progress=bar.set, **words)
-    except RopeExtError:
-        raise
-    except ImportError as error:
-        raise MethodError(str(error)) from error
-    except Exception as error:  # matplotlib raises anything on what it cannot draw
-        raise MethodError(f"the pictures cannot be drawn: {one_line(error)}") from error
+        except ImportError as error:
+            raise MethodError(str(error)) from error
     if as_json:
         pictures = {name: str(path) for name, path in made.pictures.items()}
         heads = None if trained is None else len(trained)
@@ -383,16 +377,80 @@ def detect(
     Example: `rope-ext detect reference`
     """
     from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
-    from rope_ext_hf.hub import model_source
+    from rope_ext_hf.hub import foreign_errors, model_source
 
     sample = None
     if text is not None:
-        try:
+        with foreign_errors(f"the text {short(str(text))!r} cannot be read"):
             if not text.is_file():  # a device may have no end, a pipe may never begin
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")
             with text.open(encoding="utf-8") as file:
                 sample = file.read(TEXT_CHARACTERS)
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"the text {short(str(text))!r} cannot be read: {one_line(error)}") from error
     report = detect_pairing(model_source(model), text=sample, **source.version)
     print_text(json_text(report.to_dict()) if as_json else str(report))
+
+
+def finetune(
+    model: Model,
+    question: Finetuning,
+    source: LoadOptions,
+    publish: PublishOptions,
+    out: _RunFolder,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+
+    Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
+    The trained model, in FOLDER/model, loads plainly wherever the method does.
+
+    Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
+    """
+    _carry_out(question, source, publish, out, dry_run, as_json)
+
+
+def search(
+    model: Model,
+    question: Searching,
+    source: LoadOptions,
+    publish: PublishOptions,
+    out: _RunFolder,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Search the method and the divisors with which a model reads your text best at a longer length.
+
+    The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
+    same command continues where it was stopped. Where what was found does not surely read better than the best fixed
+    method, that is written.
+
+    Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
+    """
+    _carry_out(question, source, publish, out, dry_run, as_json)
+
+
+def _carry_out(
+    question: OfModel, source: LoadOptions, publish: PublishOptions, out: Path, dry_run: bool, as_json: bool
+) -> None:
+    """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
+    name = question.command
+    if source.device_map is not None:
+        raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
+    publish.check()
+    from rope_ext_hf import training
+
+    if dry_run:
+        from rope_ext_hf.training.forecasts import forecast
+
+        print_forecast(forecast(question, out), as_json)
+        return
+    report: Any
+    try:
+        arguments = question.arguments
+        arguments |= arguments.pop("parameters", {})
+        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress()}
+        report = getattr(training, name)(out=out, **arguments)
+    except ImportError as error:
+        raise MethodError(str(error)) from error
+    print_text(json_text(report.to_dict()) if as_json else str(report))
+    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

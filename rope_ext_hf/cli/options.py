@@ -16,7 +16,8 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import Field, dataclass
 from functools import cache, wraps
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from rope_ext_hf.cli.console import print_note
-from rope_ext_hf.errors import MethodError, did_you_mean, short, size_text
+from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.questions import Asked, Question, asked, command_line, kind_of, option_text
@@ -166,7 +167,13 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def run(context: typer.Context, **values: Any) -> Any:
-        return _call(command, _over_file(context, values, instead) | {"context": context})
+        of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
+        for name in values:  # what was typed counts instead of a run file, also in another way of its `instead_of`
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                for other in (name, *instead.get(name, ()), *(["parameters"] if name == "method" else [])):
+                    of_file.pop(other, None)
+        return _call(command, values | of_file | {"context": context})
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -183,23 +190,10 @@ def questions_of(group: Any) -> list[type[Question]]:
     return found
 
 
-def _over_file(
-    context: typer.Context, values: dict[str, Any], instead: Mapping[str, tuple[str, ...]]
-) -> dict[str, Any]:
-    """The values of the options, those of a run file in place of what was not typed, itself or by its `instead`."""
-    of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
-    for name in values:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            for other in (name, *instead.get(name, ()), *(["parameters"] if name == "method" else [])):
-                of_file.pop(other, None)
-    return values | of_file
-
-
 def _options_of(group: Any) -> list[inspect.Parameter]:
     """The options of a command or a dataclass, in the order of its parameters."""
     if isinstance(group, type) and issubclass(group, Question):
-        return [_option(each, how, _panel(group, each.name)) for each, how in group.how_asked() if how.option]
+        return [_option(group, each, how) for each, how in group.how_asked() if how.option]
     types = get_type_hints(group, include_extras=True)
     own = {each.name: each for each in _options_of(_question_alone(group))}
     parameters: list[inspect.Parameter] = []
@@ -222,16 +216,13 @@ def _question_alone(command: Callable[..., Any]) -> type[Question]:
     return dataclasses.make_dataclass(command.__name__, fields, bases=(Question,), frozen=True, kw_only=True)
 
 
-def _panel(group: type[Question], name: str) -> str | None:
-    """The title of the class that has the field."""
-    return next(getattr(each, "PANEL", None) for each in group.__mro__ if name in vars(each).get("__annotations__", ()))
-
-
 _TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}
 
 
-def _option(field: Field[Any], how: Asked, panel: str | None) -> inspect.Parameter:
+def _option(group: type[Question], field: Field[Any], how: Asked) -> inspect.Parameter:
     """The option of one field of a question; what is parsed comes as text."""
+    holders = (each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ()))
+    panel = getattr(next(holders), "PANEL", None)
     default = field.default if how.typed is ... else how.typed
     kind: Any = str if how.parse else _TYPES.get(kind_of(field), str)
     if how.repeated:
@@ -286,28 +277,16 @@ def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:
         name, has_value, value = option[2:].partition("=")
         if not has_value:
             value = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        parameters[name.replace("-", "_")] = _parse_value(value)
+        if value.count("[") + value.count("{") > _MOST_NESTING:
+            raise MethodError(f"a parameter is a number, a word or a comma list of numbers; got {short(value)!r}")
+        parsed: Any = value
+        with suppress(ValueError):  # a word
+            parsed = tuple(map(float, value.strip("[]").split(","))) if "," in value else json.loads(value)
+        parameters[name.replace("-", "_")] = parsed
     return parameters
-
-
-def _parse_value(text: str) -> Any:
-    if text.count("[") + text.count("{") > _MOST_NESTING:
-        raise MethodError(f"a parameter is a number, a word or a comma list of numbers; got {short(text)!r}")
-    try:
-        if "," in text:
-            return tuple(float(number) for number in text.strip("[]").split(","))
-        return json.loads(text)
-    except ValueError:
-        return text
 
 
 def method_parameters() -> set[str]:
     from rope_ext_hf.methods.registry import list_methods
 
     return {field.name for method in list_methods().values() for field in dataclasses.fields(method)}
-
-
-def unknown_option(option: str, known: Sequence[str]) -> str:
-    if option == "--plot":
-        return "no such option: --plot. `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
-    return f"no such option: {short(option)}.{did_you_mean(option, known)}"

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, results_to
-from rope_ext_hf.cli.evaluation import ReaderOptions, RunOptions, prepare, print_forecast, reach_in
+from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions, print_forecast, reach_in
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
 from rope_ext_hf.engines.base import list_engines
@@ -21,7 +20,7 @@ from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.questions import asked, command_line
-from rope_ext_hf.serving.questions import GPUServer
+from rope_ext_hf.serving.questions import Extending, GPUServer
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -61,14 +60,14 @@ def extend(
     chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
     given = RunOptions(model, plan.patch, load, dry_run=dry_run)
     if dry_run:
-        forecast = prepare(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
+        forecast = Prepared(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
         _print_extension(plan, chosen, forecast, load.empty_model(model), as_json)
         return
     written, verdict, runs = carries(plan, **load.version), None, list[Any]()
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(chosen)
         if plan.perplexity is not None:
-            prepared = prepare(given, plan.perplexity, ReaderOptions())
+            prepared = Prepared(given, plan.perplexity, ReaderOptions())
         if not publish.yes:
             if as_json or not sys.stdin.isatty():
                 raise MethodError("nobody can be asked here whether to go on; give --yes")

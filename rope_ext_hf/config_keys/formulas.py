@@ -45,8 +45,7 @@ def yarn(
     if low == high:
         high += 0.001
     result = []
-    for pair in range(dim // 2):
-        value = float(theta) ** (-2 * pair / dim)
+    for pair, value in enumerate(plain(theta, dim)):
         ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
         result.append(value / factor * ramp + value * (1 - ramp))
     return result

@@ -93,7 +93,9 @@ def unread_settings(text: Config) -> str | None:
 
 
 def check_sliding_layers(text: Config, every: int, engine: str) -> None:
-    """Refuse a config whose full-attention layers are others than each `every`-th, which an engine takes them to be."""
+    """Refuse a Gemma 3 whose full-attention layers are not each `every`-th, as an engine takes them to be."""
+    if text.get("model_type") != "gemma3_text":
+        return
     layers = text.get("layer_types")
     pattern = text.get("sliding_window_pattern", text.get("_sliding_window_pattern", every))
     usual = [(index + 1) % every == 0 for index in range(len(layers or ()))]
@@ -128,7 +130,8 @@ def rotated_dims(text: Config, settings: Config) -> int:
     if dims is None:
         dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
     numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
-    if numeric and not latent and "partial_rotary_factor" in settings:
+    whole = latent or settings.get("rope_type") == "proportional"  # the pairs that this leaves unrotated count
+    if numeric and not whole and "partial_rotary_factor" in settings:
         dims = int(dims * needed(settings, "partial_rotary_factor"))
     if not numeric or not 2 <= dims <= 65536 or dims % 2:
         raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
@@ -213,6 +216,13 @@ class RopeKeys:
     usual: Mapping[str, float] = field(default_factory=dict)
     """The numbers that the engine takes for missing keys; a missing key without one is an error."""
 
+    @classmethod
+    def of(cls, config: Config, asked: int | None) -> RopeKeys:
+        """The keys of a config as transformers standardises them; the length is max_position_embeddings."""
+        text = text_settings(config)
+        settings, most = rope_settings(text), length_setting(text)
+        return cls(text, settings, settings["rope_type"], rotated_dims(text, settings), most, asked, length=most)
+
     @cached_property
     def model_type(self) -> str:
         return str(self.text.get("model_type"))
@@ -234,6 +244,13 @@ class RopeKeys:
         """The magnitude of a yarn by DeepSeek's settings, with 1 and 0 where they are missing."""
         mscale, all_dim = float(self.settings.get("mscale", 1)), float(self.settings.get("mscale_all_dim", 0))
         return formulas.yarn_magnitude(factor, mscale) / formulas.yarn_magnitude(factor, all_dim)
+
+    @property
+    def latent_scale(self) -> float:
+        """What DeepSeek's models multiply their softmax scale by: the square of the magnitude by mscale_all_dim."""
+        if not self.settings.get("mscale_all_dim"):
+            return 1.0
+        return formulas.yarn_magnitude(self.number("factor"), needed(self.settings, "mscale_all_dim")) ** 2
 
     def divided(self, key: str) -> list[float]:
         """The frequencies of a longrope by one of its lists, "long_factor" or "short_factor"."""

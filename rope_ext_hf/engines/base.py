@@ -15,12 +15,12 @@ import re
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
 from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Computed, Config, RopeKeys
-from rope_ext_hf.errors import ServingError, UnknownMethodError, did_you_mean, short
+from rope_ext_hf.errors import ServingError, UnknownMethodError, entry, short
 from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
@@ -145,10 +145,6 @@ class ServingConfig(ShownAsTables):
     notes: tuple[str, ...] = ()
     shorter: tuple[ServingConfig, ...] = ()
     by_folder: tuple[str, ...] = field(default=(), compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
 
     @property
     def instances(self) -> tuple[ServingConfig, ...]:
@@ -326,8 +322,8 @@ class ConfigEngine(Engine):
 
     aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
     """Rope types that it runs as another one, by that one's name."""
-    unknown_type: ClassVar[str] = "has no static rope type"
-    """The verb of the error on a rope type that the engine does not run."""
+    unknown_type: ClassVar[str] = "has no static rope type {!r}"
+    """What the error on a rope type that the engine does not run says, to be filled with it."""
 
     @abstractmethod
     def read(self, config: Config, length: int | None) -> RopeKeys:
@@ -364,7 +360,7 @@ class ConfigEngine(Engine):
 
     def other(self, rope: RopeKeys) -> Computed:
         """A rope type with a name of its own."""
-        raise ServingError(f"{self.title} {self.version} {self.unknown_type} {rope.kind!r}")
+        raise ServingError(f"{self.title} {self.version} {self.unknown_type.format(rope.kind)}")
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         """Ways to write the method, in order of preference; the first that computes the same is taken."""
@@ -457,11 +453,7 @@ def list_engines() -> dict[str, type[Engine]]:
 
 def find_engine(name: str) -> Engine:
     """The engine of a name; UnknownMethodError where there is none."""
-    if name not in _ENGINES:
-        raise UnknownMethodError(
-            f"unknown engine {name!r}.{did_you_mean(name, _ENGINES)} Known engines: {', '.join(list_engines())}"
-        )
-    return _ENGINES[name]()
+    return entry("engine", name, _ENGINES, UnknownMethodError)()
 
 
 def reference_engine() -> Engine:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, rotated_dims
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, length_setting, needed, rotated_dims
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.errors import ServingError
@@ -26,6 +26,7 @@ class ExLlamaV3(FormerSpellingEngine):
     version = "1.6.5"
     table = engine_table("exllamav3")
     aliases: ClassVar = {"su": "longrope", "mrope": "default"}
+    unknown_type = "has no rope type {!r} that was checked"
     where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -36,7 +37,7 @@ class ExLlamaV3(FormerSpellingEngine):
         return encoding.config | {"rope_scaling": encoding.settings}
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text, model_type, most = self.known_text(config)
+        text, model_type = self.known_text(config)
         settings = text.get("rope_scaling") or text.get("rope_parameters") or {}
         if not isinstance(settings, Mapping):
             raise ServingError(f"the rope settings must be an object, got {type(settings).__name__}")
@@ -50,12 +51,11 @@ class ExLlamaV3(FormerSpellingEngine):
         settings = {**settings, "rope_theta": needed({"rope_theta": theta}, "rope_theta", above=1.0)}
         partial = text.get("partial_rotary_factor") or (text.get("rope_parameters") or {}).get("partial_rotary_factor")
         settings["partial_rotary_factor"] = partial or 1.0
-        kind = settings.get("rope_type") or settings.get("type") or "default"
-        dim, softmax_scale = rotated_dims(text, settings), 1.0
-        if model_type == "deepseek_v3" and kind != "default" and settings.get("mscale_all_dim"):
-            softmax_scale = yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
+        kind, most = settings.get("rope_type") or settings.get("type") or "default", length_setting(text)
+        rope = RopeKeys(text, settings, kind, rotated_dims(text, settings), most, length, most, notes=notes)
+        latent = model_type == "deepseek_v3" and kind != "default"
         usual = self.table["usual"].get(str(kind), {})
-        return RopeKeys(text, settings, kind, dim, most, length, most, None, softmax_scale, notes, usual)
+        return replace(rope, softmax_scale=rope.latent_scale if latent else 1.0, usual=usual)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         settings, stated = rope.settings, rope.settings.get("factor")
@@ -69,17 +69,13 @@ class ExLlamaV3(FormerSpellingEngine):
                 rope = replace(rope, notes=(*rope.notes, note))
         if original != int(original):
             raise ServingError(f"original_max_position_embeddings must be a whole number and is {original}")
-        inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
-        return rope.computed(inv_freq, self._yarn_magnitude(rope, factor))
-
-    def _yarn_magnitude(self, rope: RopeKeys, factor: float) -> float:
-        settings = rope.settings
-        if settings.get("attention_factor") is not None:
-            return rope.number("attention_factor")
         mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-        if rope.model_type == "deepseek_v3" and mscale and all_dim:
-            return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
-        return 1.0 if settings.get("llama_4_scaling_beta") else yarn_magnitude(factor)
+        magnitude = 1.0 if settings.get("llama_4_scaling_beta") else yarn_magnitude(factor)
+        if settings.get("attention_factor") is not None:
+            magnitude = rope.number("attention_factor")
+        elif rope.model_type == "deepseek_v3" and mscale and all_dim:
+            magnitude = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+        return rope.computed(rope.yarn(factor, original, truncate=bool(settings.get("truncate", True))), magnitude)
 
     def longrope(self, rope: RopeKeys) -> Computed:
         original = needed({**rope.text, **rope.settings}, "original_max_position_embeddings")
@@ -88,6 +84,3 @@ class ExLlamaV3(FormerSpellingEngine):
         ignored = rope.settings.get("attention_factor") is not None
         notes = ("longrope: attention_factor is ignored.",) if ignored else ()
         return rope.computed(inv_freq, longrope_magnitude(rope.most / original, original), *notes)
-
-    def other(self, rope: RopeKeys) -> Computed:
-        raise ServingError(f"ExLlamaV3 {self.version} has no rope type {rope.kind!r} that was checked")

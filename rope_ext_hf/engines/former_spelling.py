@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.formulas import longrope_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, length_setting, text_settings
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 
@@ -65,10 +64,10 @@ class FormerSpellingEngine(ConfigEngine):
             notes=(*computed.notes, self.where),
         )
 
-    def known_text(self, config: Config) -> tuple[dict[str, Any], str, int]:
-        """The text config, model type and max_position_embeddings; NotCheckedError for an unknown family."""
+    def known_text(self, config: Config) -> tuple[dict[str, Any], str]:
+        """The text config and its model type; NotCheckedError for an unknown family."""
         text = text_settings(config)
-        model_type, most = str(text.get("model_type")), length_setting(text)
+        model_type = str(text.get("model_type"))
         if model_type not in self.table["families"]:
             raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
         inside = text.get("rope_parameters") or {}
@@ -77,7 +76,7 @@ class FormerSpellingEngine(ConfigEngine):
         elif self.table["families"][model_type].get("rope_parameters") == "else":
             scaling, theta = text.get("rope_scaling") or inside, text.get("rope_theta") or inside.get("rope_theta")
             text |= {"rope_scaling": scaling, "rope_theta": theta}
-        return text, model_type, most
+        return text, model_type
 
     def spells_parameters(self, model_type: str) -> bool:
         """Whether the engine's file for a family reads `rope_parameters`, and no key of the former spelling."""
@@ -107,9 +106,3 @@ def later_factor(settings: Config, changed: dict[str, Any]) -> None:
     reach = settings["factor"] * settings["original_max_position_embeddings"]
     if reach == int(reach):
         changed["max_position_embeddings"] = int(reach)
-
-
-def write_mscale(settings: dict[str, Any], magnitude: float) -> None:
-    """State the mscale by which an engine computes a yarn's magnitude; with a factor of 1 it is 1 whatever they are."""
-    if settings["factor"] > 1:
-        settings |= {"mscale": (magnitude - 1) / (0.1 * math.log(settings["factor"])), "mscale_all_dim": 0.0}

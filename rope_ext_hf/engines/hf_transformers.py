@@ -7,16 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.formulas import linear, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import (
-    Computed,
-    Config,
-    RopeKeys,
-    length_setting,
-    needed,
-    rope_settings,
-    rotated_dims,
-    text_settings,
-)
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 
 MLA_FAMILIES = frozenset(
@@ -40,7 +31,7 @@ class _Rules(ConfigEngine):
     """Base of the versions of transformers."""
 
     title = "transformers"
-    unknown_type = "has no rope type"
+    unknown_type = "has no rope type {!r}"
     follows_input = True
 
     def checked(self, model_type: str) -> str:
@@ -57,20 +48,14 @@ class _Rules(ConfigEngine):
         return self.serving(target, encoding.name, computed, config_keys=keys, notes=(note,))
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text = text_settings(config)
-        settings = rope_settings(text)
-        kind, most = settings["rope_type"], length_setting(text)
-        dim = rotated_dims(text, {} if kind == "proportional" else settings)
-        usual = {} if kind == "llama3" else {"original_max_position_embeddings": most}
-        return RopeKeys(text, settings, kind, dim, most, asked=length, length=most, usual=usual)
+        rope = RopeKeys.of(config, length)
+        return rope if rope.kind == "llama3" else replace(rope, usual={"original_max_position_embeddings": rope.most})
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
-        computed, settings = self.by_type(rope), rope.settings
-        if rope.model_type not in MLA_FAMILIES or rope.kind == "default" or not settings.get("mscale_all_dim"):
-            return computed
-        scale = yarn_magnitude(needed(settings, "factor"), needed(settings, "mscale_all_dim")) ** 2
-        return replace(computed, softmax_scale=scale)
+        computed = self.by_type(rope)
+        latent = rope.model_type in MLA_FAMILIES and rope.kind != "default"
+        return replace(computed, softmax_scale=rope.latent_scale) if latent else computed
 
     def yarn(self, rope: RopeKeys) -> Computed:
         settings, original = rope.settings, rope.number("original_max_position_embeddings")

@@ -60,7 +60,7 @@ def converted(config: Config) -> FileRope:
     if model_type not in ARCHITECTURES:
         raise NotCheckedError(f"the GGUF architecture of {model_type!r} is not in the table of this package")
     architecture, tensors = ARCHITECTURES[model_type]
-    _check_layers(text)
+    check_sliding_layers(text, 6, "llama.cpp")
     if "mamba" in _FAMILIES[model_type] and text.get("position_embedding_type") == "rope":
         raise ServingError("its converter turns the rotation off beside Mamba layers; a rewritten file turns it on")
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
@@ -97,11 +97,6 @@ def converted(config: Config) -> FileRope:
     return FileRope(architecture, dim, keys, divisors)
 
 
-def _check_layers(text: Config) -> None:
-    if text.get("model_type") == "gemma3_text":
-        check_sliding_layers(text, 6, "llama.cpp")
-
-
 def _scaling_keys(settings: Config) -> dict[str, Any]:
     """The keys of a linear scaling or a yarn; {} for the rope type "default"."""
     kind = settings["rope_type"]
@@ -119,9 +114,8 @@ def _scaling_keys(settings: Config) -> dict[str, Any]:
 def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool = False) -> Computed:
     """Compute frequencies and magnitude from a GGUF file as llama.cpp does, which refuses some with a ServingError.
 
-    Args:
-        length: tokens of context that are allocated (`-c`); None: the file's context length.
-        by_flags: whether the keys stand for flags of `llama-server`, which reaches more than a file's keys do.
+    `length` tokens of context are allocated (`-c`), by default those of the file. With `by_flags` the keys stand for
+    flags of `llama-server`, which reach more than a file's keys do.
     """
     keys = file.keys
     kind = keys.get("rope.scaling.type", "linear")
@@ -212,7 +206,7 @@ class _GGUFEngine(Engine):
 
     def config_for(self, target: Target) -> ServingConfig:
         self.check_family(target)
-        _check_layers(target.config)
+        check_sliding_layers(target.config, 6, "llama.cpp")
         if target.model_type not in ARCHITECTURES:
             reasons = [f"the GGUF architecture of {target.model_type!r} is not in the table of this package"]
         else:

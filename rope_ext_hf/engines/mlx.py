@@ -6,20 +6,13 @@ deepseek_v3.py and qwen3_vl.py hand to it. They read top-level `rope_theta` and 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import (
-    Computed,
-    Config,
-    RopeKeys,
-    check_sliding_layers,
-    needed,
-    rope_settings,
-    rotated_dims,
-)
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, check_sliding_layers, needed
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
-from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, write_mscale
+from rope_ext_hf.engines.former_spelling import FormerSpellingEngine
 from rope_ext_hf.errors import ServingError
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -35,8 +28,9 @@ class MLX(FormerSpellingEngine):
     aliases: ClassVar = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
-        if not target.config.get("qk_rope_head_dim"):
-            write_mscale(settings, target.attention_factor)
+        if not target.config.get("qk_rope_head_dim") and settings["factor"] > 1:  # with 1 the magnitude is 1 anyway
+            mscale = (target.attention_factor - 1) / (0.1 * math.log(settings["factor"]))
+            settings |= {"mscale": mscale, "mscale_all_dim": 0.0}
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         keys = super().changes(target, encoding)
@@ -48,17 +42,14 @@ class MLX(FormerSpellingEngine):
         return ("mlx_lm.server", "--model", "FOLDER")
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text, model_type, most = self.known_text(config)
+        text, model_type = self.known_text(config)
         notes: tuple[str, ...] = ()
         scaling = text.get("rope_scaling")
         if text.get("rope_parameters") and not scaling:
             if text.get("rope_theta") is None:
                 raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
             notes = ("rope_parameters is not read; only rope_theta is.",)
-        old = {key: value for key, value in text.items() if key != "rope_parameters"}
-        settings = rope_settings(old)
-        kind = (scaling or {}).get("type") or settings["rope_type"]
-        dim, softmax_scale = rotated_dims(old, settings), 1.0
+        rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         if model_type == "gemma3_text":
             pattern = int(text.get("sliding_window_pattern", 6))  # without the key whatever layer_types are
             check_sliding_layers(text, pattern, "mlx-lm")
@@ -66,13 +57,10 @@ class MLX(FormerSpellingEngine):
                 raise ServingError(f"its Gemma 3 file stops at fewer layers than {pattern}")
         if model_type == "phi3" and scaling and not {"long_factor", "type"} <= set(scaling):
             raise ServingError("its Phi-3 file wants the keys long_factor and type")
-        kind, dropped = self.reached(model_type, str(kind))
-        notes += dropped
-        if text.get("qk_rope_head_dim") and scaling and scaling.get("mscale_all_dim"):
-            factor = needed(settings, "factor")
-            softmax_scale = yarn_magnitude(factor, needed(settings, "mscale_all_dim")) ** 2
-        usual = self.table["usual"].get(str(kind), {})
-        return RopeKeys(text, settings, kind, dim, most, length, None, None, softmax_scale, notes, usual)
+        kind, dropped = self.reached(model_type, str((scaling or {}).get("type") or rope.kind))
+        softmax_scale = rope.latent_scale if text.get("qk_rope_head_dim") and scaling else 1.0
+        usual, notes = self.table["usual"].get(kind, {}), notes + dropped
+        return replace(rope, kind=kind, length=None, softmax_scale=softmax_scale, notes=notes, usual=usual)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         factor, original = rope.number("factor"), rope.number(_ORIGINAL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -28,7 +29,7 @@ _BY_PLUGIN = "frequencies for the plug-in"
 class OverridingEngine(ConfigEngine):
     """Base of these engines."""
 
-    unknown_type = "freezes or refuses the rope type"
+    unknown_type = "freezes or refuses the rope type {!r}"
     option: ClassVar[str]  # the option that takes the overrides, as JSON
 
     @abstractmethod
@@ -68,14 +69,14 @@ class OverridingEngine(ConfigEngine):
             raise NotCheckedError("its class for Gemma 4 was not checked")
         return super().other(rope)
 
-    def by_plugin(self, rope: RopeKeys, length: int | None, softmax_scale: float) -> Computed:
+    def by_plugin(self, rope: RopeKeys, length: int | None, *, latent: bool) -> Computed:
         """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
         if rope.model_type in self.table["theta_alone"]:
             raise ServingError(
                 f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
             )
         inv_freq, magnitude = plugin_frequencies(rope.settings)
-        return Computed(inv_freq, magnitude, length, softmax_scale=softmax_scale)
+        return Computed(inv_freq, magnitude, length, softmax_scale=rope.latent_scale if latent else 1.0)
 
     def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
         overrides = target.placed(changes)
@@ -97,20 +98,14 @@ class OverridingEngine(ConfigEngine):
         try:
             return super().config_for(target)
         except ServingError as error:
-            if not self._plugin_serves(target):
+            served = False
+            with suppress(ServingError):
+                if type(plugin := self.with_plugin()) is not type(self):
+                    plugin.config_for(target)
+                    served = True
+            if not served:
                 raise
             raise ServingError(f"{error}. {self.name} with the plug-in of this package serves it: --plugin") from error
-
-    def _plugin_serves(self, target: Target) -> bool:
-        """Whether the engine with the plug-in serves what this one, without it, does not."""
-        plugin = self.with_plugin()
-        if type(plugin) is type(self):
-            return False
-        try:
-            plugin.config_for(target)
-        except ServingError:
-            return False
-        return True
 
 
 def plugin_encoding(target: Target, **more: Any) -> Encoding:

@@ -13,18 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import (
-    PLUGIN_TYPE,
-    Computed,
-    Config,
-    RopeKeys,
-    length_setting,
-    needed,
-    rope_settings,
-    rotated_dims,
-    text_settings,
-)
-from rope_ext_hf.engines.base import Encoding, Engine, NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.config_keys.keys import PLUGIN_TYPE, Computed, Config, RopeKeys, needed
+from rope_ext_hf.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, deepseek_yarn, phi3_longrope
@@ -48,7 +38,7 @@ class SGLang(OverridingEngine):
     version = "0.5.23"
     table = engine_table("sglang")
 
-    def with_plugin(self) -> Engine:
+    def with_plugin(self) -> SGLang:
         return _SGLangWithPlugin()
 
     def start(self, target: Target) -> tuple[str, ...]:
@@ -69,20 +59,19 @@ class SGLang(OverridingEngine):
         return config
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text = text_settings(config)
-        settings = rope_settings(text)
-        kind, most, dim = settings["rope_type"], length_setting(text), rotated_dims(text, settings)
-        factor = needed(settings, "factor", 1.0)
-        original = needed(settings, "original_max_position_embeddings", most)
-        derived = most if "original_max_position_embeddings" in settings or kind == "llama3" else int(most * factor)
+        rope = RopeKeys.of(config, length)
+        settings, kind, most = rope.settings, rope.kind, rope.most
+        usual = {"factor": needed(settings, "factor", 1.0)}
+        usual["original_max_position_embeddings"] = needed(settings, "original_max_position_embeddings", most)
+        multiplied = "original_max_position_embeddings" not in settings and kind != "llama3"
         notes = [
             f"{key} is missing and replaced by {number:g}."
-            for key, number in (("factor", factor), ("original_max_position_embeddings", original))
+            for key, number in usual.items()
             if kind in ("yarn", "llama3") and key not in settings
         ]
-        usual = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        usual |= {"factor": factor, "original_max_position_embeddings": original}
-        return RopeKeys(text, settings, kind, dim, most, length, derived, notes=tuple(notes), usual=usual)
+        usual |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        derived = int(most * usual["factor"]) if multiplied else most
+        return replace(rope, length=derived, notes=tuple(notes), usual=usual)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
@@ -93,7 +82,7 @@ class SGLang(OverridingEngine):
         if rope.model_type in _DEEPSEEK_FAMILIES and rope.kind != "default":
             inv_freq, magnitude = deepseek_yarn(rope)
             magnitude *= needed(rope.settings, "attn_factor", 1.0)
-            return replace(rope.computed(inv_freq, magnitude), softmax_scale=_softmax_scale(rope))
+            return replace(rope.computed(inv_freq, magnitude), softmax_scale=rope.latent_scale)
         if rope.kind != "default":
             _check_settings_reach(rope.model_type)
         return self.by_type(rope)
@@ -133,13 +122,7 @@ class _SGLangWithPlugin(SGLang):
         if rope.kind != PLUGIN_TYPE:
             return super().computes(config, length)
         _check_settings_reach(rope.model_type)
-        softmax_scale = _softmax_scale(rope) if rope.model_type in _DEEPSEEK_FAMILIES else 1.0
-        return self.by_plugin(rope, rope.length, softmax_scale)
-
-
-def _softmax_scale(rope: RopeKeys) -> float:
-    """The number by which DeepSeek's model multiplies its softmax scale."""
-    return yarn_magnitude(rope.number("factor"), float(rope.settings.get("mscale_all_dim") or 0)) ** 2
+        return self.by_plugin(rope, rope.length, latent=rope.model_type in _DEEPSEEK_FAMILIES)
 
 
 def _yarn_magnitude(settings: Config) -> float:

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.formulas import plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, rope_settings, rotated_dims
+from rope_ext_hf.config_keys.formulas import plain
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed
 from rope_ext_hf.engines.base import NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
@@ -47,17 +47,15 @@ class TensorRTLLM(FormerSpellingEngine):
         return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text, model_type, most = self.known_text(config)
-        old = {key: value for key, value in text.items() if key != "rope_parameters"}
+        text, model_type = self.known_text(config)
         if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
             raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
-        settings = rope_settings(old)
-        kind = settings.get("type") or settings["rope_type"]
+        rope = RopeKeys.of({**text, "rope_parameters": None}, length)
+        kind = rope.settings.get("type") or rope.kind
         if kind == "default" and text.get("rope_scaling"):
             raise ServingError("it has no rope type 'default': rope_scaling must be null")
         kind, _ = self.reached(model_type, str(kind))
-        dim = rotated_dims(old, settings)
-        return RopeKeys(text, settings, kind, dim, most, asked=length, length=most, table=most, usual=_USUAL)
+        return replace(rope, kind=kind, table=rope.most, usual=_USUAL)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
@@ -78,9 +76,7 @@ class TensorRTLLM(FormerSpellingEngine):
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=True)
         notes = [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in rope.settings]
-        computed = rope.computed(inv_freq, rope.mscale_ratio(factor), *notes)
-        scale = yarn_magnitude(factor, float(rope.settings.get("mscale_all_dim", 0))) ** 2
-        return replace(computed, softmax_scale=scale)
+        return replace(rope.computed(inv_freq, rope.mscale_ratio(factor), *notes), softmax_scale=rope.latent_scale)
 
     def longrope(self, rope: RopeKeys) -> Computed:
         original = rope.number("original_max_position_embeddings")

@@ -14,26 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
-from rope_ext_hf.config_keys.keys import (
-    Computed,
-    Config,
-    RopeKeys,
-    length_setting,
-    needed,
-    plugin_settings,
-    rope_settings,
-    rotated_dims,
-    text_settings,
-)
-from rope_ext_hf.engines.base import (
-    Encoding,
-    Engine,
-    NotCheckedError,
-    ServingConfig,
-    Target,
-    engine_table,
-    register_engine,
-)
+from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, plugin_settings
+from rope_ext_hf.engines.base import Encoding, NotCheckedError, ServingConfig, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
@@ -82,7 +64,7 @@ class VLLM(OverridingEngine):
     table = _TABLE
     oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
 
-    def with_plugin(self) -> Engine:
+    def with_plugin(self) -> VLLM:
         return _VLLMWithPlugin()
 
     def start(self, target: Target) -> tuple[str, ...]:
@@ -114,36 +96,30 @@ class VLLM(OverridingEngine):
         return config
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
-        text = text_settings(config)
-        settings, notes = rope_settings(text), tuple[str, ...]()
-        if str(text.get("model_type")) in self.table["theta_inside"]:
-            inside = text.get("rope_parameters") or text.get("rope_scaling") or {}
-            settings["rope_theta"] = needed(inside, "rope_theta", 10000.0, above=1.0)
+        rope = RopeKeys.of(config, length)
+        if rope.model_type in self.table["theta_inside"]:
+            inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
+            settings = {**rope.settings, "rope_theta": needed(inside, "rope_theta", 10000.0, above=1.0)}
             notes = ("rope_theta beside the rope settings is not read (vLLM #56066); write it into them.",)
-        kind, most, dim = settings["rope_type"], length_setting(text), rotated_dims(text, settings)
-        derived = most
-        if not _length_stated(kind, str(text.get("model_type"))):
-            derived = int(most * needed(settings, "factor", 1.0))
-        return RopeKeys(text, settings, kind, dim, most, asked=length, length=derived, table=derived, notes=notes)
+            rope = replace(rope, settings=settings, notes=notes)
+        derived = rope.most
+        if not _length_stated(rope.kind, rope.model_type):
+            derived = int(derived * needed(rope.settings, "factor", 1.0))
+        return replace(rope, length=derived, table=derived)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
         if rope.model_type in DEEPSEEK_FAMILIES and rope.kind != "default":
-            return self._deepseek(rope)
+            inv_freq, magnitude = deepseek_yarn(rope)  # whatever the rope type is
+            settings = rope.settings
+            scale = 1.0 if settings.get("attention_factor") == 1.0 else rope.latent_scale
+            table = int(settings["original_max_position_embeddings"] * settings["factor"])
+            return replace(rope, table=table, softmax_scale=scale).computed(inv_freq, magnitude)
         if rope.model_type == "gpt_oss":
             rope = self._as_handed_on_by_gpt_oss(rope)
         if rope.model_type in self.table["by_layer"] and rope.kind != "default":
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         return self.by_type(rope)
-
-    def _deepseek(self, rope: RopeKeys) -> Computed:
-        """Any rope type but "default", by the class for DeepSeek's yarn."""
-        inv_freq, magnitude = deepseek_yarn(rope)
-        settings, softmax_scale = rope.settings, 1.0
-        if settings.get("attention_factor") != 1.0:
-            softmax_scale = yarn_magnitude(settings["factor"], float(settings.get("mscale_all_dim") or 0)) ** 2
-        table = int(settings["original_max_position_embeddings"] * settings["factor"])
-        return replace(rope, table=table, softmax_scale=softmax_scale).computed(inv_freq, magnitude)
 
     def _as_handed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
         """YaRN's keys alone, whatever the rope type is."""
@@ -217,10 +193,7 @@ class _VLLMWithPlugin(VLLM):
             return super().computes(config, length)
         if rope.model_type in self.table["by_layer"]:
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
-        softmax_scale = 1.0
-        if rope.model_type in DEEPSEEK_FAMILIES:
-            softmax_scale = yarn_magnitude(rope.settings["factor"], rope.settings["mscale_all_dim"]) ** 2
-        return self.by_plugin(rope, rope.most, softmax_scale)
+        return self.by_plugin(rope, rope.most, latent=rope.model_type in DEEPSEEK_FAMILIES)
 
     def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
         config = super().served(target, encoding, changes, computed)

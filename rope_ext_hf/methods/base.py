@@ -428,13 +428,10 @@ class RopeMethod(ABC):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {"method": self.name} | {
-            key: list(value)
-            if isinstance(value, tuple)
-            else value.to_dict()
-            if isinstance(value, RopeMethod)
-            else value
-            for key, value in values.items()
-            if value is not None
-        }
+        saved: dict[str, Any] = {"method": self.name}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            value = value.to_dict() if isinstance(value, RopeMethod) else value
+            if value is not None:
+                saved[item.name] = list(value) if isinstance(value, tuple) else value
+        return saved

@@ -142,8 +142,7 @@ class LongRoPE(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_divisors(self.name, "short_factor", self.short_factor)
-        check_divisors(self.name, "long_factor", self.long_factor)
+        check_divisors(self, "short_factor", "long_factor")
         if self.factor is None and self.attention_factor is None:
             raise MethodError("longrope: give factor (or target_length), or attention_factor")
 
@@ -159,8 +158,7 @@ class LongRoPE(RopeMethod):
         return UNBOUNDED if length > rotary.context_length else super().next_change(rotary, length)
 
     def check(self, rotary: Rotary) -> None:
-        check_divisors(self.name, "short_factor", self.short_factor, rotary)
-        check_divisors(self.name, "long_factor", self.long_factor, rotary)
+        check_divisors(self, "short_factor", "long_factor", rotary=rotary)
         if self.attention_factor is None and rotary.context_length == 1:
             raise MethodError("longrope: a trained length of 1 token has no attention factor (ln 1 = 0); give one")
 

@@ -55,12 +55,8 @@ class Profiles(RopeMethod):
             )
         object.__setattr__(self, "smaller", tuple(map(float, smaller)))
         method = Yarn(factor=self.factor) if self.frequency is None else self.frequency
-        if (
-            not isinstance(method, RopeMethod)
-            or isinstance(method, RemappingMethod)
-            or method.length_dependent
-            or method.trainable
-        ):
+        of_frequencies = isinstance(method, RopeMethod) and not isinstance(method, RemappingMethod)
+        if not of_frequencies or method.length_dependent or method.trainable:
             raise MethodError(f"{self.name}: frequency must be a static frequency method, got {method!r}")
         if getattr(method, "factor", None) not in (None, self.factor):
             raise MethodError(

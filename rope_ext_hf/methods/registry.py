@@ -140,7 +140,6 @@ def _factor_for(
     cls: type[RopeMethod], values: Mapping[str, Any], rotary: Rotary | None, target_length: int
 ) -> float | None:
     """target_length as a factor, None where the method (or its growth rule) has none."""
-    takes_factor = cls.takes_factor(values)
     whole("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
@@ -148,7 +147,7 @@ def _factor_for(
         raise MethodError(
             f"target_length={target_length} is below the context length {rotary.context_length}: nothing to extend"
         )
-    return target_length / rotary.context_length if takes_factor else None
+    return target_length / rotary.context_length if cls.takes_factor(values) else None
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:

@@ -58,8 +58,73 @@ class RemappedPosition(NamedTuple):
         return whole.double() / self.divisor + self.offset
 
 
+class AttentionRule:
+    """The keys that a query sees, and at which relative positions: as it stands here, all before it, where they are."""
+
+    local_zone_exact: ClassVar[bool] = True
+    """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the rule of a row depends on its length."""
+        return False
+
+    @property
+    def window_size(self) -> int | None:
+        """Keys by index that a query sees, itself included; None: all before it."""
+        return None
+
+    def key_position(self, n: Tensor) -> RemappedPosition:
+        """Where keys stand for queries of every zone but the nearest."""
+        return RemappedPosition(n)
+
+    def stored_position(self, n: Tensor) -> RemappedPosition:
+        """Where keys stand in the cache, and queries before a zone is chosen: one place for rows of every length."""
+        return RemappedPosition(n) if self.by_length else self.key_position(n)
+
+    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
+        """Where queries stand in a zone from 1 on; in the nearest, 0, they stand as its keys do."""
+        return self.key_position(m)
+
+    def query_scale(self, m: Tensor) -> Tensor | None:
+        """The factor of queries at positions m, float32; None: 1."""
+        return None
+
+    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
+        """The function that adds to the scores of an input of `length` tokens; None: nothing.
+
+        Raises:
+            MethodError: parameters for another number of heads.
+        """
+        return None
+
+    def zone(self, m: Tensor, n: Tensor) -> Tensor:
+        """The zone of each pair; of those with n > m anything."""
+        return torch.zeros_like(m - n)
+
+    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
+        """The zones of an input of `length` tokens, nearest first: the smallest distance in each, and a bound above.
+
+        Zones may overlap; a pair of a query and a key is at a distance of its `zone`.
+        """
+        return ((0, self.window_size or UNBOUNDED),)
+
+    def tiles(self, first: int, last: int) -> Iterator[Tile]:
+        """All keys that the queries first..last see, each once; where zones overlap, not by distance alone."""
+        for zone, (near, far) in enumerate(self.zone_distances(last)):
+            yield Tile.band(zone, near, far, first, last)
+
+    def for_queries(self, first: int, count: int) -> tuple[AttentionRule, int, int]:
+        """The rule in a form in which fewer rotations take the queries from position `first` on.
+
+        `count`: queries, those of all heads that share a key. Also returned: where blocks of queries are best begun, a
+        position and the step from there.
+        """
+        return self, 0, 1
+
+
 @dataclass(frozen=True, kw_only=True)
-class RemappingMethod(RopeMethod):
+class RemappingMethod(RopeMethod, AttentionRule):
     """Base of the remapping methods.
 
     Attributes:
@@ -75,8 +140,6 @@ class RemappingMethod(RopeMethod):
 
     left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
     """Values that `to_dict` leaves out, because folders of before have no such keys."""
-    local_zone_exact: ClassVar[bool] = True
-    """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
     moves_keys: ClassVar[bool] = True
     """Whether any key is seen at another relative position than its own."""
     unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
@@ -92,11 +155,8 @@ class RemappingMethod(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.frequency is not None and (
-            not isinstance(self.frequency, RopeMethod)
-            or isinstance(self.frequency, RemappingMethod)
-            or self.frequency.length_dependent
-        ):
+        of_frequencies = isinstance(self.frequency, RopeMethod) and not isinstance(self.frequency, RemappingMethod)
+        if self.frequency is not None and (not of_frequencies or self.frequency.length_dependent):
             raise MethodError(
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
                 f"got {self.frequency!r}"
@@ -203,23 +263,6 @@ class RemappingMethod(RopeMethod):
         return 0
 
     @property
-    def window_size(self) -> int | None:
-        """Keys by index that a query sees, itself included; None: all before it."""
-        return None
-
-    @abstractmethod
-    def key_position(self, n: Tensor) -> RemappedPosition:
-        """Where keys stand for queries of every zone but the nearest."""
-
-    def stored_position(self, n: Tensor) -> RemappedPosition:
-        """Where keys stand in the cache, and queries before a zone is chosen: one place for rows of every length."""
-        return RemappedPosition(n) if self.by_length else self.key_position(n)
-
-    @abstractmethod
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        """Where queries stand in a zone from 1 on; in the nearest, 0, they stand as its keys do."""
-
-    @property
     def note(self) -> str:
         """The effect of a bound method on far keys, in one sentence."""
         short = f"Rows of up to {self.max_distance:,} tokens are read as loaded. " if self.by_length else ""
@@ -228,25 +271,12 @@ class RemappingMethod(RopeMethod):
             "at; frequencies stay as they are."
         )
 
-    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        """The function that adds to the scores of an input of `length` tokens; None: nothing.
-
-        Raises:
-            MethodError: parameters for another number of heads.
-        """
-        return None
-
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """The factor of queries at positions m, float32; None: 1."""
         formula = _TEMPERATURES[self.temperature or "none"]
         if formula is None:
             return None
         assert self.max_distance is not None
         return formula(m.to(torch.float32), self.max_distance)
-
-    @abstractmethod
-    def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        """The zone of each pair; of those with n > m anything."""
 
     def distance(self, m: Tensor, n: Tensor) -> Tensor:
         """The relative position at which a query at m sees a key at n <= m, in tokens; float64, shapes broadcast.
@@ -264,26 +294,6 @@ class RemappingMethod(RopeMethod):
         for zone in range(1, len(self.zone_distances(int((m - n).max()) + 1))):
             near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
         return near
-
-    @abstractmethod
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        """The zones of an input of `length` tokens, nearest first: the smallest distance in each, and a bound above.
-
-        Zones may overlap; a pair of a query and a key is at a distance of its `zone`.
-        """
-
-    def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        """All keys that the queries first..last see, each once; where zones overlap, not by distance alone."""
-        for zone, (near, far) in enumerate(self.zone_distances(last)):
-            yield Tile.band(zone, near, far, first, last)
-
-    def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
-        """The rule in a form in which fewer rotations take the queries from position `first` on.
-
-        `count`: queries, those of all heads that share a key. Also returned: where blocks of queries are best begun, a
-        position and the step from there.
-        """
-        return self, 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,11 +371,8 @@ class LeakyReRoPE(WindowedRemapping):
         k = self.k or float(fitted)
         method = replace(method, k=k)
         if target_length is not None:
-            method.check_reach(
-                limit,
-                f"with k={k:g} the place of a key {target_length} tokens back",
-                window + (target_length - window) / k,
-            )
+            what = f"with k={k:g} the place of a key {target_length} tokens back"
+            method.check_reach(limit, what, window + (target_length - window) / k)
         return method
 
     def extended_length(self, rotary: Rotary) -> int | None:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, is_number
+from rope_ext_hf.methods.base import is_number
 from rope_ext_hf.methods.guidance import Guidance
 from rope_ext_hf.methods.registry import register_method
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod, ScoreBias
+from rope_ext_hf.methods.remapping import RemappingMethod, ScoreBias
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -97,18 +97,6 @@ class _ScoreBias(RemappingMethod):
     def exact_length(self) -> int:
         assert self.start is not None
         return self.start + 1
-
-    def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        return ((0, UNBOUNDED),)
-
-    def key_position(self, n: Tensor) -> RemappedPosition:
-        return RemappedPosition(n)
-
-    def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        return RemappedPosition(m)
-
-    def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        return torch.zeros_like(m - n)
 
 
 @register_method("alibi")

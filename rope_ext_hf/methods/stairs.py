@@ -20,7 +20,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.guidance import ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
-from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
+from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
 
 
@@ -59,9 +59,6 @@ class _TurnedQueries(RemappingMethod):
     def exact_length(self) -> int:
         window, start = self.edges
         return window + self.band if start == window else window
-
-    def key_position(self, n: Tensor) -> RemappedPosition:
-        return RemappedPosition(n)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         window, start = self.edges
@@ -104,7 +101,7 @@ class Stairs(_TurnedQueries):
         assert self.chunk is not None
         return self.chunk
 
-    def for_queries(self, first: int, count: int) -> tuple[RemappingMethod, int, int]:
+    def for_queries(self, first: int, count: int) -> tuple[AttentionRule, int, int]:
         if count < self.band:  # they are rotated faster than the keys
             return super().for_queries(first, count)
         names = ("window", "start", "chunk", "max_distance", "temperature")

@@ -220,10 +220,6 @@ class RampedMethod(BandedMethod):
         index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
         return ((index - low) / (high - low)).clamp(0, 1)
 
-    def yarn_parameters(self, rotary: Rotary, factor: float, **optional: float) -> dict[str, Any]:
-        betas = {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
-        return _counted_parameters("yarn", rotary, factor, **betas, **optional)
-
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
         inv_freq = rotary.inv_freq()
         cycles = rotary.context_length * inv_freq / TWO_PI
@@ -253,8 +249,8 @@ class ByParts(RampedMethod):
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
             limits = {"low_freq_factor": self.beta_slow, "high_freq_factor": self.beta_fast}
-            return _counted_parameters("llama3", rotary, self.factor, **limits)
-        return self.yarn_parameters(rotary, self.factor, attention_factor=1.0)
+            return Llama3(factor=self.factor, **limits).plain_rope_parameters(rotary)
+        return _counted_parameters("yarn", rotary, self, attention_factor=1.0)
 
 
 @register_method("yarn")
@@ -290,19 +286,19 @@ class Yarn(RampedMethod):
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
             return super().plain_rope_parameters(rotary)
-        given = {key: getattr(self, key) for key in ("mscale", "mscale_all_dim", "attention_factor")}
-        optional = {key: float(value) for key, value in given.items() if value is not None}
-        return self.yarn_parameters(rotary, self.factor, **optional)
+        return _counted_parameters("yarn", rotary, self)
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1
 
 
-def _counted_parameters(rope_type: str, rotary: Rotary, factor: float, **rest: float) -> dict[str, Any]:
-    """Settings of a rope type that is counted from the original length."""
+def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **rest: float) -> dict[str, Any]:
+    """Settings of a rope type that is counted from the original length, and has the parameters of a method."""
+    given = {key: value for key, value in method.to_dict().items() if key not in ("method", "ramp")} | rest
+    given = {key: value if isinstance(value, bool) else float(value) for key, value in given.items()}
     original = {"original_max_position_embeddings": rotary.trained_length}
-    return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": factor, **rest, **original}
+    return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": given.pop("factor"), **given, **original}
 
 
 @register_method("llama3")
@@ -323,13 +319,11 @@ class Llama3(RopeMethod):
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         inv_freq = rotary.inv_freq(length.device)
-        return _interpolate(
-            inv_freq, self.factor, _ramp_by_cycles(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)
-        ), 1.0
+        ramp = _ramp_by_cycles(rotary, self.high_freq_factor, self.low_freq_factor, inv_freq)
+        return _interpolate(inv_freq, self.factor, ramp), 1.0
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        limits = {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
-        return _counted_parameters("llama3", rotary, self.factor, **limits)
+        return _counted_parameters("llama3", rotary, self)
 
 
 @register_method("mrrope")
@@ -372,22 +366,23 @@ class MrRoPE(BandedMethod):
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         first, last = self._band(rotary)
-        step = (torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device) - first).clamp(
-            0, count := last - first
-        )
+        count, pairs = last - first, torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
+        step = (pairs - first).clamp(0, count)
         share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
         attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
         return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
 
-def check_divisors(name: str, key: str, divisors: Sequence[float], rotary: Rotary | None = None) -> None:
-    if rotary is not None and len(divisors) != rotary.dim // 2:
-        raise MethodError(
-            f"{name}: {key} needs one number per pair of rotated dims, {rotary.dim // 2} for this model; "
-            f"got {len(divisors)}"
-        )
-    if any(divisor <= 0 for divisor in divisors):
-        raise MethodError(f"{name}: every number in {key} must be above 0, got {min(divisors):g}")
+def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None) -> None:
+    for key in keys:
+        divisors: Sequence[float] = getattr(method, key)
+        if rotary is not None and len(divisors) != rotary.dim // 2:
+            raise MethodError(
+                f"{method.name}: {key} needs one number per pair of rotated dims, {rotary.dim // 2} for this model; "
+                f"got {len(divisors)}"
+            )
+        if any(divisor <= 0 for divisor in divisors):
+            raise MethodError(f"{method.name}: every number in {key} must be above 0, got {min(divisors):g}")
 
 
 @register_method("factors")
@@ -404,10 +399,10 @@ class Factors(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_divisors(self.name, "factors", self.factors)
+        check_divisors(self, "factors")
 
     def check(self, rotary: Rotary) -> None:
-        check_divisors(self.name, "factors", self.factors, rotary)
+        check_divisors(self, "factors", rotary=rotary)
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return rotary.inv_freq(length.device) / constant(self.factors, length.device), self.attention_factor

@@ -9,7 +9,7 @@ one dimension (https://kexue.fm/archives/8397).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -107,11 +107,8 @@ class AxialRotaryEmbedding(nn.Module):
         self.sections, self.arrangement, self.table = tuple(sections), arrangement, table
         self.layout, self.cast = layout, cast
         self.tables = nn.ModuleList()
-        for axis, (one, length) in enumerate(zip(methods, lengths, strict=True)):
-            if table == "own":
-                geometry = Rotary(2 * sections[axis], rotary.theta, length)
-            else:
-                geometry = replace(rotary, trained_length=length)
+        for pairs, one, length in zip(sections, methods, lengths, strict=True):
+            geometry = replace(rotary, dim=2 * pairs if table == "own" else rotary.dim, trained_length=length)
             self.tables.append(RotaryEmbedding(one, geometry, layout="bare", cast=False, **params))
         self._columns = _columns(self.sections, arrangement, table)
         self.register_buffer("columns", torch.tensor(self._columns, device="cpu"), persistent=False)
@@ -149,17 +146,13 @@ class AxialRotaryEmbedding(nn.Module):
         for child, positions in zip(self.tables, position_ids.to(x.device, torch.int64), strict=True):
             assert isinstance(child, RotaryEmbedding)
             # Positions along an axis go up and down within one input, so its length is the largest of them, plus 1.
-            parts.append(child.of_rows(x, positions, partial(_longest, positions)))
+            parts.append(child.of_rows(x, positions, partial(lambda along: along.amax(-1) + 1, positions)))
         columns = self.columns.to(x.device)
         cos, sin = (torch.cat(every, dim=-1).index_select(-1, columns) for every in zip(*parts, strict=True))
         return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
 
     def extra_repr(self) -> str:
         return f"sections={self.sections}, arrangement={self.arrangement!r}, table={self.table!r}"
-
-
-def _longest(positions: Tensor) -> Tensor:
-    return positions.amax(-1) + 1
 
 
 def _axis_of_pair(sections: Sequence[int], arrangement: str) -> list[int]:
@@ -172,12 +165,10 @@ def _axis_of_pair(sections: Sequence[int], arrangement: str) -> list[int]:
 def _columns(sections: Sequence[int], arrangement: _Arrangement, table: _Table) -> list[int]:
     """For each pair of a head, the column of its frequency in the tables of all axes side by side."""
     order = _axis_of_pair(sections, arrangement)
-    dealt = order if table == "shared" else _axis_of_pair(sections, "interleaved")
-    places: list[Iterator[int]] = []  # the columns of each axis
-    for axis, pairs in enumerate(sections):
-        if table == "own":
-            start = sum(sections[:axis])
-            places.append(iter(range(start, start + pairs)))
-        else:
-            places.append(iter([axis * len(order) + pair for pair, owner in enumerate(dealt) if owner == axis]))
+    owners = _axis_of_pair(sections, {"shared": arrangement, "dealt": "interleaved", "own": "contiguous"}[table])
+    width = 0 if table == "own" else len(order)  # an axis has either its own columns alone, or those of the whole head
+    places = [
+        iter([axis * width + column for column, owner in enumerate(owners) if owner == axis])
+        for axis in range(len(sections))
+    ]
     return [next(places[axis]) for axis in order]

@@ -137,11 +137,7 @@ class XPos(nn.Module):
         if not (gamma > 0 and scale_base > 0):
             raise MethodError(f"gamma and scale_base must be above 0, got {gamma:g} and {scale_base}")
         self.dim, self.gamma, self.scale_base, self.pairing = dim, gamma, scale_base, pairing
-
-    @property
-    def block_size(self) -> int:
-        """Keys that share one origin: `scale_base`, in which a scale of the fastest pair stays below 1 + 1/gamma."""
-        return self.scale_base
+        self.block_size = scale_base  # keys that share one origin: a scale of the fastest pair stays below 1 + 1/gamma
 
     def scale(self, distance: Tensor) -> Tensor:
         """z_i^(distance / B) for distances (...) in tokens: (..., dim // 2) float32."""

@@ -16,7 +16,6 @@ them can vanish. In (b) a rotation keeps norms, so that s_ij stays between 0 and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -102,7 +101,12 @@ def linear_attention(
     Sources: Su 2021, https://kexue.fm/archives/8265; Katharopoulos et al. 2020, arXiv 2006.16236, whose
     code adds an epsilon, too.
     """
-    _check(query, key, value, padding_mask, kernel, form, chunk_size)
+    for name, given, known in (("kernel", kernel, _KERNELS), ("form", form, _FORMS)):
+        if given not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+    _check_shapes(query, key, value, padding_mask)
     if state is not None:
         _check_state(state, query, value, kernel, causal)
     dtype = torch.float32
@@ -120,16 +124,20 @@ def linear_attention(
                 key=features.key.masked_fill(hidden, 0), denominator_key=features.denominator_key.masked_fill(hidden, 0)
             )
         if not causal:
-            numerator, denominator = _full(features, values)
+            numerator = features.query @ (features.key.mT @ values)
+            denominator = features.denominator_query @ features.denominator_key.sum(-2)[..., None]
         elif form == "recurrent":
             numerator, denominator = _recurrent(features, values)
         else:
             numerator, denominator = _chunked(features, values, chunk_size if form == "chunked" else query.shape[2])
         if state is not None:
+            sums = features.key.mT @ values, features.denominator_key.sum(-2)
             if state.numerator is not None and state.denominator is not None:
                 numerator = numerator + features.query @ state.numerator
                 denominator = denominator + features.denominator_query @ state.denominator[..., None]
-            _extend(state, kernel, features, values)
+                sums = state.numerator + sums[0], state.denominator + sums[1]
+            state.kernel, state.length = kernel, state.length + values.shape[-2]
+            state.numerator, state.denominator = sums
         out = numerator / (denominator + eps)
         if hidden is not None:
             out = out.masked_fill(hidden, 0)
@@ -139,9 +147,6 @@ def linear_attention(
 def _elu_plus_one(x: Tensor) -> Tensor:
     """elu(x) + 1, which is exp(x) below 0; written so that it stays positive where exp(x) - 1 rounds to -1."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
-
-
-_PHI: dict[str, Callable[[Tensor], Tensor]] = {"elu": _elu_plus_one, "relu": torch.relu}
 
 
 def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> _Features:
@@ -156,8 +161,7 @@ def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor)
     if kernel == "cosine":
         query, key = (functional.pad(rotated(functional.normalize(x, dim=-1)), (0, 1), value=1.0) for x in (query, key))
         return _Features(query, key, query, key)
-    phi = _PHI[kernel]
-    query, key = phi(query), phi(key)
+    query, key = (_elu_plus_one(x) if kernel == "elu" else x.relu() for x in (query, key))
     return _Features(rotated(query), rotated(key), query, key)
 
 
@@ -192,28 +196,7 @@ def _recurrent(features: _Features, value: Tensor) -> _Sums:
     return torch.cat(above, -2), torch.cat(below, -2)
 
 
-def _full(features: _Features, value: Tensor) -> _Sums:
-    norms = features.denominator_query @ features.denominator_key.sum(-2)[..., None]
-    return features.query @ (features.key.mT @ value), norms
-
-
-def _extend(state: LinearAttentionState, kernel: str, features: _Features, value: Tensor) -> None:
-    numerator, denominator = features.key.mT @ value, features.denominator_key.sum(-2)
-    if state.numerator is not None and state.denominator is not None:
-        numerator, denominator = state.numerator + numerator, state.denominator + denominator
-    state.kernel, state.length = kernel, state.length + value.shape[-2]
-    state.numerator, state.denominator = numerator, denominator
-
-
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None, kernel: str, form: str, chunk_size: int
-) -> None:
-    if kernel not in _KERNELS:
-        raise ValueError(f"kernel must be one of {', '.join(_KERNELS)}; got {kernel!r}")
-    if form not in _FORMS:
-        raise ValueError(f"form must be one of {', '.join(_FORMS)}; got {form!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> None:
     if query.ndim != 4 or query.shape[-2] < 1:
         raise ValueError(f"query must be (batch, heads, length, head_dim), got {tuple(query.shape)}")
     if key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
@@ -233,8 +216,7 @@ def _check_state(state: LinearAttentionState, query: Tensor, value: Tensor, kern
         return
     if state.kernel != kernel:
         raise ValueError(f"the state is one of kernel {state.kernel!r}, and cannot be continued with {kernel!r}")
-    features = query.shape[-1] + (kernel == "cosine")
-    expected = (*query.shape[:2], features, value.shape[-1])
+    expected = (*query.shape[:2], query.shape[-1] + (kernel == "cosine"), value.shape[-1])
     if state.numerator.shape != expected:
         raise ValueError(
             f"the state is one of {tuple(state.numerator.shape)} (batch, heads, features, value_dim), and these "

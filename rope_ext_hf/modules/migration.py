@@ -108,13 +108,11 @@ def _positions(model: nn.Module) -> nn.Embedding:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    settings = {}
-    for key, names in _SETTINGS.items():
-        value = next((getattr(config, name) for name in names if hasattr(config, name)), None)
-        if value is not None:
-            settings[key] = value
-    settings.setdefault("type_vocab_size", 1)  # DistilBERT has none; a row of zeros adds nothing
-    return settings
+    given = {
+        key: [getattr(config, name) for name in names if hasattr(config, name)] for key, names in _SETTINGS.items()
+    }
+    # DistilBERT has no type_vocab_size; a row of zeros adds nothing.
+    return {"type_vocab_size": 1} | {key: each[0] for key, each in given.items() if each and each[0] is not None}
 
 
 def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:

@@ -47,14 +47,13 @@ class KeyValueCache:
         self, key: Tensor, value: Tensor, position_ids: Tensor, padding_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Add tokens, in the shapes of the attributes, and return all so far."""
-        if self.key is None or self.value is None or self.position_ids is None or self.padding_mask is None:
-            self.key, self.value, self.position_ids, self.padding_mask = key, value, position_ids, padding_mask
-        else:
-            self.key = torch.cat((self.key, key), 1)
-            self.value = torch.cat((self.value, value), 1)
-            self.position_ids = torch.cat((self.position_ids, position_ids), 1)
-            self.padding_mask = torch.cat((self.padding_mask, padding_mask), 1)
-        return self.key, self.value, self.position_ids, self.padding_mask
+        if self.key is not None and self.value is not None:
+            key, value = torch.cat((self.key, key), 1), torch.cat((self.value, value), 1)
+        if self.position_ids is not None and self.padding_mask is not None:
+            position_ids = torch.cat((self.position_ids, position_ids), 1)
+            padding_mask = torch.cat((self.padding_mask, padding_mask), 1)
+        self.key, self.value, self.position_ids, self.padding_mask = key, value, position_ids, padding_mask
+        return key, value, position_ids, padding_mask
 
     def next_positions(self) -> Tensor | int:
         """The position after the last token of each row, (batch, 1); 0 where nothing was read."""
@@ -150,8 +149,20 @@ class RotaryAttention(nn.Module):
         Raises:
             ValueError: shapes that do not fit each other, or a cache in full attention.
         """
-        self._check(hidden_states, position_ids, padding_mask, cache)
+        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must be (batch, length, {self.hidden_size}), got {tuple(hidden_states.shape)}"
+            )
         batch, length, _ = hidden_states.shape
+        if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+            raise ValueError(
+                f"position_ids must be ({batch}, {length}) or (1, {length}), got {tuple(position_ids.shape)}"
+            )
+        check_padding_mask(padding_mask, batch, length)
+        if cache is not None and not self.causal:
+            raise ValueError("a cache holds the tokens before these, and full attention needs those after, too")
+        if cache is not None and cache.key is not None and cache.key.shape[0] != batch:
+            raise ValueError(f"the cache holds {cache.key.shape[0]} rows, and hidden_states {batch}")
         heads = (batch, length, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(heads))
         key = self.k_norm(self.k_proj(hidden_states).view(heads))
@@ -191,25 +202,3 @@ class RotaryAttention(nn.Module):
         query = index[keys - length :, None]
         seen = padding_mask[:, None, :] | (index == query)  # padding sees itself: no softmax over nothing
         return (seen & (index <= query) if self.causal else seen)[:, None]
-
-    def _check(
-        self,
-        hidden_states: Tensor,
-        position_ids: Tensor | None,
-        padding_mask: Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> None:
-        if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states must be (batch, length, {self.hidden_size}), got {tuple(hidden_states.shape)}"
-            )
-        batch, length, _ = hidden_states.shape
-        if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
-            raise ValueError(
-                f"position_ids must be ({batch}, {length}) or (1, {length}), got {tuple(position_ids.shape)}"
-            )
-        check_padding_mask(padding_mask, batch, length)
-        if cache is not None and not self.causal:
-            raise ValueError("a cache holds the tokens before these, and full attention needs those after, too")
-        if cache is not None and cache.key is not None and cache.key.shape[0] != batch:
-            raise ValueError(f"the cache holds {cache.key.shape[0]} rows, and hidden_states {batch}")

@@ -17,7 +17,7 @@ from rope_ext_hf.attention.rules import RotationTable
 from rope_ext_hf.errors import LengthError, UnsupportedModelError, one_line
 from rope_ext_hf.methods.remapping import RemappedPosition
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.attention_interface import evaluating, register_attention, use_attention
+from rope_ext_hf.patches.attention_interface import attending, evaluating
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
@@ -100,20 +100,16 @@ def _record(model: Any, decoder: Any, ids: Tensor, start: int) -> list[_Record]:
     """What every attention call gets when the text begins at this position."""
     from transformers.masking_utils import sdpa_mask
 
-    register_attention(_NAME, _attention, sdpa_mask)
     records: list[_Record] = []
-    token = _RECORDS.set(records)
     device = next(decoder.parameters()).device
     positions = torch.arange(start, start + len(ids), device=device)[None]
     try:
-        with evaluating(model), use_attention(model, _NAME):
+        with evaluating(model), attending(model, _NAME, _attention, sdpa_mask, _RECORDS, records):
             decoder(input_ids=ids[None].to(device), position_ids=positions, use_cache=False)
     except (TypeError, RuntimeError, ValueError, AttributeError) as error:
         raise UnsupportedModelError(
             f"{type(decoder).__name__} does not run on plain text: {one_line(error)}"
         ) from error
-    finally:
-        _RECORDS.reset(token)
     return records
 
 

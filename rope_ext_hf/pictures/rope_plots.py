@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +264,10 @@ def _angles_panel(axes: Any, rotary: Rotary, curves: Sequence[_MethodCurve], len
     slow = bool(((plain > 0) & (plain < 1)).any())
     # Fast pairs have been at every angle: where there are slow ones, begin a little before them.
     first, last = int((plain >= 10).sum()) if slow else 0, max(int((plain > 0).sum()), 1) - 1
-    multiples = _multiples(length / trained)
+    # Positions in units of the trained length: powers of 2 around 1, at most five, and the extension itself last.
+    extension = length / trained
+    step = max(1, math.ceil(math.log2(extension) / 3))
+    multiples = [*(2.0**k for k in range(-2 * step, 2 * step + 1, step) if 2.0**k < extension), extension]
     lines = [
         *((multiple * plain, {"color": "#999999", "linewidth": 0.7}) for multiple in multiples),
         *((curve.inv_freq * curve.farthest / TWO_PI, curve.style) for curve in curves),
@@ -295,13 +299,6 @@ def _set_limits(axes: Any, pairs: tuple[float, float], values: tuple[float, floa
     axes.set_ylim(*values)
     axes.set_xlim(*pairs)
     axes.xaxis.get_major_locator().set_params(integer=True)
-
-
-def _multiples(extension: float) -> list[float]:
-    """Positions in units of the trained length: powers of 2 around 1, at most five, and the extension itself last."""
-    step = max(1, math.ceil(math.log2(extension) / 3))
-    powers = [2.0 ** (step * k) for k in range(-2, 3)]
-    return [*(power for power in powers if power < extension), extension]
 
 
 def _similarity_panel(panel: Any, rotary: Rotary, curves: Sequence[_MethodCurve], length: int) -> None:
@@ -351,8 +348,11 @@ def _draw_by_distance(
     """`measure(inv_freq, distances)` of each method, means over bins of distances up to `length` tokens."""
     bins = _distance_bins(length)
     lines: list[drawing.Line] = []
+    query = torch.tensor(length)
     for curve in curves:
-        means = [float(measure(curve.inv_freq, _seen_distances(curve, length, part)).mean()) for part in bins]
+        # the relative positions, for a query at the extended length, of keys at these distances
+        seen = [curve.relative.distance(query, query - part.long()) if curve.relative else part for part in bins]
+        means = [float(measure(curve.inv_freq, part).mean()) for part in seen]
         lines.append((curve.name, _middles(bins), means, curve.style))
     drawing.distance_axis(axes, length)
     drawing.draw_lines(axes, lines, limits, last=8)
@@ -360,14 +360,6 @@ def _draw_by_distance(
         at, of = (tokens, 1), ("data", "axes fraction")
         axes.axvline(tokens, **drawing.RULE)
         drawing.write_note(axes, f"{name} length", at, of, (-3, -4), ha="right", va="top", rotation=90)
-
-
-def _seen_distances(curve: _MethodCurve, length: int, distances: Tensor) -> Tensor:
-    """The relative positions, for a query at the extended length, of keys at these distances."""
-    if curve.relative is None:
-        return distances
-    query = torch.tensor(length)
-    return curve.relative.distance(query, query - distances.long())
 
 
 def _distance_bins(length: int) -> list[Tensor]:
@@ -486,10 +478,7 @@ def draw_scores(
         drawing.finish_axes(panels[0], f"{_SAMPLES} random q and k, plain RoPE", _DISTANCE, "cosine of rotated q and k")
         if trained is not None:
             curves = _method_curves(rotary, methods, length)
-
-            def heads(inv_freq: Tensor, distances: Tensor) -> Tensor:
-                return mean_scores(trained, inv_freq, distances)
-
+            heads = partial(mean_scores, trained)
             bins = _distance_bins(length)
             shares = torch.stack([heads(curves[0].inv_freq, part).mean(-1) for part in bins], -1)
             low, high = shares.quantile(0.1, dim=0), shares.quantile(0.9, dim=0)

@@ -7,7 +7,6 @@ Queries are turned for each zone of keys, and the zones are merged by their log-
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.config_keys.keys import plugin_frequencies
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.plugins.tables import held_remapping
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 
@@ -58,25 +56,20 @@ def store(cache: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = torch.cat((key, value), -1)
 
 
-@dataclass(frozen=True)
 class PagedAttention:
-    """A method over the cache of one layer, with every parameter filled in."""
+    """The method and the frequencies in rope settings, as `serve-config` writes them, over the cache of one layer."""
 
-    method: RemappingMethod
-    rotation: Rotation  # by which the engine rotates queries and keys
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> PagedAttention:
-        """The method and the frequencies in rope settings for the plug-in, as `serve-config` writes them."""
+    def __init__(self, settings: Mapping[str, Any]) -> None:
         held = held_remapping(settings)
         if held is None:
             raise ValueError(
                 "the attention backend CUSTOM of rope-ext-hf is for remapping methods, and the rope settings of this "
                 "config have none; leave the option away, or see rope-ext serve-config"
             )
+        self.method, pairing = held  # with every parameter filled in
         frequencies, _ = plugin_frequencies(settings)
         table = RotationTable(torch.tensor(frequencies, dtype=torch.float64, device="cpu"))
-        return cls(held[0], Rotation(table, KeyLayout(held[1], 0, 2 * len(frequencies))))
+        self.rotation = Rotation(table, KeyLayout(pairing, 0, 2 * len(frequencies)))  # as the engine rotates
 
     def run(self, query: Tensor, cache: Tensor, requests: Sequence[_Request], scale: float, out: Tensor) -> None:
         """Write the attention of new tokens to their requests into `out`; scores are multiplied by `scale`.

@@ -28,9 +28,7 @@ _BLOCK = 65536  # positions whose angles are computed at a time, in float64
 def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
     """A function to put around an engine's `get_rope`: called with the engine's own and the arguments given to it.
 
-    Args:
-        settings_name: the engine's name of the argument with the rope settings.
-        build: from all arguments and the settings, the rotary module; called once for equal arguments.
+    `build` makes the rotary module of all arguments and the rope settings among them, once for equal arguments.
     """
     tables: dict[tuple[Any, ...], Any] = {}
 
@@ -41,16 +39,12 @@ def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, An
         if settings is None:
             return stock(*args, **kwargs)
         # A module without a dtype of its own gets the default, which is that of the model being built.
-        key = (torch.get_default_dtype(), *((name, _hashable(value)) for name, value in given.arguments.items()))
+        key = (torch.get_default_dtype(), json.dumps(given.arguments, sort_keys=True, default=str))
         if key not in tables or _freed(tables[key]):
             tables[key] = build(given.arguments, settings)
         return tables[key]
 
     return get_rope
-
-
-def _hashable(value: Any) -> Any:
-    return json.dumps(value, sort_keys=True, default=str) if isinstance(value, dict) else value
 
 
 def _freed(module: Any) -> bool:
@@ -61,14 +55,7 @@ def _freed(module: Any) -> bool:
 
 
 def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, Any], rotary_dim: int) -> Any:
-    """The rotary module of an engine for these settings.
-
-    Args:
-        engine: the engine's package of rotary classes, with `RotaryEmbedding` and `MRotaryEmbedding`.
-        arguments: those of its `get_rope`.
-        settings: with `inv_freq` and `attention_factor`.
-        rotary_dim: how many dims of a head rotate.
-    """
+    """The rotary module for these settings, of a class of `engine`, its package; `arguments` are of its `get_rope`."""
     frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
         raise ValueError(

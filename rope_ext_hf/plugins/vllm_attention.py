@@ -89,7 +89,7 @@ class _RemappingImpl(AttentionImpl):  # type: ignore[misc]
                 f"the attention backend CUSTOM of rope-ext-hf, an experiment, does not run with {', '.join(refused)}"
             )
         self.scale, self.kv_cache_dtype = scale, kv_cache_dtype
-        self.attention = PagedAttention.from_settings(config.model_config.hf_text_config.rope_parameters or {})
+        self.attention = PagedAttention(config.model_config.hf_text_config.rope_parameters or {})
 
     def forward(
         self,

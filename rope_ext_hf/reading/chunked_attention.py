@@ -7,26 +7,19 @@ its mask and its attention's keywords. Whatever is more than causality with a wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
-from rope_ext_hf.patches.attention_interface import (
-    UNSUPPORTED_KWARGS,
-    chunk_size,
-    is_sliding,
-    register_attention,
-    use_attention,
-)
+from rope_ext_hf.patches.attention_interface import UNSUPPORTED_KWARGS, attending, chunk_size, is_sliding
 
-T = TypeVar("T")
 _ATTENTION = "rope_ext_hf.chunks"
 _UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")  # change which keys count; `indices` are those that an index chose
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
@@ -60,7 +53,7 @@ class MaskRule:
         raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
 
 
-def _mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
+def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
     """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function
 
@@ -140,22 +133,4 @@ def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
     """Have a model use `chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
-    return attending(model, _ATTENTION, chunked_attention, _REACH_SEEN, reach_seen)
-
-
-@contextmanager
-def attending(
-    model: nn.Module, name: str, attention: Callable[..., Any], variable: ContextVar[T], value: T
-) -> Iterator[None]:
-    """Every attention module of this model uses a function, until the end of the block.
-
-    It is known to transformers by `name`, takes what `chunked_attention` does, with masks as `_mask_rule` has them, and
-    reads the variable, which has this value inside.
-    """
-    register_attention(name, attention, _mask_rule)
-    token = variable.set(value)
-    try:
-        with use_attention(model, name):
-            yield
-    finally:
-        variable.reset(token)
+    return attending(model, _ATTENTION, chunked_attention, mask_rule, _REACH_SEEN, reach_seen)

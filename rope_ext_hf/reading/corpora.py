@@ -327,7 +327,9 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
                 trust_remote_code=False,  # also where an environment variable allows it
             )
             if isinstance(rows, dict):
-                rows = rows[_choose_split(list(rows), name)]
+                if "test" not in rows and len(rows) != 1:
+                    raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(rows)}")
+                rows = rows["test" if "test" in rows else next(iter(rows))]
             if seed is not None:
                 rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLE_BUFFER)
             for where, text in read_rows(enumerate(rows, 1), f"hf:{name}", options.get("column")):
@@ -336,11 +338,3 @@ def _hub(name: str, options: Mapping[str, str], seed: int | None) -> Iterator[Do
         raise
     except Exception as error:  # not found, not reachable, no such config, a remote file's reader: all kinds
         raise CorpusError(f"the Hub dataset {name!r} cannot be read: {reason(error)}") from error
-
-
-def _choose_split(splits: Sequence[str], name: str) -> str:
-    if "test" in splits:
-        return "test"
-    if len(splits) != 1:
-        raise CorpusError(f"hf:{name} has no split 'test'; choose one with ?split=NAME: {', '.join(splits)}")
-    return splits[0]

@@ -158,14 +158,10 @@ def reason(error: Exception) -> str:
 @contextmanager
 def _open(file: Path, expansion: int) -> Iterator[BinaryIO]:
     """The file's bytes, decompressed up to the bound."""
-    opener = _OPENERS.get(file.suffix.lower())
-    if opener is None:
-        with file.open("rb") as plain:
-            yield plain
-        return
+    opener = _OPENERS.get(file.suffix.lower(), Path.open)
     with opener(file, "rb") as stream:
         most = max(_FREE_EXPANSION, expansion * file.stat().st_size)
-        yield io.BufferedReader(_Bounded(stream, str(file), most))
+        yield stream if opener is Path.open else io.BufferedReader(_Bounded(stream, str(file), most))
 
 
 class _Bounded(io.RawIOBase):

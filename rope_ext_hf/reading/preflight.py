@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from rope_ext_hf.errors import CheckpointError, MethodError, duration, size_text
-from rope_ext_hf.patches.layer_types import SLIDING, sliding_layers
+from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -74,15 +74,12 @@ def cached_bytes(config: Any, tokens: int, *, width: int = 2, gpus: int = 1, ahe
 def cached_layers(config: Any) -> list[_LayerMemory]:
     """The memory of each layer that does not share the keys and values of another."""
     count = int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", None) or 0)
-    window, sliding = sliding_layers(config)
-    kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if sliding else ""] * count)
+    attention = AttentionLayers(config)
+    kinds = list(getattr(config, "layer_types", None) or [next(iter(SLIDING)) if attention.sliding else ""] * count)
     several = getattr(config, "is_heterogeneous", False)
     each = list(config.per_layer_config) if several else [config] * count
-    return list(_layers(kinds[:count], each[:count], window))
-
-
-def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterator[_LayerMemory]:
-    for kind, config in zip(kinds, configs, strict=True):
+    layers = []
+    for kind, config in zip(kinds[:count], each[:count], strict=True):
         known = vars(config)
         heads = int(config.num_attention_heads)
         head_dim = int(known.get("head_dim") or config.hidden_size // heads)
@@ -96,8 +93,9 @@ def _layers(kinds: list[str], configs: list[Any], window: int | None) -> Iterato
             if kind in SLIDING:
                 key_heads *= _MORE_KEY_HEADS.get(config.model_type, 1)
             per_token = key_heads * (head_dim + int(known.get("v_head_dim") or head_dim))
-        kept = window if kind in SLIDING else None
-        yield _LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads)
+        kept = attention.window if kind in SLIDING else None
+        layers.append(_LayerMemory(0 if keyless else per_token, kept, state, heads, head_dim, key_heads))
+    return layers
 
 
 def _state(config: Any) -> int:
@@ -308,12 +306,12 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
 def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
     """A warning where spans are longer than the sliding window of some layers, else None."""
     config = model.config.get_text_config()
-    window, sliding = sliding_layers(config)
-    if not sliding or window is None or window >= longest:
+    attention = AttentionLayers(config)
+    if not attention.sliding or attention.window is None or attention.window >= longest:
         return None
     return (
-        f"{sliding} of {config.num_hidden_layers} layers attend to the last {window:,} tokens only; "
-        f"spans of {longest:,} tokens are longer"
+        f"{attention.sliding} of {config.num_hidden_layers} layers attend to the last {attention.window:,} tokens "
+        f"only; spans of {longest:,} tokens are longer"
     )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rope_ext_hf.bounds import Length, parse_lengths
-from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.errors import MethodError, entry
 
 
 class Span(NamedTuple):
@@ -100,10 +100,7 @@ def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans
 
 def resolve_protocol(name: str) -> Protocol:
     """The protocol of this name; MethodError where there is none."""
-    if name not in PROTOCOLS:
-        known = ", ".join(PROTOCOLS)
-        raise MethodError(f"unknown protocol {name!r}.{did_you_mean(name, PROTOCOLS)} Known protocols: {known}")
-    return PROTOCOLS[name]
+    return entry("protocol", name, PROTOCOLS)
 
 
 def protocol_help() -> str:

@@ -13,18 +13,17 @@ built and no key is repeated over query heads (`chunked_attention`). The head ru
 from __future__ import annotations
 
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.errors import UnsupportedModelError, one_line, short
+from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.forward_hooks import decoder_of
@@ -47,16 +46,6 @@ class Cost(NamedTuple):
     tokens: int = 0
     seconds: float = 0.0
     peak: int = 0
-
-    @classmethod
-    def from_record(cls, value: Any) -> Cost:
-        """Read what a journal holds; ValueError for anything but [tokens, seconds, bytes], none of them negative."""
-        match value:
-            case [int(tokens), int() | float() as seconds, int(peak)] if (
-                0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
-            ):
-                return cls(tokens, float(seconds), peak)
-        raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(value))}")
 
     def plus(self, other: Cost) -> Cost:
         return Cost(self.tokens + other.tokens, self.seconds + other.seconds, max(self.peak, other.peak))
@@ -441,10 +430,5 @@ def _difference(some: Tensor, others: Tensor) -> float:
     return float((some - others).square().mean().sqrt()) / max(1e-3, float(others.std()))
 
 
-@contextmanager
-def _length(model: PreTrainedModel, length: int) -> Iterator[None]:
-    if not patched_slots(model):
-        yield
-        return
-    with fixed_length(model, length):
-        yield
+def _length(model: PreTrainedModel, length: int) -> AbstractContextManager[Any]:
+    return fixed_length(model, length) if patched_slots(model) else nullcontext()

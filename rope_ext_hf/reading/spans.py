@@ -57,8 +57,7 @@ def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeniz
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The token ids of a part of a prompt, no special tokens added."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
@@ -73,8 +72,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         ids = list(token_ids(document.ids, document.name))
         total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
         return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
-    text = document.text
-    total = utf8_bytes(document.name, text)
+    text, total = document.text, utf8_bytes(document.name, document.text)
     encoded = tokenizer(
         text,
         add_special_tokens=False,
@@ -110,18 +108,11 @@ class EvalPlan:
     left_out: int  # documents too short for the lengths
 
     @property
-    def setting(self) -> Setting:
-        options = self.options
-        return Setting(self.protocol.name, options.targets, options.stride, self.prefix is not None, self.left_out)
-
-    @property
     def passes(self) -> list[int]:
-        return [stop - start for _, spans in self.documents for _, start, stop in _passes(spans)]
-
-    @property
-    def scored(self) -> int:
-        """Scored tokens; a token that counts for two lengths counts twice."""
-        return sum(span.score_to - span.score_from for _, spans in self.documents for span in spans)
+        """Tokens of each pass; spans that share a pass come one after the other."""
+        place = attrgetter("context", "start", "stop")
+        passes = (key for _, spans in self.documents for key, _ in groupby(spans, key=place))
+        return [stop - start for _, start, stop in passes]
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
@@ -178,11 +169,6 @@ def make_plan(
             f"the longest of {len(documents)} has {longest}. Give longer text or shorter lengths"
         )
     return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
-
-
-def _passes(spans: Sequence[Span]) -> list[tuple[int, int, int]]:
-    """(context, start, stop) of each pass; spans that share a pass come one after the other."""
-    return [key for key, _ in groupby(spans, key=lambda span: (span.context, span.start, span.stop))]
 
 
 def _subsample(

@@ -148,8 +148,7 @@ class RotaryEmbedding(nn.Module):
         if not self.method.trainable or self.trained.device.type == "meta":
             return self.method
         values = tuple(self.trained.tolist())
-        at_first = tuple(self._initial_values().tolist())
-        if values == at_first:
+        if values == tuple(self._initial_values().tolist()):
             return self.method
         return method_from_dict(self.method.to_dict() | {self.method.trainable: values})
 
@@ -305,10 +304,13 @@ class RotaryEmbedding(nn.Module):
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         position_ids = position_ids.to(x.device)
-        positions = self._positions_of_pairs(position_ids)
+        positions = position_ids[..., None]  # that each pair is rotated by, (batch, length, dim // 2), or 1: of all
+        if self.axis_of_pair is not None and position_ids.ndim > 2:
+            positions = position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
         attention_factor: Tensor | float = self.attention_factor
-        if self.method.trainable:
-            angle = self._trained_angle(positions)
+        if self.method.trainable:  # gradients flow through these angles
+            wide = torch.float32 if positions.device.type == "mps" else torch.float64
+            angle = positions.to(wide) * self.method.trained_inv_freq(self.rotary, self.trained.to(x.device, wide))
         else:
             frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
             if frequency.ndim > 2 and frequency.shape[-2] not in (1, positions.shape[-2]):
@@ -322,18 +324,6 @@ class RotaryEmbedding(nn.Module):
         if isinstance(attention_factor, Tensor) or attention_factor != 1.0:
             cos, sin = cos * attention_factor, sin * attention_factor
         return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
-
-    def _trained_angle(self, positions: Tensor) -> Tensor:
-        """Angles in radians that gradients flow through."""
-        wide = torch.float32 if positions.device.type == "mps" else torch.float64
-        inv_freq = self.method.trained_inv_freq(self.rotary, self.trained.to(positions.device, wide))
-        return positions.to(wide) * inv_freq
-
-    def _positions_of_pairs(self, position_ids: Tensor) -> Tensor:
-        """The positions that each pair is rotated by, (batch, length, dim // 2), or 1 where it is the same for all."""
-        if self.axis_of_pair is None or position_ids.ndim == 2:
-            return position_ids[..., None]
-        return position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
 
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
         if not self.length_dependent:
@@ -354,14 +344,9 @@ class RotaryEmbedding(nn.Module):
 @contextmanager
 def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
     """Inside, these length-dependent modules rotate pairs by radians (dim // 2,) per position, in this thread."""
-    state = ForwardState(
-        owner=tables[0],
-        tables=tuple(tables),
-        frequency=fixed_point(radians.double()),
-        attention_factor=attention_factor,
-    )
-    push(state)
+    frequency = fixed_point(radians.double())
+    push(ForwardState(owner=tables[0], tables=tuple(tables), frequency=frequency, attention_factor=attention_factor))
     try:
         yield
     finally:
-        pop(state.owner)
+        pop(tables[0])

@@ -101,10 +101,6 @@ class KeyRotation:
     def to(self, device: torch.device) -> KeyRotation:
         return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
 
-    def times(self, scale: Tensor) -> KeyRotation:
-        """A rotation that also multiplies by `scale`, (rows or 1, 1, tokens, 1) float32."""
-        return KeyRotation(self.cos * scale, self.sin * scale)
-
     def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
         """Rotated keys (rows, heads, tokens, head_dim), in new memory."""
         start, pairs = layout.start, layout.dim // 2
@@ -235,49 +231,36 @@ def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_readi
     def both(device: torch.device) -> KeyRotation:
         return after_reading.ending_with(before_storing).to(device)
 
+    def rotating_update(layer: Any, layout: KeyLayout) -> Callable[..., tuple[Tensor, Tensor]]:
+        """The `update` of a layer with rotations around it."""
+        update, which = layer.update, int(layout.in_values)  # of keys and values: what is rotated
+        returns_stored = type(layer) is DynamicLayer  # the new keys last
+
+        def rotating(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            given = [key_states, value_states]
+            new, device = given[which], key_states.device
+            stored = layer.values if layout.in_values else layer.keys
+            if returns_stored and can_fuse(new) and can_fuse(stored):  # one launch instead of two
+                found = list(update(*given, *args, **kwargs))
+                rotation = both(device).last(found[which].shape[-2])
+                found[which] = rotation.apply_fused(found[which], layout, in_place=new.shape[-2])
+            else:
+                given[which] = before_storing.to(device).apply(new, layout)
+                found = list(update(*given, *args, **kwargs))
+                reading = after_reading.to(device).last(found[which].shape[-2])
+                found[which] = reading.apply(found[which], layout)
+            return found[0], found[1]
+
+        return graph_break(rotating)  # not compiled: the wrapper lives for a single forward
+
     for layer, layout in layers:
-        # An attribute of the instance hides the method of the class, which other caches go on using. Layers of this
-        # class return what they store, the new keys last.
-        both_ways = both if type(layer) is DynamicLayer else None
-        layer.update = _rotating_update(layer, before_storing, after_reading, both_ways, layout)
+        # An attribute of the instance hides the method of the class, which other caches go on using.
+        layer.update = rotating_update(layer, layout)
     try:
         yield
     finally:
         for layer, _ in layers:
             del layer.update  # restores the class's method
-
-
-def _rotating_update(
-    layer: Any,
-    before_storing: KeyRotation,
-    after_reading: KeyRotation,
-    both_ways: Callable[[torch.device], KeyRotation] | None,
-    layout: KeyLayout,
-) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The `update` of a layer with rotations around it.
-
-    `both_ways` gives the rotation after reading, ending with that before storing; None where the layer returns other
-    tensors than it stores.
-    """
-    update = layer.update
-    which = int(layout.in_values)  # of keys and values: what is rotated
-
-    def rotating(key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        given = [key_states, value_states]
-        new, device = given[which], key_states.device
-        stored = layer.values if layout.in_values else layer.keys
-        if both_ways is not None and can_fuse(new) and can_fuse(stored):  # one launch instead of two
-            found = list(update(*given, *args, **kwargs))
-            rotation = both_ways(device).last(found[which].shape[-2])
-            found[which] = rotation.apply_fused(found[which], layout, in_place=new.shape[-2])
-        else:
-            given[which] = before_storing.to(device).apply(new, layout)
-            found = list(update(*given, *args, **kwargs))
-            reading = after_reading.to(device).last(found[which].shape[-2])
-            found[which] = reading.apply(found[which], layout)
-        return found[0], found[1]
-
-    return graph_break(rotating)  # not compiled: the wrapper lives for a single forward
 
 
 # --- the record that a cache carries between forwards -----------------------------------------------------------------

@@ -20,8 +20,9 @@ from transformers.cache_utils import DynamicLayer
 
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.attention_interface import attending
 from rope_ext_hf.patches.patching import check_context_parallel
-from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, attending, chunked_attention
+from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
 from rope_ext_hf.reading.scorer import CHECKED, TokenScorer, rounding_tolerance
 from rope_ext_hf.reading.span_cache import FULL, SLIDING, SpanCache
@@ -68,8 +69,7 @@ class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
         self.share, self.group = share, group
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        keys, values = (self.share.gathered(states, self.group) for states in (key_states, value_states))
-        return keys, values
+        return self.share.gathered(key_states, self.group), self.share.gathered(value_states, self.group)
 
     def get_seq_length(self) -> int:
         return 0
@@ -139,7 +139,7 @@ class SpreadScorer(TokenScorer):
         # Beyond the end stands the last token again, which no other one sees.
         kept = places.clamp(max=len(inputs) - 1)
         cache = _GatheredCache(self.decoder.config, share, self.group)
-        with attending(self.model, _ATTENTION, _spread_attention, _SHARE, share):
+        with attending(self.model, _ATTENTION, _spread_attention, mask_rule, _SHARE, share):
             out = self.decoder(
                 input_ids=inputs[kept][None], position_ids=kept[None], past_key_values=cache, use_cache=True
             )

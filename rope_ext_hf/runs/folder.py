@@ -10,7 +10,6 @@ from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
-from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
@@ -44,19 +43,14 @@ def read_run(folder: str | Path) -> Run[Any]:
 
 def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:
     """One result per method and cell that has the values of all its items."""
-    values: dict[tuple[str, Cell], dict[int, Any]] = {}
-    costs: dict[tuple[str, Cell], dict[int, Cost]] = {}
+    found: dict[tuple[str, Cell], dict[int, Record]] = {}
     for record in records:
-        key = (method_key(record.method), record.cell)
-        values.setdefault(key, {})[record.item] = record.value
-        costs.setdefault(key, {})[record.item] = record.cost
+        found.setdefault((method_key(record.method), record.cell), {})[record.item] = record
     return [
-        kind.result(
-            method, setting, cell, *([each[item] for item in sorted(each)] for each in (complete, costs[key, cell]))
-        )
+        kind.result(method, setting, cell, [each.value for each in complete], [each.cost for each in complete])
         for key, method in {method_key(record.method): record.method for record in records}.items()
         for cell, count in sorted(contents.counts.items())
-        if len(complete := values.get((key, cell), {})) == count
+        if len(complete := [record for _, record in sorted(found.get((key, cell), {}).items())]) == count
     ]
 
 
@@ -74,13 +68,19 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
         value = settings.get(key)
         if key not in settings or not isinstance(value, types) or isinstance(value, bool):
             raise ValueError(f"{key!r} must be {' or '.join(t.__name__ for t in types)}, got {short(repr(value))}")
-    kind = run_kind(settings["kind"])
     for key in ("parameters", "context_length", "tokens"):
         if not 1 <= settings[key] < 2**63:
             raise ValueError(f"{key!r} must be at least 1, got {short(str(settings[key]))}")
     if not all(isinstance(number, str) for number in settings["versions"].values()):
         raise ValueError("'versions' must map names to strings")
-    _check_setting(kind.setting, settings["setting"])
+    setting, known = settings["setting"], fields(run_kind(settings["kind"]).setting)
+    needed = {item.name for item in known if item.default is MISSING}
+    expected = {item.name: item.type for item in known}
+    if not needed <= set(setting) <= set(expected):
+        raise ValueError(f"'setting' must have the keys {', '.join(expected)}, got {short(json.dumps(setting))}")
+    for name, value in setting.items():
+        if type(value).__name__ != expected[name]:
+            raise ValueError(f"'setting': {name} must be {expected[name]}, got {short(repr(value))}")
     RunContents.from_settings(settings)
     return settings
 
@@ -94,28 +94,14 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
 def write_whole(file: Path, value: dict[str, Any]) -> None:
     """Write a JSON object with its checksum, whole or, after a kill at any moment, as it was before."""
     with atomic_file(file) as part:
-        write_json(part, value | {"checksum": _checksum(value)})
+        write_json(part, value | {"checksum": json_digest(value)[:16]})
 
 
 def read_whole(file: Path) -> dict[str, Any]:
     """Read what `write_whole` wrote; FileError where it cannot be read, or changed since it was written."""
     value = read_json(file)
-    if value.pop("checksum", None) != _checksum(value):
+    if value.pop("checksum", None) != json_digest(value)[:16]:
         raise FileError(
             f"{str(file)!r} is damaged: it is not as it was written; give another folder, or remove this one"
         )
     return value
-
-
-def _checksum(value: dict[str, Any]) -> str:
-    return json_digest(value)[:16]
-
-
-def _check_setting(cls: type, setting: Mapping[str, Any]) -> None:
-    expected = {item.name: item.type for item in fields(cls)}
-    needed = {item.name for item in fields(cls) if item.default is MISSING}
-    if not needed <= set(setting) <= set(expected):
-        raise ValueError(f"'setting' must have the keys {', '.join(expected)}, got {short(json.dumps(setting))}")
-    for name in setting:
-        if type(setting[name]).__name__ != (kind := expected[name]):
-            raise ValueError(f"'setting': {name} must be {kind}, got {short(repr(setting[name]))}")

@@ -7,6 +7,7 @@ validated once, and an error names file and line.
 from __future__ import annotations
 
 import json
+import math
 import os
 import stat
 import zlib
@@ -50,10 +51,6 @@ class Record(NamedTuple):
     value: Value
     cost: Cost
 
-    def to_line(self) -> bytes:
-        line = self._asdict() | {"cell": list(self.cell), "value": self.value.to_record(), "cost": list(self.cost)}
-        return json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n"
-
 
 @dataclass(frozen=True)
 class RunContents:
@@ -65,7 +62,10 @@ class RunContents:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
         """Read `items`, `cells` and `per_cell`; ValueError where one is missing, or of another shape."""
-        items, cells, counts = (_list(settings, key) for key in ("items", "cells", "per_cell"))
+        for key in ("items", "cells", "per_cell"):
+            if not isinstance(value := settings.get(key), list):
+                raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
+        items, cells, counts = settings["items"], settings["cells"], settings["per_cell"]
         if not items or not all(isinstance(name, str) for name in items):
             raise ValueError("'items' must be a list of names")
         if len(cells) != len(counts) or not cells:
@@ -73,13 +73,6 @@ class RunContents:
         if not all(type(count) is int and 1 <= count <= len(items) for count in counts):
             raise ValueError(f"'per_cell' must hold numbers from 1 to {len(items)}")
         return cls(tuple(items), dict(zip(map(_cell, cells), counts, strict=True)))
-
-
-def _list(settings: Mapping[str, Any], key: str) -> list[Any]:
-    value = settings.get(key)
-    if not isinstance(value, list):
-        raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
-    return value
 
 
 def _cell(value: Any) -> Cell:
@@ -149,10 +142,17 @@ def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any]
         raise ValueError(f"expected an item from 0 to {len(contents.items) - 1}, got {short(repr(item))}")
     if cell not in contents.counts:
         raise ValueError(f"the run has no cell {list(cell)}")
-    record = Record(method, item, cell, parse(contents.items[item], raw["value"]), Cost.from_record(raw["cost"]))
+    value = parse(contents.items[item], raw["value"])
+    match raw["cost"]:
+        case [int(tokens), int() | float() as seconds, int(peak)] if (
+            0 <= tokens < 2**63 and 0 <= seconds < math.inf and 0 <= peak < 2**63
+        ):
+            cost = Cost(tokens, float(seconds), peak)
+        case _:
+            raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(raw['cost']))}")
     if written not in (None, _checksum(raw)):
         raise ValueError("the line is not as it was written")
-    return record
+    return Record(method, item, cell, value, cost)
 
 
 def _checksum(line: Mapping[str, Any]) -> int:
@@ -200,8 +200,10 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def write(record: Record) -> None:
+        value = record.value.to_record()
+        line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
         with disk_errors(path, _GO_ON):
-            left = memoryview(record.to_line())
+            left = memoryview(json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n")
             while left:
                 left = left[file.write(left) :]
             os.fsync(file.fileno())

@@ -19,24 +19,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
+
+from rich.table import Table
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
+from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
+from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
-from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
+from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
 from rope_ext_hf.terminal import table_text, wrapped
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from rope_ext_hf.methods.base import RopeMethod
-    from rope_ext_hf.pictures.charts import Chart
-    from rope_ext_hf.reading.scorer import TokenScorer
-    from rope_ext_hf.runs.measures import Measure
 
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
@@ -78,8 +75,7 @@ class Run(Generic[R_co]):
     @property
     def context_length(self) -> int:
         """The length in tokens that what the methods extend is for: by default the model as loaded."""
-        length: int = self.settings["context_length"]
-        return length
+        return int(self.settings["context_length"])
 
     @property
     def meant_for(self) -> str:
@@ -340,15 +336,17 @@ class Measurement(ABC):
         return self.all_cells
 
     @abstractmethod
-    def cell_fingerprints(self) -> Mapping[Cell, str]:
-        """Of each cell a digest of the token ids that are read, of their bytes, and of how they are scored.
+    def digested(self, cell: Cell) -> Iterable[bytes]:
+        """What a cell's digest is made of: the token ids that are read, their bytes, and how they are scored."""
 
-        Cells of two runs with the same digest are of the same items, read alike.
-        """
+    @cached_property
+    def cell_fingerprints(self) -> dict[Cell, str]:
+        """The digest of each cell; cells of two runs with the same one are of the same items, read alike."""
+        return {cell: hashlib.sha256(b"".join(self.digested(cell))).hexdigest() for cell in self.contents.counts}
 
     def fingerprint(self) -> str:
         """A digest of all cells."""
-        return hashlib.sha256(repr(sorted(self.cell_fingerprints().items())).encode()).hexdigest()
+        return hashlib.sha256(repr(sorted(self.cell_fingerprints.items())).encode()).hexdigest()
 
     @abstractmethod
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[Value]:
@@ -367,10 +365,7 @@ class Measurement(ABC):
     @property
     def contents(self) -> RunContents:
         """Items and cells of a complete run."""
-        counts: dict[Cell, int] = {}
-        for item in range(len(self.items)):
-            for cell in self.cells(item):
-                counts[cell] = counts.get(cell, 0) + 1
+        counts = Counter(cell for item in range(len(self.items)) for cell in self.cells(item))
         return RunContents(tuple(self.items), dict(sorted(counts.items())))
 
 

@@ -54,7 +54,6 @@ class Measure:
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
     threshold: float | None = None  # the value that they are measured by
     chance: float = 0.0  # the value by luck, of shares and gains
-    least: int = FEWEST  # documents or prompts that it takes to decide anything
     # the share by which a loss may be higher than as loaded at the context length and still be near it
     rise: float | None = None
     exponential: str = ""  # what the exponential of a loss is called, such as perplexity; empty: it has no name
@@ -73,8 +72,8 @@ class Measure:
         where luck gives none.
         """
         fewest = min(len(items) for row in self.items.values() for items in row.values())
-        if fewest < self.least:
-            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {self.least} are needed)"
+        if fewest < FEWEST:
+            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {FEWEST} are needed)"
         cells = [(key, length) for key, row in self.items.items() for length in row]
         lucky = self.chance or not self.shares
         if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):
@@ -105,10 +104,7 @@ class Measure:
 
     def value(self, key: str, length: int) -> float:
         """The value of one method at one length, without its interval."""
-        sums, weights = zip(*self.items[key][length], strict=True)
-        if self.shares:
-            return math.fsum(a / b for a, b in zip(sums, weights, strict=True)) / len(sums)
-        return math.fsum(sums) / math.fsum(weights)
+        return self.estimate(key, length).value
 
     def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
         """How much higher the value of one method's key and length is than that of another, paired by item.
@@ -132,16 +128,6 @@ class Measure:
         table = torch.tensor([self.items[key][length] for key in keys], dtype=torch.float64)  # (methods, items, 2)
         sums, weights = resample(table.permute(2, 0, 1).flatten(0, 1), draws, seed).chunk(2)  # (methods, draws) each
         return (sums / weights).T
-
-    @property
-    def behind(self) -> str:
-        """The unit as it stands behind a value of `text`."""
-        return "" if self.shares else f" {self.unit}"
-
-    @property
-    def change_unit(self) -> str:
-        """The unit of a change: of shares percentage points."""
-        return "points" if self.shares else self.unit
 
     def text(self, value: float) -> str:
         """A value with as many digits as mean something."""

@@ -182,10 +182,6 @@ def _digest_of_tensor(tensor: Tensor, of_tensor: WeakTensorKeyDictionary) -> str
             dense = dense.to_dense()
         blocks = torch.split(dense.contiguous().reshape(-1).view(torch.uint8), BLOCK_BYTES)
         with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
-            for digest in threads.map(_digest_of_block, blocks):
+            for digest in threads.map(lambda block: hashlib.sha256(block.cpu().numpy().data).digest(), blocks):
                 sha.update(digest)
     return sha.hexdigest()
-
-
-def _digest_of_block(data: Tensor) -> bytes:
-    return hashlib.sha256(data.cpu().numpy().data).digest()

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.files import disk_errors, json_digest, parse_json_object, write_text
+from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.patching import patched, patched_method
 from rope_ext_hf.patches.slots import present_specs
@@ -37,8 +37,6 @@ from rope_ext_hf.runs.workers import Workers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from rope_ext_hf.methods.base import RopeMethod
 
 
 class Progress:
@@ -93,32 +91,24 @@ class _TqdmProgress(Progress):
         self._bar.close()
 
 
-@dataclass(frozen=True)
 class _Job:
     """A plan on a model."""
 
-    model: PreTrainedModel
-    plan: RunPlan[Any]
-    basis: Basis  # what the methods are applied to
-    loaded: dict[str, Any] | None  # the method of the model as it is, where that is measured; as its `to_dict` has it
-    # each with its `to_dict`, by its key, in the order in which they are measured
-    methods: dict[str, tuple[RopeMethod | None, dict[str, Any] | None]]
-
-    @classmethod
-    def from_plan(cls, model: PreTrainedModel, plan: RunPlan[Any]) -> _Job:
-        present = patched_method(model)
+    def __init__(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
+        self.model, self.plan, present = model, plan, patched_method(model)
         methods = plan.methods or (present,)
-        loaded = present.to_dict() if present is not None and None in methods else None
-        basis = find_basis(model, methods, plan.over, plan.context_length)
-        saved = [(method, loaded if method is None else method.to_dict()) for method in methods]
-        job = cls(model, plan, basis, loaded, {method_key(each[1]): each for each in saved})
-        changed = loaded is not None and job.methods[method_key(loaded)][0] is not None
-        if changed and basis != Basis.from_specs(present_specs(model)):
+        # the method of the model as it is, where that is measured
+        self.loaded = present.to_dict() if present is not None and None in methods else None
+        self.basis = find_basis(model, methods, plan.over, plan.context_length)  # what the methods are applied to
+        saved = [(method, self.loaded if method is None else method.to_dict()) for method in methods]
+        # each with its `to_dict`, by its key, in the order in which they are measured
+        self.methods = {method_key(each[1]): each for each in saved}
+        changed = self.loaded is not None and self.methods[method_key(self.loaded)][0] is not None
+        if changed and self.basis != Basis.from_specs(present_specs(model)):
             raise MethodError(
-                f"{label(loaded)} is what the model runs as loaded; to measure it with another over or context_length, "
-                "give the model without its patch"
+                f"{label(self.loaded)} is what the model runs as loaded; to measure it with another over or "
+                "context_length, give the model without its patch"
             )
-        return job
 
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
         """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
@@ -129,7 +119,7 @@ class _Job:
             | {
                 "kind": measurement.kind,
                 "text": measurement.fingerprint(),
-                "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints().items()},
+                "cell_texts": {json.dumps(cell): text for cell, text in measurement.cell_fingerprints.items()},
                 "loaded": self.loaded,
                 "setting": asdict(measurement.setting),
                 "items": list(contents.items),
@@ -154,7 +144,7 @@ class _Job:
         self,
         scorer: TokenScorer,
         items: Sequence[int],
-        done: AbstractSet[tuple[str, int, journal.Cell]],
+        done: Container[tuple[str, int, journal.Cell]],
         write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:
@@ -205,7 +195,7 @@ def carry_out(
     measurement = plan.measurement
     with closing(progress or Progress()) as shown, evaluating(model):
         shown.planned(model, plan)
-        job = _Job.from_plan(model, plan)
+        job = _Job(model, plan)
         settings = job.settings(in_folder=out is not None)
         if out is None:
             scorer, records = job.scorer(), list[journal.Record]()
@@ -216,7 +206,8 @@ def carry_out(
         settings = check_settings(json.loads(json.dumps(settings)))
         if workers.count > 1:
             workers.agree(_in_words(settings, job))
-        folder = Path(out) / f"{Path(settings['model']).name or 'model'}-{measurement.kind}-{_digest(settings)}"
+        name, digest = Path(settings["model"]).name or "model", json_digest(_key(settings))[:10]
+        folder = Path(out) / f"{name}-{measurement.kind}-{digest}"
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with journal.exclusive(folder, workers.rank):
@@ -309,7 +300,3 @@ def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
 def _short(value: Any) -> str:
     text = json.dumps(value, sort_keys=True)
     return text.strip('"') if len(text) < 40 else json_digest(value)
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    return json_digest(_key(settings))[:10]

@@ -34,21 +34,19 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     return results_table(title, caption, *heads, *columns)
 
 
-def add_rows(
-    view: Table,
-    run: Run[Any],
-    second: Callable[[Any], float],
-    text: Callable[[float], str],
-    cell: Callable[[Any], Text],
-) -> None:
-    """Add a row for each method and each value of `second`, which `text` writes, with a `cell` per length."""
+def two_column_table(
+    run: Run[Any], title: str, caption: str, second: str, text: Callable[[float], str], cell: Callable[[Any], Text]
+) -> Table:
+    """A row for each method and each value of the attribute `second`, which `text` writes, with a `cell` per length."""
+    view = length_table(run, title, caption, "method", second)
     for name, row in run.by_label.items():
-        at = {(second(result), result.length): cell(result) for result in row}
+        at = {(getattr(result, second), result.length): cell(result) for result in row}
         values = sorted({value for value, _ in at})
         for value in values:
             head = Text(name if value == values[0] else "")
             cells = (at.get((value, length), "") for length in run.lengths)
             view.add_row(head, text(value), *cells, end_section=value == values[-1])
+    return view
 
 
 def results_table(title: str, caption: str, *heads: str) -> Table:

@@ -132,7 +132,7 @@ class Findings:
     def change(self, measure: Measure, one: tuple[str, int], other: tuple[str, int], than: float = 0.0) -> Verdict:
         return verdict(
             measure.change(one, other),
-            unit=measure.change_unit,
+            unit="points" if measure.shares else measure.unit,
             higher_is_better=measure.higher_is_better,
             than=than,
             item=measure.kind_of_item,
@@ -269,7 +269,8 @@ def _value_text(known: Findings, measure: Measure, key: str, longest: int) -> st
     if not (lengths := measure.lengths(key)):
         return None
     length = lengths[-1]
-    text = f"{measure.name} {measure.estimate(key, length).text(measure.text)}{measure.behind}"
+    unit = "" if measure.shares else f" {measure.unit}"
+    text = f"{measure.name} {measure.estimate(key, length).text(measure.text)}{unit}"
     if key != known.loaded and known.loaded in measure.measured(length):
         text += f" (as loaded {measure.text(measure.value(known.loaded, length))})"
     return text if length == longest else f"{text} at {_length_text(length, known.context_length)}"

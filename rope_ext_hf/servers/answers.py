@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
@@ -26,7 +26,7 @@ from rope_ext_hf.patches.fingerprint import Fingerprint
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import encode
 from rope_ext_hf.servers.clients import Answer, Client, connect
-from rope_ext_hf.terminal import Rows, text_table, wrapped
+from rope_ext_hf.terminal import Report, Rows, text_table, wrapped
 
 _SAMPLE = 2000  # characters of a text whose tokens are compared
 _PARTS = 8  # of the length of a server, of which prompts are one, two, four and eight
@@ -178,7 +178,7 @@ def difference_rows(lengths: Sequence[int], differences: Mapping[str, Sequence[f
 
 
 @dataclass(frozen=True)
-class BaselineReport:
+class BaselineReport(Report):
     """How a server answers, against a record.
 
     Attributes:
@@ -191,6 +191,7 @@ class BaselineReport:
         notes: such differences of its version and its folder, which change no answer by themselves.
     """
 
+    also = ("agrees", "begins")
     url: str
     server: str
     lengths: tuple[int, ...]
@@ -210,10 +211,6 @@ class BaselineReport:
     def agrees(self) -> bool:
         """Whether the server answers as recorded, at every length, and states nothing else that matters."""
         return self.begins is None and self.refused is None and not self.changed
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"agrees": self.agrees, "begins": self.begins}
 
     def __str__(self) -> str:
         sentences = [f"{self.server} at {self.url} {self._verdict()}", *self.changed, *self.notes]

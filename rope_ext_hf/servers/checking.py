@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ from rope_ext_hf.servers.answers import (
 )
 from rope_ext_hf.servers.clients import connect
 from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations, rarer_configurations, slightly_wrong
-from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.serving.configs import open_model
 from rope_ext_hf.terminal import Rows, ShownAsTables
 
 _CERTAIN = 6.0  # standard errors by which a configuration fits worse than another before it is excluded
@@ -77,6 +77,7 @@ class ServerReport(ShownAsTables):
         left_out: the longest length that was left out as too costly to compute here; None: none was.
     """
 
+    also = ("agrees",)
     url: str
     server: str
     method: str
@@ -108,10 +109,6 @@ class ServerReport(ShownAsTables):
     def told_here(self) -> float:
         """The smallest error of the softmax scale, in percent, that shows under the dtype that the server fits."""
         return self.told.get(self.precision or "", (math.inf, math.inf))[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"agrees": self.agrees}
 
     @property
     def sentences(self) -> list[str]:

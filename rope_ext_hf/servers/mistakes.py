@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.checkpoints.live_model import reordered
-from rope_ext_hf.checkpoints.row_layouts import rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
@@ -60,7 +60,7 @@ def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], Abst
             made[f"with {name}"] = partial(patched, model, changed, over="original")
     runs = class_pairing(model.config)
     if runs is not None:
-        other, tensors = other_pairing(runs), rotary_tensors(model.config, checkpoint_geometry(model).dim)
+        other, tensors = other_pairing(runs), RotaryTensors(model.config, checkpoint_geometry(model).dim)
         made[f"with {other} weights rotated as {runs}"] = partial(reordered, model, tensors, other)
         made[f"with {runs} weights rotated as {other}"] = partial(reordered, model, tensors, runs)
     return made

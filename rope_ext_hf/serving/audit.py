@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.questions import command_line
+from rope_ext_hf.serving.configs import refuse_adapter
 from rope_ext_hf.serving.gguf_files import read_file_rope
-from rope_ext_hf.serving.target import refuse_adapter
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 
 
@@ -68,6 +68,7 @@ class Audit(ShownAsTables):
         notes: the layers that its rope settings do not reach, in any engine; what serves it where an engine differs.
     """
 
+    also = ("agrees",)
     path: str
     engines: tuple[_EngineReport, ...]
     problems: tuple[str, ...] = ()
@@ -77,10 +78,6 @@ class Audit(ShownAsTables):
     def agrees(self) -> bool:
         """Whether all engines whose rules are known compute the same, and nothing is wrong with the file."""
         return not self.problems and not any(report.differs for report in self.engines if report.tried)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self) | {"agrees": self.agrees}
 
     @property
     def _rows(self) -> Rows:
@@ -144,14 +141,12 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reference = _report(reference_engine(), config)
     against = reference_engine() if reference.computed is not None else None
     most, note = _length_and_note(config)
-    reports = [_too_long(_report(engine, config, against), most) for engine in engines]
-    reports = [replace(each, tried=engine.tried()) for engine, each in zip(engines, reports, strict=True)]
+    reports = [_report(engine, config, against, most) for engine in engines]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
-    by_plugin = [f"The plug-in hands static frequencies over: {command}" for command in commands]
-    notes = by_plugin if note is None else [note, *by_plugin]
-    return Audit(name, (reference, *reports), tuple(problems), tuple(notes))
+    notes = [f"The plug-in hands static frequencies over: {command}" for command in commands]
+    return Audit(name, (reference, *reports), tuple(problems), (*filter(None, [note]), *notes))
 
 
 def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
@@ -171,29 +166,26 @@ def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]
         return None, None
 
 
-def _too_long(report: _EngineReport, most: int | None) -> _EngineReport:
-    """The report, with an engine that would serve more tokens than the model is for as one that differs."""
-    length = None if report.computed is None else report.computed.length
-    if report.differs or length is None or most is None or length <= most:
-        return report
-    reason = f"it would serve {length:,} tokens, and the model is for {most:,}: the factor is applied twice"
-    return replace(report, differs=reason)
-
-
-def _report(engine: Engine, config: Mapping[str, Any], reference: Engine | None = None) -> _EngineReport:
-    """The numbers of an engine, and their difference from the reference."""
+def _report(
+    engine: Engine, config: Mapping[str, Any], reference: Engine | None = None, most: int | None = None
+) -> _EngineReport:
+    """The numbers of an engine, and their difference from the reference; the model is for at most so many tokens."""
+    report = _EngineReport(engine.name, engine.version, None, tried=engine.tried())
     try:
         expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
+        length = computed.length
+        if not differs and length is not None and most is not None and length > most:
+            differs = f"it would serve {length:,} tokens, and the model is for {most:,}: the factor is applied twice"
         caveat = engine.caveat(str(text_settings(config).get("model_type")))
-        return _EngineReport(engine.name, engine.version, computed, differs, caveat=caveat)
+        return replace(report, computed=computed, differs=differs, caveat=caveat)
     except NotCheckedError as error:
-        return _EngineReport(engine.name, engine.version, None, unknown=one_line(error))
+        return replace(report, unknown=one_line(error))
     except ServingError as error:
-        return _EngineReport(engine.name, engine.version, None, f"does not run: {one_line(error)}")
+        return replace(report, differs=f"does not run: {one_line(error)}")
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:  # values of any type
-        return _EngineReport(engine.name, engine.version, None, f"does not run: {type(error).__name__}: {error}")
+        return replace(report, differs=f"does not run: {type(error).__name__}: {error}")
 
 
 def _problems(config: Mapping[str, Any]) -> list[str]:

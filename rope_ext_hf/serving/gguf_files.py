@@ -131,8 +131,12 @@ def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) ->
             continue
         kind = field.types[0]
         writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1] if len(field.types) > 1 else None)
+    types = gguf.GGUFValueType
     for name, value in config.gguf_keys.items():
-        writer.add_key_value(name, value, _kind(name, value))
+        text, whole = isinstance(value, str), name.endswith("context_length")
+        if not (text or whole or math.isfinite(value)):
+            raise CheckpointError(f"{name} must be finite, got {value}")
+        writer.add_key_value(name, value, types.STRING if text else types.UINT32 if whole else types.FLOAT32)
     replaced_tensors = {*config.gguf_tensors, *config.gguf_removed}
     kept = [tensor for tensor in reader.tensors if tensor.name not in replaced_tensors]
     added = {name: np.asarray(values, np.float32) for name, values in config.gguf_tensors.items()}
@@ -148,14 +152,3 @@ def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) ->
     for data in (*(tensor.data for tensor in kept), *added.values()):
         writer.write_tensor_data(data)
     writer.close()
-
-
-def _kind(name: str, value: Any) -> Any:
-    import gguf
-
-    if isinstance(value, str):
-        return gguf.GGUFValueType.STRING
-    whole = name.endswith(("context_length", "original_context_length"))
-    if not whole and not math.isfinite(value):
-        raise CheckpointError(f"{name} must be finite, got {value}")
-    return gguf.GGUFValueType.UINT32 if whole else gguf.GGUFValueType.FLOAT32

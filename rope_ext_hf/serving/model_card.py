@@ -14,17 +14,15 @@ import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from torch import nn
 
 from rope_ext_hf import __version__
 from rope_ext_hf.engines.base import list_engines
-from rope_ext_hf.errors import CheckpointError, FileError, RopeExtError, one_line, printable, short
+from rope_ext_hf.errors import FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
 from rope_ext_hf.hub import foreign_errors, load_empty, load_model, model_folder, model_source
 from rope_ext_hf.patches.adapters import find_adapter
@@ -38,8 +36,7 @@ from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.model_digest import model_digest
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.serving.configs import configure
-from rope_ext_hf.serving.target import make_targets, open_model
+from rope_ext_hf.serving.configs import Model, configure, make_targets, open_model
 from rope_ext_hf.terminal import as_wide_as
 
 CARD = "README.md"
@@ -108,7 +105,11 @@ def write_card(
         values |= {"base_model": base_model, "base_model_relation": "adapter" if adapter else "finetune"}
     named = base_model or (source and described.name)
     origin = f"The weights come from {_plain(named)}. " if named else origin
-    made = _made_text(folder, model, name, origin, **trust)
+    rows = [(key, text) for key, text in describe(model).rows if key in _ROWS]
+    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
+    title = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
+    loading = f"## How to load it\n\n{_loading(folder, model, name)}"
+    made = "\n\n".join([title, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])
     text = (f"\n## How it was made\n\n{_code(about)}\n" if about else "") + author
     own = f"{_BEGIN}\n{made}\n{_MEASURED}{measured}{_END}"
     head = ModelCardData(**values).to_yaml(original_order=list(values))
@@ -178,15 +179,6 @@ def _metadata(text: str) -> dict[str, Any]:
 # --- what it is, and how it is loaded ---------------------------------------------------------------------------------
 
 
-def _made_text(folder: Path, model: nn.Module, name: str, origin: str, **trust: Any) -> str:
-    described = describe(model)
-    rows = [(key, text) for key, text in described.rows if key in _ROWS]
-    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
-    about = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
-    loading = f"## How to load it\n\n{_loading(folder, model, name)}"
-    return "\n\n".join([about, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])
-
-
 def _loading(folder: Path, model: Any, name: str) -> str:
     """Code that loads the model: by plain transformers, where that loads it right."""
     import transformers
@@ -205,27 +197,25 @@ def _loading(folder: Path, model: Any, name: str) -> str:
 def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
     """What `serve-config` prints for each engine: that of the usual server, then the others, which a click opens."""
     shown, refused = list[tuple[str, str]](), dict[str, list[str]]()
-    opened = cache(partial(open_model, folder, **trust))
+
+    @cache
+    def opened() -> Model:
+        model = open_model(folder, **trust)
+        model.name = name
+        return model
+
     targets = cache(lambda: make_targets(opened()))
     servers = [engine() for engine in list_engines().values() if not engine.reference]
     for engine in sorted(servers, key=lambda engine: not engine.usual_server):
         try:
             with foreign_errors("this model cannot be configured for the engine"):
                 config = configure(engine, opened(), targets())
-        except (CheckpointError, RopeExtError) as error:
+        except RopeExtError as error:
             reason = " ".join(str(error).split()).replace(str(folder), name)
             refused.setdefault(reason, []).append(engine.label)
             continue
-        named = [
-            replace(
-                each,
-                command=tuple(word.replace(str(folder), name) for word in each.command),
-                notes=tuple(note.replace(str(folder), name) for note in each.notes),
-            )
-            for each in config.instances
-        ]
         with as_wide_as(CARD_COLUMNS):
-            shown.append((engine.label, _code(str(replace(named[-1], shorter=tuple(named[:-1]))), "sh")))
+            shown.append((engine.label, _code(str(config), "sh")))
     yield "## How to serve it"
     for number, (engine_label, block) in enumerate(shown):
         folded = f"<details><summary>{engine_label}</summary>\n\n{block}\n\n</details>"
@@ -241,15 +231,13 @@ def _checked(
     folder: Path, model: Any, runs: Iterable[Run[Any] | str | Path], **trust: Any
 ) -> Iterator[tuple[Run[Any], str]]:
     """Each run with the results of the model and of its source as loaded alone, and the key of the model's method."""
-    specs, digests = present_specs(model), dict[str, str]()
+    specs, digest = present_specs(model), cache(lambda dtype: model_digest(load_model(folder, dtype=dtype, **trust)))
     for given in runs:
         run = given if isinstance(given, Run) else read_run(given)
         what = f"the run in {str(run.path)!r}"
         if not isinstance(given, Run):
             dtype = run.settings["dtype"] if run.settings["dtype"] in ("float32", "bfloat16", "float16") else "auto"
-            if dtype not in digests:
-                digests[dtype] = model_digest(load_model(folder, dtype=dtype, **trust))
-            if digests[dtype] != run.settings.get("weights"):
+            if digest(dtype) != run.settings.get("weights"):
                 raise FileError(f"{what} is of other weights than those in {str(folder)!r}")
         loaded = run.settings["loaded"]
         method = specs[-1].method.to_dict() if specs else loaded

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from rope_ext_hf.errors import MethodError
@@ -50,12 +51,7 @@ class BabiLong(Suite):
         sentences = [part for part in parts if len(part) >= 10]
         if not sentences:
             raise MethodError("the haystack of babilong has no sentence of ten characters; give another text")
-
-        def sample(index: int, noise: int) -> Sample:
-            rng = random.Random(f"{task} {wanted.seed} {index}")
-            return _sample(task, wanted, rng, sentences, noise)
-
-        return fill(task, wanted, sample, 0, 40)
+        return fill(task, wanted, partial(_sample, task, wanted, sentences), 0, 40)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
@@ -64,7 +60,8 @@ class BabiLong(Suite):
         return float(references[0].lower() in first and not any(other.lower() in first for other in others))
 
 
-def _sample(task: str, wanted: PromptSettings, rng: random.Random, sentences: Sequence[str], noise: int) -> Sample:
+def _sample(task: str, wanted: PromptSettings, sentences: Sequence[str], index: int, noise: int) -> Sample:
+    rng = random.Random(f"{task} {wanted.seed} {index}")
     story = STORIES[task](rng)
     start = rng.randrange(len(sentences))
     lines = [sentences[(start + i) % len(sentences)] for i in range(noise)]
@@ -92,10 +89,10 @@ def _where_is_somebody(rng: random.Random) -> Story:
     return Story(facts, f"Where is {who}?", rooms[who], _ROOMS)
 
 
-def _carried(rng: random.Random, steps: int) -> tuple[list[str], dict[str, list[str]]]:
-    """People who walk, take and drop things: the facts, and the rooms that each thing was in, the last one last."""
+def _carried(rng: random.Random, fewest: int, most: int, least_rooms: int) -> tuple[list[str], str, list[str]]:
+    """People who walk, take and drop things: the facts, a thing, and the rooms that it was in, the last one last."""
     facts, rooms, holder, seen = [], dict[str, str](), dict[str, str](), dict[str, list[str]]()
-    for _ in range(steps):
+    for _ in range(rng.randint(fewest, most)):
         who = rng.choice(_PEOPLE)
         held = [thing for thing, by in holder.items() if by == who]
         lying = [x for x in _THINGS if x not in holder and (x not in seen or seen[x][-1] == rooms.get(who))]
@@ -115,25 +112,20 @@ def _carried(rng: random.Random, steps: int) -> tuple[list[str], dict[str, list[
             facts.append(_goes(rng, who, rooms[who]))
             for thing in held:
                 seen[thing].append(rooms[who])
-    return facts, seen
+    if not (known := [thing for thing, places in seen.items() if len(places) >= least_rooms]):
+        return _carried(rng, fewest, most, least_rooms)
+    thing = rng.choice(known)
+    return facts, thing, seen[thing]
 
 
 def _where_is_a_thing(rng: random.Random) -> Story:
-    while True:
-        facts, seen = _carried(rng, rng.randint(4, 16))
-        if seen:
-            thing = rng.choice(list(seen))
-            return Story(facts, f"Where is the {thing}?", seen[thing][-1], _ROOMS)
+    facts, thing, rooms = _carried(rng, 4, 16, least_rooms=1)
+    return Story(facts, f"Where is the {thing}?", rooms[-1], _ROOMS)
 
 
 def _where_was_a_thing(rng: random.Random) -> Story:
-    while True:
-        facts, seen = _carried(rng, rng.randint(8, 32))
-        moved = [thing for thing, rooms in seen.items() if len(rooms) > 1]
-        if moved:
-            thing = rng.choice(moved)
-            before, last = seen[thing][-2:]
-            return Story(facts, f"Where was the {thing} before the {last}?", before, _ROOMS)
+    facts, thing, rooms = _carried(rng, 8, 32, least_rooms=2)
+    return Story(facts, f"Where was the {thing} before the {rooms[-1]}?", rooms[-2], _ROOMS)
 
 
 def _what_lies_there(rng: random.Random) -> Story:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from rope_ext_hf.errors import MethodError, did_you_mean, short
+from rope_ext_hf.errors import MethodError, entry
 from rope_ext_hf.files import package_table
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Suite(ABC):
             raise MethodError("the tokenizer gives no tokens of a text: take the one that the model was trained with")
         try:
             return self.make(task, wanted)
-        except _TooShortError as error:
+        except TooShortError as error:
             least = self._least_length(task, wanted)
             longer = f"ask for {least:,} tokens, or" if least else f"nor into {_TRIED} times as many tokens;"
             raise MethodError(f"{error}; {longer} leave the task out with --tasks") from error
@@ -159,21 +159,20 @@ def fill(
         most = max(smallest, int(2 * wanted.room / each) + 1)
         size = largest_fitting(smallest, most, lambda size: of_size(size).length <= wanted.room)
         if size is None:
-            raise too_short(task, wanted.length)
+            raise TooShortError(task, wanted.length)
         return of_size(size)
 
     return [filled(cache(partial(sample, index))) for index in range(wanted.count)]
 
 
-class _TooShortError(MethodError):
+class TooShortError(MethodError):
     """A length that the smallest prompt of a task does not fit into."""
 
-
-def too_short(task: str, length: int) -> _TooShortError:
-    return _TooShortError(
-        f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its generation "
-        "budget do not fit"
-    )
+    def __init__(self, task: str, length: int) -> None:
+        super().__init__(
+            f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its "
+            "generation budget do not fit"
+        )
 
 
 _SUITES: dict[str, Suite] = {}
@@ -201,7 +200,4 @@ def list_suites() -> dict[str, Suite]:
 
 def suite(name: str) -> Suite:
     """The suite of this name; MethodError with the nearest name where there is none."""
-    known = list_suites()
-    if name not in known:
-        raise MethodError(f"unknown suite {short(name)!r}.{did_you_mean(name, known)} Known suites: {', '.join(known)}")
-    return known[name]
+    return entry("suite", name, list_suites())

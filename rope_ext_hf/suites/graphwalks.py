@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, fill, register_suite, wordings
 
@@ -27,10 +28,7 @@ class GraphWalks(Suite):
     tasks = ("bfs", "parents")
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        def sample(index: int, nodes: int) -> Sample:
-            return _sample(task, wanted, random.Random(f"{task} {wanted.seed} {index}"), nodes)
-
-        return fill(task, wanted, sample, _SMALLEST, 2 * _SMALLEST)
+        return fill(task, wanted, partial(_sample, task, wanted), _SMALLEST, 2 * _SMALLEST)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
@@ -49,7 +47,8 @@ def _nodes(text: str) -> set[str] | None:
     return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
 
 
-def _sample(task: str, wanted: PromptSettings, rng: random.Random, count: int) -> Sample:
+def _sample(task: str, wanted: PromptSettings, index: int, count: int) -> Sample:
+    rng = random.Random(f"{task} {wanted.seed} {index}")
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
     start, depth = rng.random(), rng.choice(_DEPTHS)
     reached = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}

@@ -42,9 +42,9 @@ from rope_ext_hf.suites.base import (
     PromptSettings,
     Sample,
     Suite,
+    TooShortError,
     largest_fitting,
     register_suite,
-    too_short,
     wordings,
 )
 
@@ -91,7 +91,7 @@ class _Generator:
         for _ in range(_TRIES):
             if (made := self.attempt(make, size)) is not None:
                 return self.wanted.tokens(made[0])
-        raise too_short(self.task, self.wanted.length)
+        raise TooShortError(self.task, self.wanted.length)
 
     def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
         """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
@@ -119,7 +119,7 @@ class _Generator:
                     return self.sample(*made, length)
             if size > step:
                 size -= step
-        raise too_short(self.task, self.wanted.length)
+        raise TooShortError(self.task, self.wanted.length)
 
     def sample(self, text: str, right: Sequence[str], wrong: Sequence[str], length: int) -> Sample:
         at = text.rfind(self.template.prefix[:10])
@@ -234,7 +234,8 @@ def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample
     template = g.template.text + g.template.prefix
 
     def listed(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
-        chosen = g.random.sample(words if size <= len(words) else _many_words(g.wanted.length), size)
+        known = words if size <= len(words) else _many_words(g.wanted.length, os.environ.get(_WORDS))
+        chosen = g.random.sample(known, size)
         every = g.shuffle(chosen[:common] * often + chosen[common:] * seldom)
         return " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)), chosen[:common], chosen[common:]
 
@@ -254,7 +255,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
     if kinds < 4:
-        raise too_short(g.task, g.wanted.length)
+        raise TooShortError(g.task, g.wanted.length)
 
     def make(size: int) -> tuple[_Made, int]:
         def word() -> str:
@@ -273,7 +274,7 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
             return (g.template.text + g.template.prefix).format(context=" ".join(every))
 
         if g.wanted.tokens(text(0)) >= room:
-            raise too_short(g.task, g.wanted.length)
+            raise TooShortError(g.task, g.wanted.length)
         if size > 0:
             while g.wanted.tokens(text(size)) > room:
                 size -= step
@@ -345,18 +346,15 @@ def _pairs() -> list[str]:
     return sorted({f"{adjective}-{noun}" for adjective in _words("adjective") for noun in _words("noun")})
 
 
-def _many_words(length: int) -> list[str]:
-    if not (path := os.environ.get(_WORDS)):
+@cache
+def _many_words(length: int, path: str | None) -> list[str]:
+    """The words of a file; `length` is that of a prompt that needs them."""
+    if not path:
         raise MethodError(
             f"task 'cwe' at length {length:,} needs more words than wonderwords has; set {_WORDS} to the file "
             "scripts/data/synthetic/json/english_words.json of https://github.com/NVIDIA/RULER, or leave the task out "
             "with --tasks"
         )
-    return _word_file(path)
-
-
-@cache
-def _word_file(path: str) -> list[str]:
     try:
         return list(json.loads(Path(path).read_text(encoding="utf-8")).values())
     except (OSError, ValueError, AttributeError) as error:

@@ -11,19 +11,16 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import package_table
 
 _SAVED = package_table("rope_ext_hf.suites", "retrievals.toml")
 
 
-def _listed(table: str, kind: str) -> tuple[str, ...]:
-    return tuple(str(_SAVED[table][kind]).split())
-
-
-TRAINING_WORDS, TRAINING_VERBS = _listed("training", "words"), _listed("training", "verbs")
-HELD_OUT_WORDS, HELD_OUT_VERBS = _listed("held_out", "words"), _listed("held_out", "verbs")
+TRAINING_WORDS, TRAINING_VERBS = (tuple(str.split(_SAVED["training"][kind])) for kind in ("words", "verbs"))
+HELD_OUT_WORDS, HELD_OUT_VERBS = (tuple(str.split(_SAVED["held_out"][kind])) for kind in ("words", "verbs"))
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
 _CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
@@ -146,12 +143,8 @@ class RetrievalQuestion:
         pairs = [
             {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
         ]
-        return cls(
-            head=task.head,
-            statements=tuple(wording.statement.format(**pair) for pair in pairs),
-            questions=tuple(wording.question.format(**pair) for pair in pairs),
-            answers=tuple(wording.answer.format(**pair) for pair in pairs),
-        )
+        texts = (wording.statement, wording.question, wording.answer)
+        return cls(task.head, *(tuple(text.format(**pair) for pair in pairs) for text in texts))
 
     @property
     def question(self) -> str:
@@ -163,24 +156,19 @@ class RetrievalQuestion:
 
     def about(self, index: int) -> RetrievalQuestion:
         """The same statements, asked for the one of this index, which comes first."""
-
-        def first(texts: tuple[str, ...]) -> tuple[str, ...]:
-            return (texts[index], *texts[:index], *texts[index + 1 :])
-
-        return replace(
-            self, statements=first(self.statements), questions=first(self.questions), answers=first(self.answers)
-        )
+        every = (self.statements, self.questions, self.answers)
+        return RetrievalQuestion(self.head, *((of[index], *of[:index], *of[index + 1 :]) for of in every))
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw names with their values, and ask for the first; ValueError: more keys than the task can tell apart.
+    """Draw names with their values, and ask for the first; MethodError: more keys than the task can tell apart.
 
     `wording` is its number, counted on from 0 after the last; default: a random one.
     """
     wordings = task.held_out
     chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
     if keys > 1 and "{name}" not in chosen.question.lower():
-        raise ValueError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
+        raise MethodError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
     names = draw_distinct(lambda: task.name(rng, True), keys)
     return RetrievalQuestion.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
 
@@ -191,7 +179,7 @@ def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
         drawn[draw()] = None
         if len(drawn) == count:
             return list(drawn)
-    raise ValueError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+    raise MethodError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
@@ -208,10 +196,6 @@ def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
 
     Returns a triple per statement in the order of the text: its index, and from where to where filler stands before it.
     """
-    at = 0
-    places = []
-    for index in sorted(range(len(depths)), key=depths.__getitem__):
-        stop = round(depths[index] * length)
-        places.append((index, at, stop))
-        at = stop
-    return places
+    order = sorted(range(len(depths)), key=depths.__getitem__)
+    stops = [round(depths[index] * length) for index in order]
+    return list(zip(order, [0, *stops], stops, strict=False))

@@ -1,5 +1,8 @@
 """Candidates of a search, and what each reads: passages of the text, or prompts in it, and which tokens count.
 
+Candidates are fixed methods, then divisors by band and by pair, which never fall from a pair to the next slower one
+(LongRoPE, Ding et al. 2024, arXiv 2402.13753, sec. 3.2).
+
 Passages of different documents come in turn; their ends are scored, as in the measurement of the result. A candidate
 stops when its losses are above the best one's on the same passages by the whole 95% interval of their difference; as
 long as no candidate holds the bound at the context length, one that does is not stopped.
@@ -7,12 +10,15 @@ long as no candidate holds the bound at the context length, one that does is not
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -24,7 +30,11 @@ from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval.key_token_runs import find_key_tokens, find_keys
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.eval.retrieval_runs import make_trials
-from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.dynamic import LongRoPE
+from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.methods.static import Factors
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
@@ -38,6 +48,9 @@ _LARGEST_LOSS = 100.0  # nats per token; what a loss that is not finite counts a
 LEAST_READ = 4  # passages before the reading of a candidate may be stopped
 _PENALTY = 10.0
 """Nats that one lost at the context length beyond the bound adds to the loss by which candidates are compared."""
+
+_CHANGED = 0.3  # the probability with which LongRoPE's search changes a divisor (evolution/algorithms/dim_mono.py)
+_LEAST_FACTOR, _LARGEST_FACTOR = 0.8, 1.6  # attention factors that are tried; published ones lie between 1 and 1.4
 
 
 class Passage(NamedTuple):
@@ -160,6 +173,103 @@ def prompts(
         prompt = trial.prompt(haystack, length, (index % 5) / 4)
         passages.append(Passage(torch.cat([prompt, trial.answers[0]]), len(prompt)))
     return passages
+
+
+def fixed_methods(rotary: Rotary | None = None) -> list[str]:
+    """The methods that a search begins with by default and compares its result with; those that fit the rotary."""
+    fitting = []
+    for name in (name for name, cls in list_methods().items() if cls.begins_search):
+        with suppress(MethodError):
+            if rotary is not None:
+                resolve_method(name, rotary, factor=2)
+            fitting.append(name)
+    return fitting
+
+
+def is_static(method: RopeMethod) -> bool:
+    """Whether a method is one list of frequencies for inputs of every length."""
+    return not method.length_dependent and not isinstance(method, RemappingMethod)
+
+
+def two_lists(method: RopeMethod, rotary: Rotary, target_length: int) -> RopeMethod:
+    """A static method for inputs longer than the context length alone; shorter ones keep the model's frequencies."""
+    inv_freq, attention_factor = method.frequencies(rotary)
+    return LongRoPE(
+        short_factor=(1.0,) * (rotary.dim // 2),
+        long_factor=tuple(_divisors(rotary, inv_freq).tolist()),
+        factor=target_length / rotary.context_length,
+        attention_factor=attention_factor / rotary.attention_factor,
+    )
+
+
+def _divisors(rotary: Rotary, inv_freq: Tensor) -> Tensor:
+    own = rotary.inv_freq()
+    return torch.where(own > 0, own / inv_freq, 1.0)  # pairs that do not rotate
+
+
+@dataclass(frozen=True)
+class DivisorCurve:
+    """Divisors of all pairs, by their logarithms to base 2 at some points, between which they are straight.
+
+    The first point is the fastest pair, the last one the slowest that rotates.
+    """
+
+    levels: tuple[float, ...]  # at each point, ascending
+    attention_factor: float  # the factor of cos and sin, beside the model's own
+
+    @classmethod
+    def of_method(cls, method: RopeMethod, rotary: Rotary, points: int) -> DivisorCurve:
+        """The curve nearest to a static method's divisors."""
+        inv_freq, attention_factor = method.frequencies(rotary)
+        pairs = int((rotary.inv_freq() > 0).sum())
+        if pairs < 2:
+            raise MethodError(f"divisors are searched where at least 2 pairs rotate, and {pairs} does here")
+        logs = _divisors(rotary, inv_freq)[:pairs].log2()
+        return cls(_ascending(_resample(logs, points).tolist()), attention_factor / rotary.attention_factor)
+
+    def resampled(self, points: int) -> DivisorCurve:
+        levels = _resample(torch.tensor(self.levels, dtype=torch.float64), points)
+        return dataclasses.replace(self, levels=_ascending(levels.tolist()))
+
+    def method(self, rotary: Rotary) -> RopeMethod:
+        """The curve as a method with one list."""
+        pairs = int((rotary.inv_freq() > 0).sum())
+        logs = _resample(torch.tensor(self.levels, dtype=torch.float64), pairs)
+        rest = (1.0,) * (rotary.dim // 2 - pairs)
+        return Factors(factors=(*(2**logs).tolist(), *rest), attention_factor=self.attention_factor)
+
+    def changed(self, draws: random.Random, step: float, highest: float) -> DivisorCurve:
+        """A neighbour: some levels changed one by one (as in LongRoPE's search), or all from one point on together.
+
+        `step` is the standard deviation of a change; levels stay from 0 to `highest`.
+        """
+        start = draws.randrange(len(self.levels))
+        shift = draws.gauss(0, step) if draws.random() < 0.5 else None
+        levels = []
+        for index, level in enumerate(self.levels):
+            if shift is not None:
+                level += shift if index >= start else 0.0
+            elif index == start or draws.random() < _CHANGED:
+                level += draws.gauss(0, step)
+            levels.append(min(max(level, 0.0), highest))
+        factor = self.attention_factor
+        if draws.random() < _CHANGED:
+            factor *= math.exp(draws.gauss(0, step / 10))
+        changed = DivisorCurve(_ascending(levels), min(max(factor, _LEAST_FACTOR), _LARGEST_FACTOR))
+        return changed if changed != self else self.changed(draws, step, highest)  # a level below the one before it
+
+
+def _resample(values: Tensor, points: int) -> Tensor:
+    """The broken line through some values at other, evenly spaced points, (points,) float64."""
+    places = torch.linspace(0, len(values) - 1, points, dtype=torch.float64)
+    below = places.floor().long().clamp(max=len(values) - 2)
+    share = places - below
+    return values[below] * (1 - share) + values[below + 1] * share
+
+
+def _ascending(levels: Sequence[float]) -> tuple[float, ...]:
+    """Each level raised to the highest before it."""
+    return tuple(accumulate(levels, max))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -39,7 +39,7 @@ from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share
 from rope_ext_hf.runs.tables import BEYOND
 from rope_ext_hf.runs.verdicts import Verdict, verdict
 from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
-from rope_ext_hf.terminal import as_wide_as, text_table, wrapped
+from rope_ext_hf.terminal import Report, as_wide_as, text_table, wrapped
 from rope_ext_hf.training.callback import RopeCallback
 from rope_ext_hf.training.guarded_training import Rows, train
 from rope_ext_hf.training.questions import Finetuning
@@ -52,7 +52,7 @@ _MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
 
 
 @dataclass(frozen=True)
-class FinetuneReport:
+class FinetuneReport(Report):
     """The changes by a training. Losses are in nats per token, of the same tokens at every length and for every model.
 
     Attributes:
@@ -67,6 +67,8 @@ class FinetuneReport:
         retrieval_gains: by such a model other than "trained", by how much the share of the trained model is larger.
         training: steps, seconds and losses of the training, and of the control.
         folder: the trained model.
+
+    In JSON an estimate is its value, the ends of its interval, and the number of documents or prompts.
     """
 
     settings: dict[str, Any]
@@ -87,10 +89,6 @@ class FinetuneReport:
             for name, by_length in self.gains.items()
         }
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; an estimate is its value, the ends of its interval, and the number of documents or prompts."""
-        return asdict(self)
-
     @property
     def findings(self) -> str:
         """What was measured, and what follows from it."""
@@ -103,7 +101,9 @@ class FinetuneReport:
             lines += [wrapped(str(each), f"{int(length):>12,}: ") for length, each in told.items()]
         if self.retrieval:
             lines += ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
-            lines += [f"  {name}: {_share_text(share)}" for name, share in self.retrieval.items()]
+        for name, share in self.retrieval.items():
+            prompts = f" of {share.items} prompts" if share.low is None else ""
+            lines.append(f"  {name}: {share.text('{:.0%}'.format)}{prompts}")
         for name, gain in self.retrieval_gains.items():
             more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
             lines.append(wrapped(str(more), f"  trained, against {name!r}: "))
@@ -114,10 +114,6 @@ class FinetuneReport:
 
     def __str__(self) -> str:
         return f"{self.findings}; the model is in {self.folder}"
-
-
-def _share_text(share: Estimate) -> str:
-    return share.text("{:.0%}".format) + (f" of {share.items} prompts" if share.low is None else "")
 
 
 def _settings(asked: Finetuning) -> dict[str, Any]:
@@ -183,9 +179,10 @@ def _answer(
     open_run(out, _settings(asked), digest_inputs(base, tokenizer, *texts))
     origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=out)
     file.write(out)
-    run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, base, file)
-    del base  # the run lets go of it once it is measured
-    run.measure_untrained()
+    run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, file)
+    run.measure("as loaded", base)
+    run.measure("patched", patch(base, **asked.arguments_of_patch))
+    del base  # before others are loaded
     for name in ("trained", "control") if asked.control else ("trained",):
         run.train_one(name)
     made = run.report()
@@ -224,7 +221,6 @@ class _FinetuningRun:
     held_out: list[Tokens]  # measured
     short: int  # the context length in tokens
     long: int  # the extended one
-    base: Any  # the model as loaded, until it is measured
     file: RunFile  # what was asked
     runs: dict[str, list[Run[Any]]] = field(default_factory=dict)
     measured: dict[str, list[Result]] = field(default_factory=dict)  # of text, by model
@@ -232,13 +228,7 @@ class _FinetuningRun:
     """By model, the share of each prompt answered exactly, over its depths."""
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)  # steps, seconds and losses, by model
 
-    def measure_untrained(self) -> None:
-        """Measure the model as loaded and with the patch; it is let go then."""
-        self._measure("as loaded", self.base)
-        self._measure("patched", patch(self.base, **self.asked.arguments_of_patch))
-        self.base = None
-
-    def _measure(self, name: str, model: Any) -> None:
+    def measure(self, name: str, model: Any) -> None:
         self.say(f"measuring: {name}")
         asked = self.asked
         kept: dict[str, Any] = {"tokenizer": self.tokenizer, "out": self.folder / "measured", "file": self.file}
@@ -268,6 +258,9 @@ class _FinetuningRun:
         learner.train()
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
+        few: dict[str, Any] = {"every": _LOGGED_EVERY, "max_spans": _LOGGED_SPANS, "tokenizer": self.tokenizer}
+        lengths = sorted({self.short, length})
+        checks = None if asked.report_to == "none" else RopeCallback(data=self.held_out, lengths=lengths, **few)
         self.trained[name] = train(
             asked,
             learner,
@@ -275,21 +268,16 @@ class _FinetuningRun:
             Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
             batch=asked.batch * (1 if extended else round(self.long / self.short)),
-            checks=None if asked.report_to == "none" else self._measuring(length),
+            checks=checks,
             report=lambda step, loss, left: self.say(f"step {step}, loss {loss:.4f}, about {duration(left)} more"),
             say=self.say,
         )
         model = learner if asked.train_all else learner.merge_and_unload()
-        self._measure(name, model)
+        self.measure(name, model)
         if extended:
             save_model(model, self.tokenizer, self.folder / "model")
         else:
-            self._measure("control, patched", patch(model, **asked.arguments_of_patch))
-
-    def _measuring(self, length: int) -> RopeCallback:
-        """Losses at the context length and the one that is trained at, for a logger."""
-        few = {"every": _LOGGED_EVERY, "max_spans": _LOGGED_SPANS}
-        return RopeCallback(data=self.held_out, lengths=sorted({self.short, length}), tokenizer=self.tokenizer, **few)
+            self.measure("control, patched", patch(model, **asked.arguments_of_patch))
 
     def report(self) -> FinetuneReport:
         order = [name for name in _MODELS if name in self.measured]

@@ -21,11 +21,10 @@ from rope_ext_hf.reading.preflight import (
     measure_flops,
     widest_activation,
 )
-from rope_ext_hf.training.candidates import scored_tokens
+from rope_ext_hf.training.candidates import fixed_methods, scored_tokens
 from rope_ext_hf.training.finetuning import RETRIEVAL_TRIALS, check_packages, doubling, lengths_and_texts, with_adapters
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 from rope_ext_hf.training.run_folder import split_texts
-from rope_ext_hf.training.search_space import fixed_methods
 
 
 def forecast(asked: OfModel, out: Path) -> Forecast:

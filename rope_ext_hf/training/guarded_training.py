@@ -183,21 +183,13 @@ def train(
     rows: Rows,
     folder: Path,
     *,
-    batch: int,
-    save_every: int = 20,
-    report: Callable[[int, float, float], object] | None = None,
-    say: Callable[[str], object] = lambda line: None,
-    checks: RopeCallback | None = None,
+    batch: int,  # long rows of a pass on each device
+    save_every: int = 20,  # steps between checkpoints
+    report: Callable[[int, float, float], object] | None = None,  # as `Clock` takes it
+    say: Callable[[str], object] = lambda line: None,  # called with a sentence on each checkpoint that is left out
+    checks: RopeCallback | None = None,  # may measure losses by length for the logger, too
 ) -> dict[str, Any]:
-    """Train a model, patched or not, in place, from the newest whole checkpoint on: steps, seconds, loss by ten steps.
-
-    Args:
-        teacher, report: as `_GuardedTrainer` and `Clock` take them.
-        batch: long rows of a pass on each device.
-        save_every: steps between checkpoints.
-        say: called with a sentence on each checkpoint that is left out.
-        checks: checks the model, and may measure losses by length for the logger.
-    """
+    """Train a model, patched or not, in place, from its newest whole checkpoint: steps, seconds, loss by ten steps."""
     budget = Budget(asked.minutes, asked.steps)
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)

@@ -13,7 +13,6 @@ from peft import LoraConfig, get_peft_model
 import rope_ext_hf as rope
 from docs.figures.recipes import published_config
 from rope_ext_hf.advice.extending import plan_extension
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, size_text
 from rope_ext_hf.eval.needs import lengths_to_read
@@ -21,7 +20,7 @@ from rope_ext_hf.hub import fingerprint, load_empty
 from rope_ext_hf.patches.recipes import Recipe, recipes
 from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.serving.audit import audit
-from rope_ext_hf.serving.questions import GPUServer
+from rope_ext_hf.serving.questions import Extending, GPUServer
 from tests.support.commands import run, run_json
 from tests.support.models import build
 from tests.support.serving_models import PUBLISHED

@@ -15,13 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner, Result
 
 from rope_ext_hf.advice.extending import ExtensionVerdict, plan_extension
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.statistics import Estimate
+from rope_ext_hf.serving.questions import Extending
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
 from tests.support.wrapped_text import unwrapped

@@ -31,7 +31,7 @@ from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.support.contracts import THETA, assert_close, attend_and_definition
 from tests.support.dispatch import MemoryAndWork
-from tests.support.oracles import distance
+from tests.support.oracles import distances
 
 
 @st.composite
@@ -491,7 +491,7 @@ def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
 
 def farthest(method: RemappingMethod, length: int) -> float:
     """The largest distance at which the last of `length` queries sees a key, by trying all."""
-    return max(distance(method, length - 1, n) for n in range(length))
+    return max(distances(method)(length - 1, n) for n in range(length))
 
 
 @given(limit=st.integers(8, 40), window=st.integers(1, 30), length=st.integers(8, 300), floored=st.booleans())
@@ -545,5 +545,5 @@ def test_scores_in_blocks_are_made_again_for_the_backward(
 def test_a_method_says_at_which_distances_keys_are_seen(method: RemappingMethod) -> None:
     places = torch.arange(0, 260, 3)
     actual = method.distance(places[:, None], places).tril()
-    expected = [[distance(method, int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
+    expected = [[distances(method)(int(m), int(n)) if n <= m else 0.0 for n in places] for m in places]
     torch.testing.assert_close(actual, torch.tensor(expected, dtype=torch.float64))

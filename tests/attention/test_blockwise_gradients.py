@@ -232,7 +232,7 @@ def test_a_model_with_gradient_checkpoints(method: RemappingMethod, padded: bool
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", ["rerope", "dca"])
+@pytest.mark.parametrize("name", ["rerope", pytest.param("dca", marks=pytest.mark.thorough)])
 def test_a_compiled_model(name: str) -> None:
     ids, mask = tokens(150, batch=2), torch.ones(2, 150, dtype=torch.int64)
     model: Any = rope.patch(build("llama"), name).train()

@@ -12,7 +12,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError, UnsupportedModelError
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import class_pairing
@@ -134,7 +134,7 @@ def test_layers_are_read_for_detection(name: str, tmp_path: Path) -> None:
 
 
 def names(model: Any) -> RotaryTensors:
-    return rotary_tensors(model.config, checkpoint_geometry(model).dim)
+    return RotaryTensors(model.config, checkpoint_geometry(model).dim)
 
 
 def rotated(tensors: RotaryTensors, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.live_model import reordered
-from rope_ext_hf.checkpoints.row_layouts import RowLayout, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.reading.documents import Tokens
@@ -149,7 +149,7 @@ def test_weights_whose_reordering_stops_half_way_are_put_back(monkeypatch: pytes
     """A disk or memory error in the middle must not leave a model whose layers are in different pairings."""
     model = randomise(build("llama"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors = rotary_tensors(model.config, checkpoint_geometry(model).dim)
+    tensors = RotaryTensors(model.config, checkpoint_geometry(model).dim)
     converting, calls = RowLayout.to_pairing, 0
 
     def fail_at_the_third(layout: RowLayout, tensor: Tensor, to: str) -> Tensor:

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import meta_conversion
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-from rope_ext_hf.checkpoints.meta_conversion import read_meta
+from rope_ext_hf.checkpoints.meta_conversion import MetaSource
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
 from rope_ext_hf.checkpoints.report import ConversionReport
 from rope_ext_hf.errors import CheckpointError, FileError
@@ -399,9 +399,9 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 def test_parts_are_read_tensor_by_tensor(tmp_path: Path) -> None:
     parts = save_meta(tmp_path / "meta", CASES["3"], 2)
     largest = 2 * max(tensor.nbytes for tensor in parts[0].values())
-    read_meta(tmp_path / "meta")
+    MetaSource(tmp_path / "meta")
     tracemalloc.start()
-    source = read_meta(tmp_path / "meta")
+    source = MetaSource(tmp_path / "meta")
     assert tracemalloc.get_traced_memory()[1] < 3 * largest < sum(tensor.nbytes for tensor in parts[0].values())
     assert source.view().read("model.embed_tokens.weight").shape == (VOCABULARY, DIM)
     tracemalloc.stop()

@@ -15,7 +15,6 @@ from rope_ext_hf.checkpoints.row_layouts import (
     RowLayout,
     ScaleBlocks,
     evenly_spaced,
-    rotary_tensors,
 )
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import class_pairing, config_pairing, stated_rotary
@@ -28,7 +27,7 @@ def rows(quantization: dict[str, Any] | None = None, **overrides: Any) -> Rotary
     config = transformers.LlamaConfig(**sizes)
     if quantization is not None:
         config.quantization_config = quantization
-    return rotary_tensors(config, sizes["head_dim"])
+    return RotaryTensors(config, sizes["head_dim"])
 
 
 QUERIES, KEYS = RowLayout(1, (HeadBlock(8, 16, 16),)), RowLayout(1, (HeadBlock(2, 16, 16),))
@@ -169,7 +168,7 @@ def test_latent_attention_in_blocks_of_128(module: str, blocks: int) -> None:
     """DeepSeek-V3's own sizes: 128 heads of 128 + 64 dims, a latent of 512 + 64, the last block half full."""
     config = transformers.DeepseekV3Config()
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    known = rotary_tensors(config, 64)
+    known = RotaryTensors(config, 64)
     found = known.find(f"model.layers.0.self_attn.{module}.weight_scale_inv", (blocks, 56))
     assert isinstance(found, ScaleBlocks)
     scales = torch.randn(blocks, 56)
@@ -216,19 +215,19 @@ def test_fused_rows_by_hand() -> None:
 def test_the_three_fused_layouts_of_falcon(overrides: dict[str, Any], keys: int) -> None:
     config = known_config("falcon", **overrides)
     expected = RowLayout(keys, (HeadBlock(4 // keys, 16, 16), HeadBlock(1, 16, 16), HeadBlock(1, 16)))
-    assert rotary_tensors(config, 16).layers[0]["query_key_value"] == expected
+    assert RotaryTensors(config, 16).layers[0]["query_key_value"] == expected
 
 
 def test_the_four_parts_of_codegen() -> None:
     """Each of a quarter of the queries, then of the values, then of the keys."""
-    rows = rotary_tensors(known_config("codegen"), 4)
+    rows = RotaryTensors(known_config("codegen"), 4)
     expected = RowLayout(4, (HeadBlock(2, 8, 4), HeadBlock(2, 8), HeadBlock(2, 8, 4)))
     assert rows.find("transformer.h.3.attn.qkv_proj.weight", (192, 64)) == expected
 
 
 @pytest.mark.parametrize("model_type", ["gptj", "codegen"])
 def test_the_buffers_of_old_checkpoints_pass_by(model_type: str) -> None:
-    rows = rotary_tensors(known_config(model_type), 4)
+    rows = RotaryTensors(known_config(model_type), 4)
     for name in ("bias", "masked_bias", "embed_positions"):
         assert rows.find(f"transformer.h.3.attn.{name}", (1, 1, 64, 64)) is None
 
@@ -243,7 +242,7 @@ def test_rotated_dims_that_cannot_be(dims: int, message: str) -> None:
 
 def test_the_index_of_latent_attention() -> None:
     """GLM-5's own sizes: 32 heads of 128 dims, of which the first 64 rotate as in the attention itself."""
-    rows = rotary_tensors(transformers.GlmMoeDsaConfig(), 64)
+    rows = RotaryTensors(transformers.GlmMoeDsaConfig(), 64)
     found = rows.find("model.layers.0.self_attn.indexer.wq_b.weight", (4096, 2048))
     assert found == RowLayout(1, (HeadBlock(32, 128, 64),))
     assert rows.find("model.layers.0.self_attn.indexer.k_norm.bias", (128,)) == RowLayout(1, (HeadBlock(1, 128, 64),))
@@ -252,7 +251,7 @@ def test_the_index_of_latent_attention() -> None:
 
 def test_the_attention_of_dbrx_has_a_place() -> None:
     """It stands a step deeper in its layer than others do."""
-    rows = rotary_tensors(known_config("dbrx"), 16)
+    rows = RotaryTensors(known_config("dbrx"), 16)
     name = "transformer.blocks.1.norm_attn_norm.attn.Wqkv"
     assert rows.split_name(f"{name}.weight") == ("transformer", "blocks.1.norm_attn_norm.attn", "Wqkv")
     assert rows.locate(f"{name}.weight") == ("transformer", "blocks.1.norm_attn_norm.attn.Wqkv")
@@ -260,7 +259,7 @@ def test_the_attention_of_dbrx_has_a_place() -> None:
 
 def test_a_family_that_is_not_in_the_table_is_refused() -> None:
     with pytest.raises(rope.UnsupportedModelError, match="which tensors of 'gpt2' rotate is not in the family table"):
-        rotary_tensors(transformers.GPT2Config(), 64)
+        RotaryTensors(transformers.GPT2Config(), 64)
 
 
 @pytest.mark.parametrize("model_type", [name for name, known in families().items() if known.pairing])

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RowLayout, rotary_tensors
+from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RotaryTensors, RowLayout
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -328,7 +328,7 @@ def test_the_sizes_of_the_public_models() -> None:
     rotary = stated_rotary(config)
     assert rotary is not None
     assert (rotary.dim, rotary.theta, rotary.trained_length) == (64, 5_000_000.0, 131072)
-    known = rotary_tensors(config, rotary.dim)
+    known = RotaryTensors(config, rotary.dim)
     layout = RowLayout(1, (HeadBlock(32, 128, 64), HeadBlock(2, 128, 64), HeadBlock(2, 128)))
     assert known.find(QKV.format(0) + "weight", (4608, 4096)) == layout
     assert known.find("transformer.encoder.layers.0.self_attention.dense.weight", (4096, 4096)) is None

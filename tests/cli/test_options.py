@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import typer
 
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.cli import options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Gain, Need, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
+from rope_ext_hf.serving.questions import Extending
 from rope_ext_hf.training.questions import Finetuning, Searching
 
 QUESTIONS: list[tuple[str, Question]] = [

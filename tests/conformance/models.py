@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext_hf as rope
 from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations
-from rope_ext_hf.serving.target import open_model
+from rope_ext_hf.serving.configs import open_model
 from tests.conformance.generate import KIT, PUBLISHED, Json, rounded
 
 FOLDER = KIT / "models"

@@ -17,7 +17,7 @@ from rope_ext_hf.errors import (
     ServingError,
     UnknownMethodError,
 )
-from rope_ext_hf.serving.target import make_target
+from rope_ext_hf.serving.configs import make_target
 from tests.conformance.generate import text_config
 from tests.support.models import build
 from tests.support.serving_models import FOLDER, SERVED, serve, served_model, targets

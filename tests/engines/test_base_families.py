@@ -12,7 +12,7 @@ from rope_ext_hf.engines.base import ConfigEngine, find_engine, list_engines
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import compare_engines
 from rope_ext_hf.serving.audit import audit_config
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.models import FAMILIES, build_config, known_config, small_config
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"

@@ -7,7 +7,7 @@ import pytest
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES
 from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.patches.families import families
-from rope_ext_hf.serving.target import make_target, open_model
+from rope_ext_hf.serving.configs import make_target, open_model
 from tests.support.every_model import tiny
 from tests.support.serving_models import serve
 

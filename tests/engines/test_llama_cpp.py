@@ -8,7 +8,7 @@ from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.errors import (
     ServingError,
 )
-from rope_ext_hf.serving.target import make_target
+from rope_ext_hf.serving.configs import make_target
 from tests.support.serving_models import served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,7 +12,7 @@ from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.errors import (
     ServingError,
 )
-from rope_ext_hf.serving.target import make_target, open_model
+from rope_ext_hf.serving.configs import make_target, open_model
 from tests.support.every_model import tiny
 from tests.support.serving_models import serve, served_model
 

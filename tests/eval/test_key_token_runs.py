@@ -24,7 +24,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, FileError
 from rope_ext_hf.eval import sweep
 from rope_ext_hf.eval.key_token_runs import KeyRanges, KeySetting, find_key_tokens, key_setting, merged, read_keys
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
@@ -287,15 +287,15 @@ def test_the_interval_is_over_documents_that_have_keys() -> None:
         DocumentLoss("a", 9.0, 10, 10, 1, 4.0, 4),
         DocumentLoss("b", 9.0, 10, 10, 1),
     ]
-    result = Result.from_documents(None, setting, 64, documents)
+    result = PerplexityRuns().result(None, setting, (64,), documents)
     assert result.longppl == pytest.approx(math.e)
     assert (result.longppl_low, result.longppl_high) == (None, None)  # one document has keys
     assert result.key_tokens == 4
     for document in documents:
-        assert DocumentLoss.from_record(document.name, document.to_record()) == document
+        assert PerplexityRuns().parse(document.name, document.to_record()) == document
     with pytest.raises(ValueError, match="expected a loss"):
-        DocumentLoss.from_record("a", [9.0, 10, 10, 1, 4.0, 11])
-    assert Result.from_documents(None, setting, 64, documents[1:]).longppl is None
+        PerplexityRuns().parse("a", [9.0, 10, 10, 1, 4.0, 11])
+    assert PerplexityRuns().result(None, setting, (64,), documents[1:]).longppl is None
 
 
 @pytest.mark.parametrize(("longest", "window", "stride"), [(2**15, 4096, 1024), (2**20, 4096, 1024), (2048, 256, 64)])

@@ -18,7 +18,7 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import NeedReport, need, needs
 from rope_ext_hf.eval.needs import ALL_TASKS
 from rope_ext_hf.hub import load_model, load_tokenizer
-from rope_ext_hf.patches.layer_types import sliding_layers
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import tokenize
@@ -89,7 +89,7 @@ def test_a_model_whose_every_layer_sees_32_tokens_is_not_cleared(
     assert "It does not read 512 tokens, whatever its loss is: every layer sees the last 32 tokens" in found.conclusion
     assert "from further back than 63 tokens" in found.conclusion  # 2 layers, 31 tokens back each, and the last one
     some = build("gemma3")  # a layer that attends to everything among those with a window
-    assert sliding_layers(some.config)[1] < some.config.num_hidden_layers
+    assert AttentionLayers(some.config).sliding < some.config.num_hidden_layers
 
 
 class Oracle:

@@ -18,7 +18,7 @@ from rope_ext_hf.errors import LengthError, MethodError, UnsupportedModelError
 from tests.support.definition import assert_gradients_are_defined, defined, patched_method
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
-from tests.support.oracles import distance
+from tests.support.oracles import distances
 
 NAMES = ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"]
 each_method = pytest.mark.parametrize("method", NAMES)
@@ -379,7 +379,7 @@ def test_what_cannot_be_is_refused(method: str, given: dict[str, Any], error: ty
 @pytest.mark.parametrize(("name", "parameter"), [("leaky-rerope", "k"), ("self-extend", "group")])
 def test_target_length_fits_the_parameters(name: str, parameter: str, target: int) -> None:
     method = patched_method(rope.patch(build("llama"), name, target_length=target))
-    assert max(distance(method, target - 1, n) for n in range(target)) <= TRAINED
+    assert max(distances(method)(target - 1, n) for n in range(target)) <= TRAINED
     smaller: dict[str, Any] = {parameter: getattr(method, parameter) - 1}
     if smaller[parameter] >= 1:
         with pytest.raises(MethodError, match=f"{parameter}="):

@@ -139,7 +139,7 @@ MIXED = [(300, 300), (201, 1), (40, 3), (64, 64), (250, 90), (17, 1)]
 def test_a_step_agrees_with_the_definition(name: str, params: dict[str, Any], pairing: str) -> None:
     given = settings(name, **params)
     given["remapping"] = given["remapping"].replace('"half"', f'"{pairing}"')
-    attention, pages = PagedAttention.from_settings(given), Pages()
+    attention, pages = PagedAttention(given), Pages()
     step, query, expected = pages.step(attention.method, MIXED, pairing)
     store(pages.cache, step.keys, step.values, step.slot_mapping)
     requests = list(

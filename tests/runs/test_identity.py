@@ -277,7 +277,7 @@ def test_another_path_is_the_same_run_and_a_foreign_run_file_is_refused(tmp_path
     runner._write_settings(tmp_path, settings)
     runner._write_settings(tmp_path, settings | {"model": "elsewhere"})
     assert json.loads((tmp_path / "run.json").read_text(encoding="utf-8")) == settings
-    assert runner._digest(settings) == runner._digest(settings | {"model": "elsewhere"})
+    assert runner._key(settings) == runner._key(settings | {"model": "elsewhere"})
     with pytest.raises(rope.FileError, match="describes another run"):
         runner._write_settings(tmp_path, settings | {"weights": "others"})
 

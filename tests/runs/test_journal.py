@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import (
@@ -63,7 +63,7 @@ def every(*methods: dict[str, Any] | None) -> list[Record]:
 
 
 def read(folder: Path) -> list[Record]:
-    return read_records(folder, CONTENTS, DocumentLoss.from_record)
+    return read_records(folder, CONTENTS, PerplexityRuns().parse)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.patches.geometry import base_rope_of_model
@@ -115,8 +115,8 @@ class GuessMeasurement(Measurement):
     def cells(self, item: int) -> Sequence[Cell]:
         return [(length,) for length in self.lengths]
 
-    def cell_fingerprints(self) -> dict[Cell, str]:
-        return {(length,): repr([text[-length:].tolist() for text in self.texts]) for length in self.lengths}
+    def digested(self, cell: Cell) -> Iterator[bytes]:
+        yield repr([text[-int(cell[0]) :].tolist() for text in self.texts]).encode()
 
     def measure(
         self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Callable[[int], None]
@@ -200,9 +200,9 @@ def test_a_name_is_given_once(plan: RunPlan[GuessMeasurement]) -> None:
 
 def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
     setting, yarn = Setting("matched", 5, 256, False, 0), Yarn(factor=2.0).to_dict()
-    places = [(method, length) for method in (None, yarn) for length in (64, 128)]
+    kind, places = PerplexityRuns(), [(method, length) for method in (None, yarn) for length in (64, 128)]
     results = [
-        Result.from_documents(method, setting, length, [DocumentLoss(name, 10 * loss, 10, 12, 1) for name in "abc"])
+        kind.result(method, setting, (length,), [DocumentLoss(name, 10 * loss, 10, 12, 1) for name in "abc"])
         for (method, length), loss in zip(places, losses, strict=False)
     ]
     settings = {"kind": "perplexity", "context_length": 64, "over": "own", "loaded": None, "model": "m", "data": "<d>"}

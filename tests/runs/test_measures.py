@@ -11,6 +11,7 @@ import torch
 from scipy.stats import bootstrap, kendalltau
 
 from rope_ext_hf.runs.measures import Evidence, Measure, kendall_tau
+from rope_ext_hf.runs.verdicts import Findings
 
 GENERATOR = np.random.default_rng(0)
 LOSSES = {name: GENERATOR.uniform(1, 2, 40) for name in ("a", "b", "c")}
@@ -67,9 +68,12 @@ def test_luck_is_no_information() -> None:
     assert losses().flaw == ""
 
 
-def test_one_document_decides_nothing_where_several_are_needed() -> None:
-    assert replace(losses(), least=40).flaw == ""
-    assert replace(losses(), least=41).flaw == "rests on 40 documents (at least 41 are needed)"
+def test_two_documents_decide_nothing() -> None:
+    def of(count: int) -> Measure:
+        return replace(losses(), items={name: {8: row[8][:count]} for name, row in losses().items.items()})
+
+    assert of(3).flaw == ""
+    assert of(2).flaw == "rests on 2 documents (at least 3 are needed)"
 
 
 def test_ranks_are_compared_as_scipy_does() -> None:
@@ -82,6 +86,8 @@ def test_ranks_are_compared_as_scipy_does() -> None:
 
 def test_shares_change_by_points() -> None:
     measure = shares({"a": {8: [1.0] * 4}, "b": {8: [0.5] * 4}})
-    assert (measure.signed(-0.5), measure.change_unit) == ("-50.0", "points")
+    assert (measure.signed(-0.5), losses().signed(0.5)) == ("-50.0", "+0.500")
     assert measure.text(measure.value("b", 8)) == "50.0%"
-    assert (losses().signed(0.5), losses().change_unit) == ("+0.500", "nats per token")
+    for each, unit in ((measure, "points"), (losses(), "nats per token")):
+        findings = Findings({"a": "a", "b": "b"}, "a", 8, [each])
+        assert str(findings.change(each, ("a", 8), ("b", 8))).endswith(f"] {unit}")

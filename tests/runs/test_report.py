@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.eval.retrieval_runs import Retrieval
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
@@ -38,7 +38,7 @@ def result(
     length: int, loss: float, method: dict[str, Any] | None = None, names: Sequence[str] = ("one", "two")
 ) -> Result:
     documents = [DocumentLoss(name, loss * 10, 10, 12, 1) for name in names]
-    return Result.from_documents(method, SETTING, length, documents)
+    return PerplexityRuns().result(method, SETTING, (length,), documents)
 
 
 def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:

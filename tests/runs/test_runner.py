@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result, difference, loss_increase
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result, difference, loss_increase
 from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -354,20 +354,21 @@ def losses(*nats: float) -> list[DocumentLoss]:
 
 def test_difference_is_paired() -> None:
     setting = Setting("matched", 5, 256, False, 0)
-    one = Result.from_documents(None, setting, 64, losses(*(10 + 5 * i + 1 for i in range(9))))
-    two = Result.from_documents(None, setting, 64, losses(*(10 + 5 * i for i in range(9))))
+    one = PerplexityRuns().result(None, setting, (64,), losses(*(10 + 5 * i + 1 for i in range(9))))
+    two = PerplexityRuns().result(None, setting, (64,), losses(*(10 + 5 * i for i in range(9))))
     assert difference(one, two)[:3] == pytest.approx((0.1, 0.1, 0.1))  # however far the documents are apart
     assert one.high is not None
     assert one.low is not None
     assert one.high - one.low > 0.5
     with pytest.raises(ValueError, match="same scored tokens"):
-        difference(one, Result.from_documents(None, setting, 64, losses(1.0)))
+        difference(one, PerplexityRuns().result(None, setting, (64,), losses(1.0)))
 
 
 def test_results_do_not_depend_on_the_order_of_documents() -> None:
     setting = Setting("matched", 5, 256, False, 0)
     found = losses(*(math.pi * 10**i for i in range(-8, 8)))
-    assert Result.from_documents(None, setting, 64, found) == Result.from_documents(None, setting, 64, found[::-1])
+    one, other = (PerplexityRuns().result(None, setting, (64,), each) for each in (found, found[::-1]))
+    assert one == other
 
 
 @pytest.mark.slow

@@ -380,7 +380,7 @@ def test_the_patch_is_as_before_after_all_mistakes_were_tried(folder: Path) -> N
     """Weights and frequencies come back: another model here would call a right server wrong the next time."""
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.servers.mistakes import configurations
-    from rope_ext_hf.serving.target import open_model
+    from rope_ext_hf.serving.configs import open_model
 
     model = load_model(folder, dtype="float32", device="cpu")
     before, ids = {k: v.clone() for k, v in model.state_dict().items()}, list(range(5, 205))

@@ -21,7 +21,7 @@ from rope_ext_hf.errors import (
     UnsupportedModelError,
 )
 from rope_ext_hf.serving.audit import audit_config
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.models import build
 from tests.support.serving_models import SERVED, published_config, served_model
 from tests.support.wrapped_text import unwrapped

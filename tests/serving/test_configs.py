@@ -24,7 +24,7 @@ from rope_ext_hf.errors import (
 )
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.patching import patched_method
-from rope_ext_hf.serving.target import make_target, open_model
+from rope_ext_hf.serving.configs import make_target, open_model
 from tests.support.commands import run
 from tests.support.every_model import tiny
 from tests.support.models import build

@@ -13,8 +13,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.engines.base import find_engine
 from rope_ext_hf.engines.llama_cpp import file_computes
 from rope_ext_hf.errors import CheckpointError, FileError, ServingError
+from rope_ext_hf.serving.configs import make_target
 from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
-from rope_ext_hf.serving.target import make_target
 from tests.support.serving_models import served_model
 from tests.support.wrapped_text import unwrapped
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.advice.extending import plan_extension
-from rope_ext_hf.advice.questions import Extending
 from rope_ext_hf.bounds import parse_bytes
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.reading.preflight import cached_bytes
 from rope_ext_hf.serving.gpu_memory import gpu_memory, weight_bytes
+from rope_ext_hf.serving.questions import Extending
 from tests.support.wrapped_text import unwrapped
 
 K = 1024

@@ -14,7 +14,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.slot_finding import find_slots
 from tests.support.models import FAMILIES, build, rope_parameters, tokens
-from tests.support.oracles import distance, rotate_to, temperature_scale
+from tests.support.oracles import distances, plain_distance, rotate_to, temperature_scale
 
 _INTERLEAVED = ("glm", "cohere", "llama4", "deepseek_v2")
 
@@ -50,10 +50,11 @@ def defined(model: Any, name: str, method: RemappingMethod) -> Iterator[Any]:
             parts = [torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1) for x in parts]
         window = kwargs.get("sliding_window")
         far = method if window is None else None
+        distance = distances(far, tokens) if far else plain_distance
         places = torch.tensor(
-            [[distance(far, m, n, tokens) if far else float(m - n) for n in range(m + 1)] + [0.0] * (tokens - m - 1)
-             for m in range(tokens)], dtype=torch.float64,
-        ) * getattr(module, "use_rope", 1)  # fmt: skip
+            [[distance(m, n) for n in range(m + 1)] + [0.0] * (tokens - m - 1) for m in range(tokens)],
+            dtype=torch.float64,
+        ) * getattr(module, "use_rope", 1)
         theta = own_theta if window is not None and own_theta else 10_000.0
         at = rotate_to(parts[0][..., :, None, :].expand(*parts[0].shape[:3], tokens, -1), places, family.rotated, theta)
         scores = torch.einsum("bhmnd,bhnd->bhmn", at, parts[1])

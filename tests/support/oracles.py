@@ -10,6 +10,7 @@ and `SavedMethod`; what comes out is compared with what the package computes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -241,6 +242,12 @@ def follows_length(saved: Saved) -> bool:
 
 def group_of_length(saved: Saved, length: int) -> int:
     """The group of a row of `length` tokens: jet-long has ceil(L / C), self-extend tries one after the other."""
+    return _group_of_length(tuple(saved.items()), length)
+
+
+@functools.cache
+def _group_of_length(items: tuple[tuple[str, Any], ...], length: int) -> int:
+    saved = dict(items)
     limit = saved["max_distance"]
     if saved["method"] == "jet-long":
         return int(-(-length // limit))
@@ -286,7 +293,7 @@ def stored_position(method: SavedMethod, n: int) -> float:
 
 
 def temperature_scale(method: SavedMethod, m: int, length: int | None = None) -> float:
-    """The factor of the scores of the query at m by the temperature; `length` as in `distance`."""
+    """The factor of the scores of the query at m by the temperature; `length` as in `distances`."""
     if read_as_loaded(method.to_dict(), length):
         return 1.0
     if method.temperature in (None, "none"):
@@ -302,19 +309,23 @@ def read_as_loaded(saved: Saved, length: int | None) -> bool:
     return length is not None and follows_length(saved) and length <= saved["max_distance"]
 
 
-def distance(method: SavedMethod, m: int, n: int, length: int | None = None) -> float:
-    """The relative position at which query m sees key n <= m, straight from the papers.
+def plain_distance(m: int, n: int) -> float:
+    return float(m - n)
+
+
+def distances(method: SavedMethod, length: int | None = None) -> Callable[[int, int], float]:
+    """The relative position at which query m sees key n <= m, as a function of m and n, straight from the papers.
 
     Args:
         length: tokens in the row, which some methods follow; None: the method has one rule.
     """
     saved = method.to_dict()
     if read_as_loaded(saved, length):
-        return float(m - n)
+        return plain_distance
     if saved.get("group") == "length":
         assert length is not None
         saved["group"] = group_of_length(saved, length)
-    return distance_in(saved, m, n)
+    return functools.partial(distance_in, saved)
 
 
 def distance_in(saved: Saved, m: int, n: int) -> float:
@@ -353,13 +364,14 @@ def naive_attention(
     """
     tokens, count = q.shape[-2], k.shape[-2]
     groups = q.shape[0] // k.shape[0]
+    far = distances(method) if method else plain_distance
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.float64)
     for i in range(tokens):
         m = count - tokens + i
         seen = range(max(0, m - window + 1) if window else 0, m + 1)
-        distances = [distance(method, m, n) if method else float(m - n) for n in seen]
-        query = rotate_to(q[:, i : i + 1].expand(-1, len(seen), -1), torch.tensor(distances), dim, theta)
+        places = torch.tensor([far(m, n) for n in seen])
+        query = rotate_to(q[:, i : i + 1].expand(-1, len(seen), -1), places, dim, theta)
         scores = (query * k[:, list(seen)]).sum(-1) / math.sqrt(q.shape[-1])
         if method is not None:
             scores *= temperature_scale(method, m)

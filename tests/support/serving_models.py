@@ -23,7 +23,7 @@ from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.loading import class_to_load
-from rope_ext_hf.serving.target import Model, make_target
+from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
 
 FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"

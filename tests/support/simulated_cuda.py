@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from rope_ext_hf.attention import blockwise, tile_batches
 from rope_ext_hf.rotary import kv_cache
@@ -136,6 +135,21 @@ def _held(x: Any) -> Any:
     return x.held if isinstance(x, CudaTensor) else x
 
 
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, (tuple, list)):
+        for each in x:
+            yield from _tensors(each)
+
+
+def _mapped(change: Callable[[Any], Any], x: Any) -> Any:
+    """An argument or a result of an operator with every leaf changed; torch's own tree_map takes five times as long."""
+    if isinstance(x, (tuple, list)):
+        return type(x)([_mapped(change, each) for each in x])
+    return {key: _mapped(change, each) for key, each in x.items()} if isinstance(x, dict) else change(x)
+
+
 class _FirstDevice(TorchFunctionMode):
     """Read "cuda" as "cuda:0": torch without CUDA cannot ask which device is the current one."""
 
@@ -158,7 +172,7 @@ class _FirstDevice(TorchFunctionMode):
 
 
 def _with_index(device: Any) -> Any:
-    return FIRST if device == "cuda" or device == torch.device("cuda") else device
+    return FIRST if isinstance(device, (str, torch.device)) and str(device) == "cuda" else device
 
 
 # --- the device ------------------------------------------------------------------------------------------------------
@@ -318,7 +332,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             return args[0]
         if name == "is_pinned":
             return False
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = list(_tensors((*args, *kwargs.values())))
         ours = [x for x in tensors if isinstance(x, CudaTensor)]
         asked = None if kwargs.get("device") is None else _with_index(torch.device(kwargs["device"]))
         if not ours and (asked is None or asked.type != "cuda"):
@@ -330,7 +344,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         if name == "_local_scalar_dense":
             return func(args[0].held)
         place = self._one_device(name, tensors, ours, asked)
-        plain_args, plain_kwargs = tree_map(_held, args), tree_map(_held, kwargs)
+        plain_args, plain_kwargs = _mapped(_held, args), _mapped(_held, kwargs)
         if asked is not None:
             plain_kwargs["device"] = torch.device("cpu")
             if asked.type == "cpu":
@@ -400,7 +414,7 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
             self._hold(leaf)
             return CudaTensor(leaf, place)
 
-        return tree_map(one, x)
+        return _mapped(one, x)
 
     def _hold(self, x: Tensor) -> None:
         storage = x.untyped_storage()

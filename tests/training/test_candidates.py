@@ -21,8 +21,8 @@ from rope_ext_hf.training.candidates import (
     Reader,
     best_candidate,
     short_passages,
+    two_lists,
 )
-from rope_ext_hf.training.search_space import two_lists
 from tests.support.models import TRAINED, build, logits, tokens
 
 LONG = 4 * TRAINED

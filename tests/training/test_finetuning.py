@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, FileError, MethodError
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, Result
+from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path as reference
@@ -308,7 +308,7 @@ def test_no_more_models_are_in_memory_than_are_promised(guard: float, most: int,
 
 def losses_of(length: int, nats: list[float]) -> Result:
     documents = [DocumentLoss(str(index), 100 * each, 100, 400, 1) for index, each in enumerate(nats)]
-    return Result.from_documents(None, Setting("matched", 32, 256, False, 0), length, documents)
+    return PerplexityRuns().result(None, Setting("matched", 32, 256, False, 0), (length,), documents)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, None, RunFile("finetune", "a", {}))
+    run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, RunFile("finetune", "a", {}))
     measured = {"as loaded": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}

@@ -14,7 +14,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.dynamic import LongRoPE
 from rope_ext_hf.methods.registry import frequencies, list_methods, resolve_method
 from rope_ext_hf.methods.static import NTK, Linear, Llama3, Yarn
-from rope_ext_hf.training.search_space import DivisorCurve, fixed_methods, is_static, two_lists
+from rope_ext_hf.training.candidates import DivisorCurve, fixed_methods, is_static, two_lists
 
 ROTARY = Rotary(dim=32, theta=10_000.0, trained_length=256)
 EXTENDED = ROTARY.scaled(Yarn(factor=2.0), context_length=512)

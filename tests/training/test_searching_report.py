@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.training.search_report import SearchReport, decide
+from rope_ext_hf.training.searching import SearchReport, decide
 from tests.support.wrapped_text import unwrapped
 
 BETTER, WORSE = Estimate(-0.2, -0.3, -0.1, 9), Estimate(0.905, 0.753, 1.095, 9)
