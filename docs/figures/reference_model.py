@@ -80,10 +80,10 @@ def _retrieval(model: str) -> str:
     options = "" if model == "reference" else f" --model build/bench/{model}"
     measured = stamp(line, f"benchmarks/retrieval.py{options}")
     if len(cells) == 1:
-        (cell,) = cells.values()
-        low, high = cell["interval"]
+        (only,) = cells.values()
+        low, high = only["interval"]
         return (
-            f"The {NAMES[model]} as loaded answers {cell['exact']:.0%} [{low:.0%}, {high:.0%}] of {cell['trials']} at "
+            f"The {NAMES[model]} as loaded answers {only['exact']:.0%} [{low:.0%}, {high:.0%}] of {only['trials']} at "
             f"{lengths[0]:,} (1x). {measured}\n\n"
         )
 
@@ -184,8 +184,8 @@ def linear_attention() -> str:
         for what in dict.fromkeys(what for what, _ in measured)
     ]
     head = ["time / memory, times softmax attention", *(f"{length:,}" for length in lengths)]
-    kernels = ", ".join(f"`{kernel}`" for kernel in dict.fromkeys(row["kernel"] for row in line["rows"]))
-    note = f"*From the least to the most of {kernels}.* "
+    names = ", ".join(f"`{kernel}`" for kernel in dict.fromkeys(row["kernel"] for row in line["rows"]))
+    note = f"*From the least to the most of {names}.* "
     return markdown_table(head, rows, note + stamp(line, "benchmarks/linear_attention.py"))
 
 

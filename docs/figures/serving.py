@@ -260,8 +260,8 @@ def _refused(engine: str) -> str:
         if any(refused for refused, _ in by_base.values()):
             rows.append((family, own, "the same" if own == original and len(own.split()) > 2 else original))
     counts = ", ".join(f"{count} {_WAYS[way]}" for way, count in Counter(ways).most_common() if way)
-    refused = markdown_table(["refused over", "its own scaling", "its original length"], rows) if rows else "\n\n"
-    return f"Served: {counts}.{refused}"
+    table = markdown_table(["refused over", "its own scaling", "its original length"], rows) if rows else "\n\n"
+    return f"Served: {counts}.{table}"
 
 
 _WAYS = {

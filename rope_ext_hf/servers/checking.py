@@ -227,16 +227,15 @@ def check_server(
     if collected.tokens is not None:
         ours = [tokenizer(collected.text, add_special_tokens=special)["input_ids"] for special in (False, True)]
         tokens = differing_tokens(collected.tokens, ours, "there", "here")
-    as_loaded = opened.described.rotary
 
     def compare(make: Callable[[Any], dict[str, _Context]]) -> ServerReport:
         loaded = load_model(model, dtype=dtype, device=device, **source)
         return _compare(url, collected, loaded, make(loaded), weight_bits, kv_bits, progress)
 
-    report = compare(lambda loaded: configurations(loaded, as_loaded))
+    report = compare(lambda loaded: configurations(loaded, opened.described.rotary))
     coarse = weight_bits < 8 and report.closest == AS_MEASURED  # rounding that is as large as a mistake
     if report.precision is None or coarse:
-        rarer = compare(lambda loaded: rarer_configurations(loaded, as_loaded, tokenizer))
+        rarer = compare(lambda loaded: rarer_configurations(loaded, opened.described.rotary, tokenizer))
         if rarer.precision is not None:
             report = replace(rarer, differences=report.differences | rarer.differences)
     if report.closest == AS_MEASURED and strict and _STRICT < report.told_here < math.inf:

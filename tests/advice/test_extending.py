@@ -44,7 +44,7 @@ def tiny(file: str, folder: Path, **changes: Any) -> Path:
 @pytest.mark.slow
 def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ("reference", "--target-length", "512")
+    arguments = ("reference", "--target-length", "512", "--data", "stdlib?max_documents=4")
     text = extend(*arguments)
     assert text.exit_code == 0, text.output
     steps = [shlex.split(line)[2:] for line in text.stdout.splitlines() if line.startswith("$ rope-ext")]
@@ -103,8 +103,8 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     guessing.save_pretrained("guessing")
     load_tokenizer("reference").save_pretrained("guessing")
     Path("one.txt").write_text(stdlib_held_out()[1].text[:5000])
-    flat = ("guessing", "--target-length", "256")
-    unclear = extend(*flat)
+    flat, text = ("guessing", "--target-length", "256"), ("--data", "stdlib?max_documents=4")
+    unclear = extend(*flat, *text)
     assert unclear.exit_code == 2
     assert re.search(
         r"yarn is not known to gain at 256 tokens: the loss is not told apart: .* \[.*\] bits per byte; nothing was "
@@ -120,7 +120,7 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     assert "gain at 256 tokens: the loss is higher by 0." in " ".join(worse.stderr.split())
     assert "documents: at 256 tokens the loss is higher by 0." in unwrapped(worse.stdout)
     assert not list(tmp_path.glob("*-256"))
-    anyway = extend(*flat, "--anyway")
+    anyway = extend(*flat, *text, "--anyway")
     assert anyway.exit_code == 0, anyway.output
     assert "not told apart" in anyway.stdout
     assert (tmp_path / "guessing-256" / "config.json").is_file()

@@ -105,6 +105,7 @@ QUICK = {
     "ppl": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "passkey": ["--trials", "1"],
+    "gain": ["--samples", "2", "--lengths", "256"],
     "tasks": ["--samples", "2", "--lengths", "768"],
     "lm-eval": ["--limit", "1"],
 }
@@ -185,7 +186,8 @@ def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeyp
         arguments[1] = next(str(folder) for folder in Path(arguments[1]).parent.iterdir() if folder.is_dir())
     if command == "card":  # a folder and a run, as those of the example
         assert run("patch", "reference", "--method", "yarn", "--factor", "4", "--out", arguments[1])[0] == 0
-        assert run("ppl", arguments[1], "--lengths", "256", "--max-spans", "2", "--out", "rope-ext-results")[0] == 0
+        measuring = ("ppl", arguments[1], "--lengths", "256", *QUICK["ppl"], "--out", "rope-ext-results")
+        assert run(*measuring)[0] == 0
         arguments[2] = str(next(Path("rope-ext-results").iterdir()))
     code, out, err = run(*arguments)
     # The bundled model's config is plain, without the former spelling that mlx-lm reads: engines disagree on it.
@@ -337,6 +339,8 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
     if arguments[0] in ("ppl", "sweep", "passkey", "tasks", "explain"):
         arguments = [*arguments, "--out", str(tmp_path)]
+    if arguments[0] == "ppl" and "--data" not in arguments:
+        arguments += ["--data", "stdlib?max_documents=1"]
     code, out, err = run(*arguments)
     assert code == 2, (out, err)
     assert message in err
@@ -547,7 +551,9 @@ def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
     monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))
-    code, _, err = run("ppl", "reference", "--lengths", "512k", "--dtype", "float32", "--out", str(tmp_path))
+    (text := tmp_path / "text.txt").write_text("x" * 530_000, encoding="utf-8")
+    options = ["--dtype", "float32", "--data", str(text), "--out", str(tmp_path)]
+    code, _, err = run("ppl", "reference", "--lengths", "512k", *options)
     assert code == 2
     # keys and values: 2 x 5 layers x 2 heads x 64 dims x 512k tokens x 4 bytes
     assert "spans of 524,288 tokens need" in err
@@ -575,7 +581,7 @@ def test_a_table_says_what_its_length_is_the_length_of(tmp_path: Path) -> None:
     del config["rope_ext_hf"]  # as somebody else would have trained it
     (tmp_path / "m" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shutil.copy(path() / "tokenizer_config.json", tmp_path / "m")
-    options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", "stdlib?max_documents=2"]
+    options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", "stdlib?max_documents=1"]
     options += ["-m", "ntk", "--factor", "4", "--out", str(tmp_path / "out")]
     for over, words in (("original", "256 tokens without its own scaling"), ("own", "1,024 tokens as loaded")):
         code, out, err = run("ppl", str(tmp_path / "m"), *options, "--over", over)
@@ -592,7 +598,8 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    options = ["--trials", "2"] if command == "passkey" else ["--max-spans", "4", "--data", "stdlib?max_documents=2"]
+    text = "stdlib?max_documents=1"
+    options = ["--trials", "2", "--haystack", text] if command == "passkey" else ["--max-spans", "4", "--data", text]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
     needs, reads, last = err.strip().splitlines()
@@ -644,7 +651,7 @@ def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][0] = math.nan
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    code, out, err = run("ppl", str(folder), "--lengths", "256", "--max-spans", "2", "--out", str(tmp_path / "out"))
+    code, out, err = run("ppl", str(folder), "--lengths", "256", *QUICK["ppl"], "--out", str(tmp_path / "out"))
     assert code == 1
     assert "not finite" in out
     assert "the loss is not finite: as loaded at 256 in" in err

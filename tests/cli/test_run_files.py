@@ -19,13 +19,14 @@ from tests.support.commands import run
 from tests.support.inputs import write_inputs
 
 TEXT = ("--data", "texts/*.txt", "--device", "cpu")
+HAY = ("--haystack", "texts/*.txt", "--device", "cpu")
 MORE = (*TEXT, "--eval-data", "held-out/*.txt", "--max-spans", "2")
 SEARCHED = ("--methods", "linear,ntk", "--passages", "5", "--most-lost-at-1x", "9")
 TRAINED = ("--train-all", "--accumulate", "1")
 KINDS: dict[str, tuple[str, ...]] = {
     "ppl": (*TEXT, "--lengths", "32,64,128", "--method", "yarn", "--factor", "2", "--beta-fast", "16"),
     "sweep": (*TEXT, "--lengths", "64,128", "--method", "linear,ntk", "--max-spans", "4", "--dtype", "bfloat16"),
-    "passkey": ("--lengths", "128,256", "--task", "key-value", "--depths", "0,1", "--trials", "2", "--device", "cpu"),
+    "passkey": (*HAY, "--lengths", "128,256", "--task", "key-value", "--depths", "0,1", "--trials", "2"),
     "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
     "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
     "need": (*TEXT, "--target-length", "128"),

@@ -234,15 +234,16 @@ def test_the_page_and_the_json(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path())
-    loss = perplexity(model, "stdlib", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
-    keys = passkey(model, lengths=[128], depths=[0.5], trials=1, task="key-value", out=tmp_path).run.folder
+    loss = perplexity(model, "stdlib?max_documents=2", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    short: dict[str, Any] = {"lengths": [128], "depths": [0.5], "trials": 1, "haystack": "stdlib?max_documents=1"}
+    keys = passkey(model, task="key-value", out=tmp_path, **short).run.folder
     invoked = CliRunner().invoke(app, ["report", str(loss), str(keys)])
     assert invoked.exit_code == 0, invoked.output
     assert "cannot be told: " in " ".join(invoked.output.split())  # two documents, and one prompt
     assert (tmp_path / "comparison.html").is_file()
     assert str(compare_runs([keys, loss]).conclusion) == str(compare_runs([loss, keys]).conclusion)
     model.get_input_embeddings().weight.data[0, 0] += 1
-    other = perplexity(model, "stdlib", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    other = perplexity(model, "stdlib?max_documents=2", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
     with pytest.raises(FileError, match="run of another model"):
         compare_runs([loss, other])
 
@@ -250,7 +251,7 @@ def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_without_results_is_refused(tmp_path: Path) -> None:
     folder = perplexity(
-        AutoModelForCausalLM.from_pretrained(path()), "stdlib", lengths=[64], max_spans=1, out=tmp_path
+        AutoModelForCausalLM.from_pretrained(path()), "stdlib?max_documents=1", lengths=[64], max_spans=1, out=tmp_path
     ).run.folder
     for journal in folder.glob("*.jsonl"):
         journal.write_text("")

@@ -181,8 +181,8 @@ def test_one_that_ends_ends_the_others(
 def _mistyped(out: Path, rank: int, port: int) -> None:
     """The command line of one of two processes; the second one has an option that there is not."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--out", str(out)]
-    app([*asked, *(["--no-such-option"] if rank else [])])
+    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--data", "stdlib?max_documents=2"]
+    app([*asked, "--out", str(out), *(["--no-such-option"] if rank else [])])
 
 
 @pytest.mark.slow

@@ -23,7 +23,9 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.servers.vllm_scorer import _first_spans
 
-COMMAND = ("ppl", "reference", "--lengths", "64,512", "--max-spans", "2", "--dtype", "float32", "--json")
+TEXT = "stdlib?max_documents=1"
+READ = ("--lengths", "64,512", "--max-spans", "2", "--data", TEXT, "--dtype", "float32", "--json")
+COMMAND = ("ppl", "reference", *READ)
 
 
 class Engine:
@@ -115,7 +117,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
     )
     assert losses is not None
     scorer = TokenScorer(load_model("reference", dtype="float32"))
-    plan = Perplexity(lengths=[64, 512], max_spans=2).plan(scorer.model)
+    plan = Perplexity(lengths=[64, 512], max_spans=2, data=TEXT).plan(scorer.model)
     [ids] = [ids for ids, length in _first_spans(plan.measurement.plan) if length == 64]
     assert float(losses[1]) == pytest.approx(float(scorer.losses(ids, 1).mean()), abs=1e-4)
     assert abs(float(losses[1]) - float(losses[2])) > 1e-3
@@ -161,7 +163,7 @@ def test_what_vllm_cannot_run_is_refused_before_it_starts(
 def test_an_adapter_is_refused_before_it_starts(engine: type[Engine], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(reference_folder())
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    asked = ("ppl", str(tmp_path / "adapter"), *COMMAND[2:], "--engine", "vllm", "--out", str(tmp_path / "runs"))
+    asked = ("ppl", str(tmp_path / "adapter"), *READ, "--engine", "vllm", "--out", str(tmp_path / "runs"))
     assert "is an adapter, and --engine reads whole models" in run(*asked)[1].replace("\n", " ")
     assert not engine.started
 
@@ -173,8 +175,8 @@ def test_a_model_as_loaded_that_vllm_cannot_run_is_left_out(engine: type[Engine]
     config = json.loads((folder / "config.json").read_text())
     config["rope_parameters"] |= {"rope_type": "dynamic", "factor": 4.0}
     (folder / "config.json").write_text(json.dumps(config))
-    arguments = ("ppl", str(folder), *COMMAND[2:], "--out", str(tmp_path / "runs"), "--engine", "vllm")
-    more = ("--method", "yarn", "--factor", "2", "--over", "original", "--data", "stdlib")
+    arguments = ("ppl", str(folder), *READ, "--out", str(tmp_path / "runs"), "--engine", "vllm")
+    more = ("--method", "yarn", "--factor", "2", "--over", "original")
     printed, notes = run(*arguments, *more)
     assert set(losses(printed)) == {("yarn", 64), ("yarn", 512)}, notes
     assert "without  the model as loaded: as loaded has other frequencies for inputs of 64 tokens than for 512" in notes
