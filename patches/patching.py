@@ -182,8 +182,7 @@ def fixed_length(model: M, length: Length) -> Iterator[M]:
         UnsupportedModelError: an unpatched model whose own config is length-dependent; patch it first.
     """
     length = whole("length", parse_length(length))
-    slots = patched_slots(model)
-    for name in () if slots else _own_length_dependent(model):
+    for name in () if (slots := patched_slots(model)) else _own_length_dependent(model):
         raise UnsupportedModelError(
             f"this model's own {name} follows the input inside transformers and cannot be held from here; patch it "
             "first: rope_ext_hf.patch(model, ...)"

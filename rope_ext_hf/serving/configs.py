@@ -65,8 +65,10 @@ class Model:
         composite: bool,  # whether that lies under `text_config`
         specs: list[PatchSpec],  # the patches recorded in it, bottom first
         whole: Callable[[], Any] | None = None,  # makes the whole model, on the meta device if it is not in memory
+        given: str = "",  # the name as the user gave it
     ) -> None:
-        self.name = self.folder = self.given = name  # as an engine takes it, where it is, as the user gave it
+        self.name = self.folder = name  # the first as an engine takes it
+        self.given = given or name
         self.config, self.composite, self.specs = config, composite, specs
         self.whole = whole or partial(empty_model, config)
         self.layers = AttentionLayers(config)
@@ -100,9 +102,7 @@ def open_model(
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         load = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
-        opened = Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load)
-        opened.given = str(model)
-        return opened
+        return Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load, given=str(model))
 
 
 def needs_nothing(context_length: int, target_length: int, rule: str) -> str:

@@ -90,6 +90,6 @@ def test_engines_are_compared_once_per_patch(tmp_path: Path, monkeypatch: pytest
 def test_a_patch_and_a_save_take_few_calls(tmp_path: Path) -> None:
     model = build("llama")
     rope.patch(model, "yarn", factor=4)
-    assert calls_of_this_package(lambda: rope.patch(model, "yarn", factor=8)) < 330
+    assert calls_of_this_package(lambda: rope.patch(model, "yarn", factor=8)) < 260
     assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "first")) < 300
-    assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "second")) < 110
+    assert calls_of_this_package(lambda: model.save_pretrained(tmp_path / "second")) < 102
