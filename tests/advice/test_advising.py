@@ -29,6 +29,7 @@ K = 1024
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [64 * K, 128 * K, 256 * K, 512 * K])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_need_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:

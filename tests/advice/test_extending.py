@@ -225,6 +225,7 @@ def test_one_command_leads_to_a_server_for_twice_the_context_of_llama(
     assert rotary.inv_freq[0].item() == pytest.approx(before[0].item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_extended_is_refused_before_anything_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,7 +165,7 @@ def test_an_option_with_nothing_in_it_is_refused(
     [
         pytest.param(
             c.name,
-            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend"})
+            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend", "card"})
             + [pytest.mark.thorough]
             * (c.name in ("sweep", "passkey", "tasks", "need", "lm-eval", "report", "explain", "demo")),
         )

@@ -137,6 +137,7 @@ def test_a_gguf_file_gets_the_keys_or_divisors_of_a_method_and_keeps_its_weights
             np.testing.assert_allclose(tensors["rope_freqs.weight"], divisors, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_extend_says_what_it_takes_before_it_asks(tmp_path: Path) -> None:
     asked = ("extend", "reference", "--target-length", "512", "--device", "cpu", "--out", tmp_path / "new")
     code, _, err = run(*asked)

@@ -98,6 +98,7 @@ def served() -> Any:
     return [models.load(each, torch.float32) for each in (config, config | {"rope_scaling": None})]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", model_servers.KINDS)
 def test_a_server_is_right_or_its_mistake_is_named(kind: str, served: Any, tmp_path: Path) -> None:
@@ -110,6 +111,7 @@ def test_a_server_is_right_or_its_mistake_is_named(kind: str, served: Any, tmp_p
         assert said in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "path", "states", "prefixes"),

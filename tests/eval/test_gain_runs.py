@@ -215,6 +215,7 @@ def test_runs_at_other_distances_count_together(noise: Any) -> None:
     assert measure_.items["null"][128] == more.kind.measures(more)[0].items["null"][128]
 
 
+@pytest.mark.slow
 def test_rows_of_docstrings_are_those_of_the_held_out_modules() -> None:
     rows = docstring_rows()
     assert docstring_rows() == rows

@@ -74,6 +74,7 @@ def test_a_loaded_model_is_saved_without_the_code(tmp_path: Path) -> None:
     assert torch.equal(logits(again, tokens(100)), logits(model, tokens(100)))
 
 
+@pytest.mark.slow
 def test_without_this_package_the_way_out_is_named(tmp_path: Path) -> None:
     out = published(tmp_path, "llama", "jet-long")
     program = (
