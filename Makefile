@@ -1,5 +1,6 @@
-# make demo | test | test-fast | test-all | test-additions | test-exports | test-kernels | test-other-engines |
-# test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp | test-vllm | test-servers | coverage | mutate | fuzz | lint |
+# make demo | test | test-fast | test-all | test-additions | test-make-gpu | test-exports | test-kernels |
+# test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
+# test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
@@ -7,7 +8,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -66,6 +67,10 @@ test-all: .venv/ready
 # The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
+
+# `make gpu`, whole, on a simulated device: every step is a process.
+test-make-gpu: .venv/ready
+	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_make_gpu.py
 
 # The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
 # Then the lists of models of all engines.

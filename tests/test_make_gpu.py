@@ -81,11 +81,11 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
     return made | {"head": head.stdout.strip()}
 
 
-# --- the whole run ---------------------------------------------------------------------------------------------------
+# --- the whole run: a minute, and a target of its own, `make test-make-gpu` -------------------------------------------
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_step_has_its_result(record: Row) -> None:
     steps = gpu.steps("cuda", tiny=True)
     assert list(record["steps"]) == list(steps)
@@ -98,7 +98,7 @@ def test_every_step_has_its_result(record: Row) -> None:
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_record_names_the_machine(record: Row) -> None:
     machine = record["machine"]
     assert (machine["commit"] or "").removesuffix("-dirty") == record["head"]
@@ -114,7 +114,7 @@ def test_the_record_names_the_machine(record: Row) -> None:
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_row_has_every_field(record: Row) -> None:
     shape = gpu_shapes.SHAPES["tiny"]
     expected = [(method, 1, tokens) for tokens in shape.lengths for method in gpu_shapes.METHODS]
@@ -144,7 +144,7 @@ def test_every_row_has_every_field(record: Row) -> None:
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_stock_model_reads_whole_prompts_alone_by_flash_attention(record: Row) -> None:
     """Onto a cache transformers gives attention a mask, so that chunks are no measure of a patched model."""
     kernels = {
@@ -155,7 +155,7 @@ def test_a_stock_model_reads_whole_prompts_alone_by_flash_attention(record: Row)
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_trial_is_no_measurement(record: Row) -> None:
     assert record["trial"]
     assert not record["measured"]
@@ -166,7 +166,7 @@ def test_a_trial_is_no_measurement(record: Row) -> None:
 
 
 @simulated
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_says_no_more_than_the_record(record: Row) -> None:
     """Every number of the page is one of the record, in the page's units; what was not measured has no row."""
     measured = record | {"measured": True}
