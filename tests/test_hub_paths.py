@@ -304,7 +304,9 @@ def assert_last_line(outcome: Outcome, message: str) -> None:
     assert len(last) < 600
 
 
-@pytest.mark.parametrize("fault", [{"cut": 1_000_000, "times": 2}, pytest.param({"stall": 3.0, "times": 1})])
+@pytest.mark.parametrize(
+    "fault", [{"cut": 1_000_000, "times": 2}, pytest.param({"stall": 3.0, "times": 1}, marks=THOROUGH)]
+)
 def test_a_transfer_that_is_interrupted_goes_on(fault: dict[str, Any], hub: Hub, tmp_path: Path) -> None:
     name = f"some/interrupted-by-{next(iter(fault))}"
     hub.server.add("models", name, content(hub.folders["plain"]))

@@ -396,7 +396,9 @@ AT_131K = {  # windows, Triton: launches of a step, of a chunk, of all chunks; g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("windows", "triton"), AT_131K)
+@pytest.mark.parametrize(
+    ("windows", "triton"), [*list(AT_131K)[:-1], pytest.param(False, False, marks=pytest.mark.thorough)]
+)
 def test_what_stairs_take_of_a_gpu_at_131k(windows: bool, triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of an 8B model trained at 8k: 31 bands of far keys, whose tiles share calls."""
     as_if_cuda(monkeypatch, windows=windows)

@@ -125,6 +125,7 @@ def by_hand(model: Any, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @each_method
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss"])

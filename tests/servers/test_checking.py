@@ -284,6 +284,7 @@ BEFORE: dict[str, Callable[[Any], list[int]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vLLM 0.33.0", "llama.cpp b1"])
 @pytest.mark.parametrize("name", BEFORE)
