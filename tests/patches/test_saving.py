@@ -87,7 +87,7 @@ def read(saved: Lookup, request: pytest.FixtureRequest, tmp_path_factory: pytest
     """The saved models under test, read by one process that never imports the package."""
     root = tmp_path_factory.mktemp("read")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    params = [item.callspec.params for item in tests if "read" in item.fixturenames]
+    params: list[dict[str, Any]] = [dict(item.callspec.params) for item in tests if "read" in item.fixturenames]
     asked = {(each["name"], each["which"]) for each in params}
     chosen = {case[:3]: case[3] for case in cases({name for name, _ in asked}) if case[1:3] in asked}
     (root / "manifest.json").write_text(
