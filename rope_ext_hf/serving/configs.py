@@ -340,7 +340,7 @@ def configure(
             config = replace(config, by_folder=by_folder(target, options=options))
         command = (*config.command, *options)
         configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
-    if [key for key in _DRAFT_KEYS if getattr(opened.config, key, None)] and (method is not None or opened.specs):
+    if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
         notes = (f"This model has draft layers. {engine.drafts}",) if engine.drafts else ()
         configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
     *shorter, longest = configs
@@ -378,6 +378,7 @@ def _as_saved(opened: Model, target: Target) -> Target | None:
     """The target with what a saved folder states taken for its config; None where the folder states something else."""
     text = opened.saved.get("text_config") if opened.saved and target.composite else opened.saved
     stated = json.loads(json.dumps(target.patched))
-    if not isinstance(text, dict) or [key for key in SAVED_KEYS if text.get(key) != stated.get(key)]:
+    saved = {key: text.get(key) for key in SAVED_KEYS} if isinstance(text, dict) else None
+    if saved != {key: stated.get(key) for key in SAVED_KEYS}:
         return None
     return replace(target, config=stated, patched=stated)
