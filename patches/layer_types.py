@@ -183,7 +183,8 @@ class AttentionLayers:
         return f"{layers}: the method does not reach them."
 
     def nothing_to_extend(self) -> UnsupportedModelError:
-        """The error for a model whose every layer sees a window, whatever the RoPE method."""
+        """The error for a model whose every layer sees a window; raised where full-attention layers do not rotate."""
+        self.check_rotating()
         window = f" of {self.window:,} tokens" if self.window else ""
         return UnsupportedModelError(
             f"every layer of this model has a sliding window{window} and sees no further, whatever the RoPE method; "
