@@ -98,16 +98,18 @@ def probe_layers(
     near = torch.arange(4)[None]
     far = method.max_distance + torch.tensor([[1, 2, 5, 9]])
     device = _device_of_input(decoder, model)
-    with evaluating(model), torch.no_grad():
-        runs = [
-            _run(model, decoder, [(each, PatchedSlot(each, installed, rotary, None)) for each in slots], at.to(device))
-            for installed, at in ((plain, near), (plain, far), (at_zero, far))
-        ]
+    records: list[_ProbeRecord] = []
+    recording = attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, records)
+    runs = []
+    with evaluating(model), torch.no_grad(), recording:
+        for installed, at in ((plain, near), (plain, far), (at_zero, far)):
+            modules = [(each, PatchedSlot(each, installed, rotary, None)) for each in slots]
+            runs.append(_run(decoder, modules, at.to(device), records))
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [
-        (records[0].module, _layer(records, method, rotary, table, near, far, own_temperature))
-        for records in zip(*runs, strict=True)
+        (of_layer[0].module, _layer(of_layer, method, rotary, table, near, far, own_temperature))
+        for of_layer in zip(*runs, strict=True)
     ]
     if not any(layer.rule is method for _, layer in layers):
         raise UnsupportedModelError(
@@ -212,13 +214,12 @@ def _device_of_input(*modules: Any) -> torch.device:
 
 
 def _run(
-    model: nn.Module, decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor
+    decoder: nn.Module, slots: list[tuple[Slot, PatchedSlot]], positions: Tensor, records: list[_ProbeRecord]
 ) -> list[_ProbeRecord]:
-    """Run a few tokens at these positions, with these modules in the slots."""
-    records: list[_ProbeRecord] = []
+    """Run a few tokens at these positions, with these modules in the slots; what the attention modules recorded."""
+    records.clear()
     ids = torch.arange(3, 3 + positions.shape[1], device=positions.device)[None]
     with ExitStack() as stack:
-        stack.enter_context(attending(model, PROBE_NAME, _probe_attention, _probe_mask, PROBE_RECORDS, records))
         for slot, module in slots:
             stack.callback(setattr, slot.parent, slot.attribute, getattr(slot.parent, slot.attribute))
             setattr(slot.parent, slot.attribute, module)
@@ -234,4 +235,4 @@ def _run(
             f"the attention of {type(decoder).__name__} does not go through transformers' attention interface, so a "
             "remapping method cannot replace it; use a frequency method"
         )
-    return records
+    return list(records)
