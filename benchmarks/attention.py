@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from overhead import timed
+from timing import timed
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
 from torch.nn.functional import scaled_dot_product_attention

@@ -1,44 +1,53 @@
-"""Everything to measure where there is a GPU, by one command, in at most ten minutes: `make gpu`.
+"""Everything to measure where there is a GPU, by one command, in less than nine minutes: `make gpu`.
 
-    python benchmarks/gpu.py [--device cuda] [--out docs/results/gpu.json] [--minutes 10]
+    python benchmarks/gpu.py [--out docs/results] [--minutes 8.5] [--model MODEL --texts TEXTS]
     python benchmarks/gpu.py --device cpu --tiny            # the same steps at tiny sizes: does the script work?
-    python benchmarks/gpu.py --compute --out docs/results/gpu.json      # the computed figures alone, without a GPU
+    python benchmarks/gpu.py --steps machine,tests          # these alone; what the file has of other steps stays
 
-Records the machine; runs the tests that need a GPU; random weights in the shapes of Llama 3.2 1B and Llama 3.1 8B at 8k
-to 131k tokens, stock and patched (gpu_shapes.py); the benchmarks in half precision; perplexity and passkey of the
-bundled model. Every step is a process of its own and has a share of the time that is left, so that no step takes that
-of another. One that fails, runs out of memory or out of time is named at the end, and the next one goes on. Everything
-goes into one JSON file, also what was skipped and why. At the end stand outputs that are wrong, attention without a
-fused kernel, and what was slower or larger than predicted. Predictions are computed: memory and operations by the
-preflight of `rope-ext ppl`, times from these and from the speed of a large product and of a large copy, measured in the
-same run. A tiny run compares nothing with predictions.
+It runs from a checkout with the Python that is there: nothing is installed and nothing is downloaded. In the order of
+their value, it measures
+
+- the machine and its two ceilings, and runs the tests that need a GPU;
+- perplexity of a real model beyond its trained length (gpu_real_model.py; needs --model and --texts);
+- reading and decoding in the shape of Llama 3.1 8B, by method (gpu_prefill.py);
+- kernels: bandwidth of rotations, values of windows, gradients (gpu_kernels.py);
+- random weights in the shape of Llama 3.2 1B, stock and patched, whole and in chunks, padded and not (gpu_shapes.py);
+- the benchmarks in half precision; perplexity and passkey of the bundled model.
+
+Every step is a process of its own and has a share of the time that is left, so that no step takes that of another. One
+that fails, runs out of memory or out of time is named at the end, and the next one goes on. The result is written anew
+after every step, into one JSON file per device. At the end stand the tables of docs/gpu.md, and what is wrong, missing
+or slower than expected.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+ROOT = Path(__file__).parent.parent
+sys.path[1:1] = [str(ROOT)]  # a checkout, whether this package is installed or not
+
 from gpu_machine import has_amd_device, nvidia_driver, why_no_device, why_torch_has_none
-from gpu_shapes import random_model
 from record import with_machine
 
-from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_memory
+import torch
 
-ROOT = Path(__file__).parent.parent
-FITTING = (2**17, 2**18, 2**19, 2**20)  # tokens of the table of what fits where
 SLACK = 1.1  # what is this much above a prediction is named at the end
 MOST_DIFFERENCE = 0.08  # of a standard deviation, root mean square; another order of sums in bfloat16 makes 0.02
+TOLERANCES = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}
+"""Relative differences of kernels from their definitions that rounding may make."""
 
 FAILED, WRONG = "Failed", "Wrong"  # titles of what makes the run fail as a whole
 
@@ -51,49 +60,67 @@ class Step:
 
     Attributes:
         command: what follows the interpreter.
-        share: of the time that is left, among the shares of this step and those after it.
+        seconds: its share: of the time that is left, it gets this much among those of the steps after it.
+        plans: it takes `--minutes` and plans its rows by the time that it has.
+        least: seconds below which it is not begun, because it has no result before its end.
     """
 
     command: Sequence[str]
-    share: float
+    seconds: float
+    plans: bool = False
+    least: float = 0.0
 
 
-def steps(device: str, tiny: bool) -> dict[str, Step]:
+def steps(device: str, tiny: bool, model: str | None = None, texts: str | None = None) -> dict[str, Step]:
     """All steps in their order; what the first GPU has to show comes first."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
-    tests = ["-q", "-m", "gpu", "-n", "0", "-p", "no:cacheprovider"]
+    # A warning of a library is no reason to lose a run. Most of the time goes into what the CPU computes to compare with.
+    tests = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    tests += ["-n", "0" if tiny else "6"] if importlib.util.find_spec("xdist") else []
     # In a trial: those without a backward, a compiler or memory of the device's own, which a simulated one lacks.
     tests += ["-k", "never_waits or before_and_after", "tests/test_gpu.py"] if tiny else map(str, marked)
     few = ["--pairs", "2", "--tokens", "64", "--layers", "1", "--heads", "4"]
     benchmarks = {
-        "overhead": (few if tiny else [], 45),
-        "attention": (["--pairs", "1", "--lengths", "256"] if tiny else ["--lengths", "1024,4096,16384,32768"], 45),
-        "dynamic": (few if tiny else [], 35),
-        "reading": (["--pairs", "1", "--lengths", *(["64", "--vocabulary", "512"] if tiny else ["2048,8192"])], 35),
+        "overhead": few if tiny else [],
+        "attention": ["--pairs", "1", "--lengths", "256"] if tiny else ["--lengths", "1024,4096,16384,32768"],
+        "dynamic": few if tiny else [],
+        "reading": ["--pairs", "1", "--lengths", *(["64", "--vocabulary", "512"] if tiny else ["2048,8192"])],
     }
     bundled = ["reference", "--method", "yarn", "--factor", "8", "--device", device, "--json"]
     ppl = ["--lengths", "256" if tiny else "256,1024,2048", "--max-spans", "2" if tiny else "16"]
     passkey = ["--lengths", "256" if tiny else "256,1024", "--trials", "1" if tiny else "6"]
     passkey += ["--depths", "0.5"] if tiny else []
     on_device = ["--device", device]
-    return {
-        "machine": Step(["benchmarks/gpu_machine.py", *on_device], 40),
-        "tests": Step(["-m", "pytest", *tests], 80),
+    real = ["--model", str(model), "--texts", str(texts), *(["--longest", "384"] if tiny else [])]
+    shape = ["--shape", "tiny" if tiny else "8B"]
+    chosen = {
+        "machine": Step(["benchmarks/gpu_machine.py", *on_device], 15),
+        "tests": Step(["-m", "pytest", *tests], 40),
+        "real model": Step(["benchmarks/gpu_real_model.py", *real, *on_device], 165, plans=True),
+        "reading and decoding": Step(["benchmarks/gpu_prefill.py", *shape, *on_device], 185, plans=True),
+        "kernels": Step(["benchmarks/gpu_kernels.py", *(["--tiny"] if tiny else []), *on_device], 30),
+        "shapes": Step(["benchmarks/gpu_shapes.py", "--shape", "tiny" if tiny else "1B", *on_device], 30, plans=True),
+        "perplexity": Step(["-m", "rope_ext_hf", "ppl", *bundled, *ppl], 13),
+        "passkey": Step(["-m", "rope_ext_hf", "passkey", *bundled, *passkey], 12),
+        # These get what the steps above leave of their time.
         **{
-            f"shape {shape}": Step(["benchmarks/gpu_shapes.py", "--shape", shape, *on_device], share)
-            for shape, share in ({"tiny": 300} if tiny else {"1B": 100, "8B": 180}).items()
+            name: Step([f"benchmarks/{name}.py", *on_device, *options], 5, least=0 if tiny else 25)
+            for name, options in benchmarks.items()
         },
-        **{
-            name: Step([f"benchmarks/{name}.py", *on_device, *options], share)
-            for name, (options, share) in benchmarks.items()
-        },
-        "perplexity": Step(["-m", "rope_ext_hf", "ppl", *bundled, *ppl], 20),
-        "passkey": Step(["-m", "rope_ext_hf", "passkey", *bundled, *passkey], 20),
     }
+    if model is None or texts is None:
+        del chosen["real model"]
+    return chosen
+
+
+def process_environment() -> dict[str, str]:
+    """The environment of every step: it finds this checkout, and nothing is asked of the network."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def run(command: Sequence[str], seconds: float) -> Row:
-    """A step: its time, and its JSON lines, or its output where it has none; "failed" says why where it did.
+    """Run a step: return its time, and its JSON lines, or its output where it has none; "failed" says why it failed.
 
     Args:
         command: what follows the interpreter.
@@ -102,7 +129,8 @@ def run(command: Sequence[str], seconds: float) -> Row:
     started, failed = time.perf_counter(), None
     process = subprocess.Popen(
         [sys.executable, *command],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=process_environment(),
+        start_new_session=True,
     )  # fmt: skip
     try:
         output, errors = process.communicate(timeout=seconds)
@@ -132,38 +160,27 @@ def _json_in(output: str) -> Iterator[Any]:
 
 
 def run_all(todo: dict[str, Step], seconds: float) -> Iterator[tuple[str, Row]]:
-    """Every step with its result; each has its share of the time that those before it left."""
+    """Yield every step with its result; each has its share of the time that those before it left."""
     end = time.monotonic() + seconds
     names = list(todo)
     for at, name in enumerate(names):
-        ahead = sum(todo[later].share for later in names[at:])
-        limit = (end - time.monotonic()) * todo[name].share / ahead
+        ahead = sum(todo[later].seconds for later in names[at:])
+        limit = (end - time.monotonic()) * todo[name].seconds / ahead
         command = list(todo[name].command)
-        if name.startswith("shape"):  # which plans its rows by the time, a tenth of it for loading libraries
+        if todo[name].plans:  # a tenth of it for loading libraries
             command += ["--minutes", str(0.9 * limit / 60)]
-        yield name, run(command, limit)
-
-
-def fitting_memory() -> list[Row]:
-    """Computed: gigabytes that reading takes with the 8B shape in bfloat16, by length."""
-    model = random_model("8B", "meta", torch.bfloat16)
-    rows = []
-    for length in FITTING:
-        row: Row = {"tokens": length}
-        for name, offload in (("gpu", False), ("offloading_gpu", True)):
-            estimate = replace(
-                estimate_memory(model, length, offload_cache=offload), working=GPU_WORKING_BYTES, logits=0
-            )
-            row[name] = round(estimate.total / 1e9, 1)
-        rows.append(row | {"offloading_main": round(estimate.offloaded / 1e9, 1)})
-    return rows
+        if limit < todo[name].least:
+            reason = f"no time was left: {max(0.0, limit):.0f} s, and it takes at least {todo[name].least:.0f} s"
+            yield name, {"seconds": 0.0, "limit": round(limit, 1), "failed": None, "skipped": reason}
+        else:
+            yield name, run(command, limit)
 
 
 # --- what is said at the end -----------------------------------------------------------------------------------------
 
 
 def title(row: Row) -> str:
-    """What a row measured: "8B yarn at 8,192 tokens, without cuDNN"."""
+    """Name what a row measured: "8B yarn at 8,192 tokens, without cuDNN"."""
     if "method" not in row:
         return f"{row['shape']}"
     batch = "" if row["rows"] == 1 else f"{row['rows']} padded rows of up to "
@@ -216,6 +233,8 @@ def unfused(rows: Sequence[Row], models: Sequence[Row]) -> list[str]:
     stock = {_place(row): row for row in rows if row.get("method") == "stock"}
     for row in rows:
         for way, values in ways(row):
+            if way == "decode" and row["rows"] > 1 and "none of" in values["kernels"]:
+                continue  # steps of padded rows compute the scores of all rows at once, which is faster
             if "math" in values["kernels"] or "none of" in values["kernels"]:
                 sentences.append(f"{title(row)}, {way}: attention by {values['kernels']}")
         base = (stock.get(_place(row), {}).get("decode") or {}).get("waits")
@@ -262,58 +281,145 @@ def above_prediction(rows: Sequence[Row]) -> list[str]:
     return sentences
 
 
+def results_of(done: dict[str, Row], name: str) -> list[Row]:
+    """The JSON lines of a step; none where it was not run."""
+    return list(done.get(name, {}).get("results", []))
+
+
+def title_of_part(row: Row) -> str:
+    """Name what a row of gpu_real_model.py, gpu_prefill.py or gpu_kernels.py measured."""
+    if "way" in row:
+        way = row["way"] + (f" in chunks of {row['chunk']:,}" if row["chunk"] else "")
+        layers = "" if row["times"] == 1 else f", {row['layers']} layers"
+        kernel = f", {row['kernel']} alone" if row["kernel"] else ""
+        return f"{row['method']} at {row['tokens']:,} tokens, {way}{layers}{kernel}"
+    named = [str(row[key]) for key in ("text", "question", "of", "window", "method", "dtype") if key in row]
+    return ", ".join(named)
+
+
+def wrong_parts(parts: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence for each row that failed, is not finite, or is further from its definition than rounding is."""
+    for row in parts:
+        if "failed" in row:
+            yield f"{title_of_part(row)}: {row['failed']}"
+        if not row.get("finite", True):
+            yield f"{title_of_part(row)}: outputs are not finite"
+        for length, loss in row.get("loss", {}).items():
+            if loss != loss or loss == float("inf"):
+                yield f"{title_of_part(row)}: the loss at {int(length):,} tokens is not finite"
+        for key in ("difference", "output", "query", "key", "value"):
+            if row.get("question") in ("window", "gradient") and row.get(key, 0.0) > TOLERANCES[row["dtype"]]:
+                yield f"{title_of_part(row)}: {key} is off by {row[key]:.2g}, where rounding makes {TOLERANCES[row['dtype']]:g} at most"
+
+
+def slower_parts(parts: Sequence[Row]) -> Iterator[str]:
+    """Yield a sentence for each reading and step that took longer than the stock model's, and for slow rotations."""
+    best: dict[tuple[Any, ...], float] = {}
+    measured = [row for row in parts if "seconds" in row and "way" in row]
+    for row in measured:
+        if row["method"] == "stock":
+            place = (row["layers"], row["tokens"], row["way"], row["chunk"])
+            best[place] = min(row["seconds"], best.get(place, row["seconds"]))
+    for row in measured:
+        base = best.get((row["layers"], row["tokens"], row["way"], row["chunk"]))
+        if row["method"] != "stock" and base is not None and row["seconds"] > SLACK * base:
+            yield f"{title_of_part(row)}: {row['seconds'] / base:.2f} times as long as the stock model"
+    for row in parts:
+        if row.get("of_copy", 1.0) < 0.8:
+            yield f"rotating {row['of']}: {row['of_copy']:.0%} of the bandwidth of a copy"
+
+
 # --- the whole run ---------------------------------------------------------------------------------------------------
 
 
+PARTS = ("real model", "reading and decoding", "kernels")
+"""Steps whose rows are read from their results; those of shapes stand in the record by themselves."""
+
+
 def judge(done: dict[str, Row], device: str, trial: bool) -> Row:
-    """The record of the steps that are done: rows apart from descriptions of models, and what is to be said of them."""
-    lines = [line for name in done if name.startswith("shape") for line in done[name].get("results", [])]
+    """Return the record of the steps that are done, and what is to be said of them."""
+    lines = results_of(done, "shapes")
     models = [line for line in lines if "method" not in line]
     rows = [line for line in lines if "method" in line]
+    parts = [row for name in PARTS for row in results_of(done, name)]
     on_cuda = device.startswith("cuda")
     return {
         "measured": on_cuda and not trial,
         "trial": trial,
-        "machine": next(iter(done.get("machine", {}).get("results", [])), None),
+        "machine": next(iter(results_of(done, "machine")), None),
         "models": models,
         "rows": rows,
         "said": {
             FAILED: [f"{name}: {step['failed']}" for name, step in done.items() if step["failed"] is not None],
-            WRONG: wrong(rows),
+            WRONG: [*wrong_parts(parts), *wrong(rows)],
             "Without the kernels that are expected": unfused(rows, models) if on_cuda else [],
-            "Skipped": skipped([*models, *rows]),
-            "Slower or larger than predicted": [] if trial else above_prediction(rows),
+            "Skipped": [
+                *(f"{name}: {step['skipped']}" for name, step in done.items() if "skipped" in step),
+                *(f"{title_of_part(row)}: {row['skipped']}" for row in parts if row.get("skipped")),
+                *skipped([*models, *rows]),
+            ],
+            "Slower or larger than expected": [] if trial else [*slower_parts(parts), *above_prediction(rows)],
         },
         "steps": {
-            name: {key: value for key, value in step.items() if key != "results" or not name.startswith("shape")}
+            name: {key: value for key, value in step.items() if key != "results" or name != "shapes"}
             for name, step in done.items()
         },
     }
 
 
+def kept(out: Path) -> dict[str, Row]:
+    """The steps that a file has from an earlier call; none where there is no file."""
+    if not out.exists():
+        return {}
+    record = json.loads(out.read_text(encoding="utf-8"))
+    steps: dict[str, Row] = record["steps"]
+    if "shapes" in steps:
+        steps["shapes"]["results"] = [*record["models"], *record["rows"]]
+    return steps
+
+
+def file_of(out: Path, device: str) -> Path:
+    """The file of a record: `out`, or in a folder the one that is named for the device."""
+    if out.suffix == ".json":
+        return out
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else device
+    return out / f"gpu-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.json"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, default=Path("build/gpu.json"), help="where the result goes")
-    parser.add_argument("--minutes", type=float, default=10.0, help="time for everything")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build"), help="a .json file, or a folder for one that is named for the device"
+    )
+    parser.add_argument("--minutes", type=float, default=8.5, help="time for everything")
+    parser.add_argument("--model", help="a real model: a folder, a Hub id, a .gguf file, or a wheel that holds one")
+    parser.add_argument("--texts", help="what it reads: a folder or a zip archive of .txt files")
+    parser.add_argument("--steps", help="names of the steps to run, separated by commas; default: all")
+    parser.add_argument("--commit", help="the commit that runs, where the folder is no checkout of git")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
-    parser.add_argument("--compute", action="store_true", help="what is computed alone; needs no GPU")
     arguments = parser.parse_args()
-    device, memory = arguments.device, {"memory": fitting_memory()}
-    if arguments.compute:
-        write(arguments.out, {"measured": False, "trial": False} | memory, "cpu")
-        return
+    device = arguments.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         reason = why_no_device(
             torch.version.cuda, torch.version.hip, nvidia_driver(), has_amd_device(), why_torch_has_none()
         )
         parser.error(f"torch has no CUDA device: {reason}. --device cpu --tiny tries the script")
-    done: dict[str, Row] = {}
-    for name, step in run_all(steps(device, arguments.tiny), 60 * arguments.minutes):
+    todo = steps(device, arguments.tiny, arguments.model, arguments.texts)
+    out, done = file_of(arguments.out, device), {}
+    if arguments.steps is not None:
+        chosen = [name.strip() for name in arguments.steps.split(",")]
+        if unknown := set(chosen) - todo.keys():
+            parser.error(f"no such step: {', '.join(sorted(unknown))}; the steps are {', '.join(todo)}")
+        todo, done = {name: todo[name] for name in todo if name in chosen}, kept(out)
+    result = judge(done, device, arguments.tiny)
+    for name, step in run_all(todo, 60 * arguments.minutes):
         done[name] = step
-        print(f"{name}: {step['failed'] or 'done'}", flush=True)
+        if name == "machine" and arguments.commit and step.get("results"):
+            step["results"][0]["commit"] = arguments.commit
+        print(f"{name}: {step['failed'] or step.get('skipped', 'done')} ({step['seconds']:.0f} s)", flush=True)
         result = judge(done, device, arguments.tiny)
-        write(arguments.out, result | memory, device)  # what is measured is kept, also where the run is cut off
+        write(out, result, device)  # what is measured is kept, also where the run is cut off
         if name == "machine" and step["failed"] is not None:
             break  # nothing runs on this device
     for heading, sentences in result["said"].items():
@@ -323,7 +429,7 @@ def main() -> None:
 
 
 def write(out: Path, result: Row, device: str) -> None:
-    """One file; a result of before is replaced as a whole."""
+    """Write one file; an earlier result is replaced as a whole."""
     out.parent.mkdir(parents=True, exist_ok=True)
     recorded = with_machine({"command": "make gpu"} | result, "cpu")  # which leaves the device to the steps
     if device.startswith("cuda"):

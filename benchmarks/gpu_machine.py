@@ -1,8 +1,10 @@
-"""The machine of `make gpu`: its device, driver and versions as JSON, or why torch has no device here.
+"""The machine of `make gpu`: its device, driver, versions and two ceilings as JSON, or why torch has no device here.
 
     python benchmarks/gpu_machine.py [--device cuda]
 
-nvidia-smi answers for the driver, the power limit and the clocks. A value that nothing here tells is null.
+The ceilings are the bandwidth of a large copy on the device and the speed of a large matrix product in the dtype that
+models are run in: nothing that moves bytes or multiplies matrices is faster, so every other table is read beside them.
+nvidia-smi answers for the driver, the power limit and the clocks. A value that cannot be found out is null.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from stock import usual_dtype
+from timing import seconds_of
 
 from rope_ext_hf.rotary import kv_cache
 
@@ -184,13 +188,36 @@ def describe_machine(device: str) -> dict[str, Any]:
     }
 
 
+def measure_ceilings(device: str, *, copied: int = 2**30, size: int = 8192) -> dict[str, float]:
+    """Measure what a device can do at most.
+
+    Args:
+        copied: bytes of the tensor that is copied; far more than a cache holds.
+        size: rows and columns of the matrices that are multiplied.
+
+    Returns:
+        "bandwidth", bytes read and written per second, and "product", floating-point operations per second, each the
+        median of ten runs on random numbers (zeros are faster than any data).
+    """
+    if not device.startswith("cuda"):  # enough to fill the caches of a processor
+        copied, size = min(copied, 2**26), min(size, 1024)
+    dtype = getattr(torch, usual_dtype(device))
+    source = torch.randint(0, 255, (copied,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return {
+        "bandwidth": 2 * copied / seconds_of(lambda: target.copy_(source), device),
+        "product": 2 * size**3 / seconds_of(lambda: one @ other, device),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
     device = parser.parse_args().device
     if (problem := why_it_cannot_run(device)) is not None:
         sys.exit(problem)
-    print(json.dumps(describe_machine(device)))
+    print(json.dumps(describe_machine(device) | measure_ceilings(device)))
 
 
 if __name__ == "__main__":

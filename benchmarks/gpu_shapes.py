@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from gpu_machine import rotated_by
-from overhead import timed
+from timing import timed
 from stock import attention_kernels, attention_kernels_and_launches, usual_dtype
 from torch import Tensor
 
@@ -128,11 +128,12 @@ class Prompts:
         return torch.cat((self.mask, after), dim=1)
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """Random weights in a shape of Llama, made where they are used."""
+def random_model(shape: str, device: str, dtype: torch.dtype, *, layers: int | None = None) -> Any:
+    """Random weights in a shape of Llama, made where they are used; `layers`: how many of its layers, by default all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes, given = SHAPES[shape].sizes, SHAPES[shape]
+    given = SHAPES[shape]
+    sizes = given.sizes if layers is None else given.sizes | {"num_hidden_layers": layers}
     heads = sizes["hidden_size"] // sizes["head_dim"]
     config = LlamaConfig(
         **sizes,

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from overhead import timed as timed_on_device
+from timing import timed as timed_on_device
 from record import benchmark_parser, record
 from torch import Tensor, nn
 from torch.nn import functional

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -25,6 +24,7 @@ import torch
 from memory import most_bytes
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
+from timing import timed
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import rope_ext_hf as rope
@@ -53,16 +53,6 @@ def random_model(
         **{"max_position_embeddings": 512, "tie_word_embeddings": True, **settings},
     )
     return LlamaForCausalLM(config).eval()
-
-
-def timed(run: Callable[[], object], device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def interleaved(stock: Callable[[], object], patched: Callable[[], object], pairs: int, device: str) -> dict[str, Any]:

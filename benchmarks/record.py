@@ -25,13 +25,18 @@ def benchmark_parser(doc: str | None, *, on_device: bool = True) -> argparse.Arg
 
 
 def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
-    """A result with the name of the device and the versions that it was measured with."""
+    """A result with the name of the device and the versions that it was measured with.
+
+    That of this package is its own word: a checkout on PYTHONPATH is not installed.
+    """
+    from rope_ext_hf import __version__
+
     name = platform.machine()
     if device.startswith("cuda"):
         import torch
 
         name = torch.cuda.get_device_name()
-    versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
+    versions = {"rope-ext-hf": __version__} | {package: version(package) for package in ("torch", "transformers")}
     return result | {"device": name, "versions": versions, "intervals": "Student's with Hall's correction"}
 
 

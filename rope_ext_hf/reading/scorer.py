@@ -355,7 +355,9 @@ class TokenScorer:
     def _why_not_in_chunks(self) -> str | None:
         """Why a few tokens in chunks, the head run apart, do not get an ordinary forward's logits; None: they do."""
         tolerance = rounding_tolerance(self.model.dtype)
-        ids = torch.arange(3, 3 + CHECKED, device=self._device)
+        # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED, device=self._device).long()
         with torch.inference_mode(), _length(self.model, CHECKED):
             wanted = self._ordinary_logits(ids, tolerance)
             if self.decoder is self.model or self.head is None:

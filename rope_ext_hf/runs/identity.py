@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rope_ext_hf import __version__
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
@@ -54,8 +55,11 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
 
 
 def versions_now() -> dict[str, str]:
-    """The versions of the packages that results depend on most."""
-    return {name: version(name) for name in ("rope-ext-hf", "torch", "transformers")}
+    """Return the versions of the packages that results depend on most.
+
+    That of this package is its own word: a checkout on PYTHONPATH is not installed.
+    """
+    return {"rope-ext-hf": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
 _COMPUTING = (
