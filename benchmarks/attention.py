@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from timing import timed
 from record import benchmark_parser, record
 from stock import attention_kernels, heads_on, usual_dtype
+from timing import timed
 from torch.nn.functional import scaled_dot_product_attention
 
 from rope_ext_hf.attention.blockwise import attend

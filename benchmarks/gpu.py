@@ -7,12 +7,13 @@
 It runs from a checkout with the Python that is there: nothing is installed and nothing is downloaded. In the order of
 their value, it measures
 
-- the machine and its two ceilings, and runs the tests that need a GPU;
+- the machine and its two ceilings;
+- kernels: bandwidth of rotations, values of windows, gradients (gpu_kernels.py);
 - perplexity of a real model beyond its trained length (gpu_real_model.py; needs --model and --texts);
 - reading and decoding in the shape of Llama 3.1 8B, by method (gpu_prefill.py);
-- kernels: bandwidth of rotations, values of windows, gradients (gpu_kernels.py);
-- random weights in the shape of Llama 3.2 1B, stock and patched, whole and in chunks, padded and not (gpu_shapes.py);
-- the benchmarks in half precision; perplexity and passkey of the bundled model.
+- the tests that need a GPU;
+- as far as there is time, random weights in the shape of Llama 3.2 1B, stock and patched, whole and in chunks, padded
+  and not (gpu_shapes.py), the benchmarks in half precision, and perplexity and passkey of the bundled model.
 
 Every step is a process of its own and has a share of the time that is left, so that no step takes that of another. One
 that fails, runs out of memory or out of time is named at the end, and the next one goes on. The result is written anew
@@ -31,19 +32,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
-sys.path[1:1] = [str(ROOT)]  # a checkout, whether this package is installed or not
+sys.path.insert(1, str(Path(__file__).parent.parent))  # this checkout, whether it is installed or not
 
+import torch
 from gpu_machine import has_amd_device, nvidia_driver, why_no_device, why_torch_has_none
 from record import with_machine
 
-import torch
-
+ROOT = Path(__file__).parent.parent
 SLACK = 1.1  # what is this much above a prediction is named at the end
 MOST_DIFFERENCE = 0.08  # of a standard deviation, root mean square; another order of sums in bfloat16 makes 0.02
 TOLERANCES = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}
@@ -74,9 +74,9 @@ class Step:
 def steps(device: str, tiny: bool, model: str | None = None, texts: str | None = None) -> dict[str, Step]:
     """All steps in their order; what the first GPU has to show comes first."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
-    # A warning of a library is no reason to lose a run. Most of the time goes into what the CPU computes to compare with.
-    tests = ["-q", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
-    tests += ["-n", "0" if tiny else "6"] if importlib.util.find_spec("xdist") else []
+    # A warning of a library is no reason to lose a run. Several processes were no faster: each imports everything anew.
+    tests = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
+    tests += ["-n", "0"] if importlib.util.find_spec("xdist") else []
     # In a trial: those without a backward, a compiler or memory of the device's own, which a simulated one lacks.
     tests += ["-k", "never_waits or before_and_after", "tests/test_gpu.py"] if tiny else map(str, marked)
     few = ["--pairs", "2", "--tokens", "64", "--layers", "1", "--heads", "4"]
@@ -92,19 +92,23 @@ def steps(device: str, tiny: bool, model: str | None = None, texts: str | None =
     passkey += ["--depths", "0.5"] if tiny else []
     on_device = ["--device", device]
     real = ["--model", str(model), "--texts", str(texts), *(["--longest", "384"] if tiny else [])]
-    shape = ["--shape", "tiny" if tiny else "8B"]
+    shape, least = ["--shape", "tiny" if tiny else "8B"], 0 if tiny else 25
+    trial = ["--tiny"] if tiny else []
     chosen = {
-        "machine": Step(["benchmarks/gpu_machine.py", *on_device], 15),
-        "tests": Step(["-m", "pytest", *tests], 40),
-        "real model": Step(["benchmarks/gpu_real_model.py", *real, *on_device], 165, plans=True),
-        "reading and decoding": Step(["benchmarks/gpu_prefill.py", *shape, *on_device], 185, plans=True),
-        "kernels": Step(["benchmarks/gpu_kernels.py", *(["--tiny"] if tiny else []), *on_device], 30),
-        "shapes": Step(["benchmarks/gpu_shapes.py", "--shape", "tiny" if tiny else "1B", *on_device], 30, plans=True),
-        "perplexity": Step(["-m", "rope_ext_hf", "ppl", *bundled, *ppl], 13),
-        "passkey": Step(["-m", "rope_ext_hf", "passkey", *bundled, *passkey], 12),
-        # These get what the steps above leave of their time.
+        "machine": Step(["benchmarks/gpu_machine.py", *trial, *on_device], 15),
+        "kernels": Step(["benchmarks/gpu_kernels.py", *trial, *on_device], 25),
+        # On an H200, loading took 33 s, the first text 55 s and every further one 38 s.
+        "real model": Step(["benchmarks/gpu_real_model.py", *real, *on_device], 190, plans=True),
+        "reading and decoding": Step(["benchmarks/gpu_prefill.py", *shape, *on_device], 165, plans=True),
+        "tests": Step(["-m", "pytest", *tests], 80),
+        # The rest gets what the steps above leave of their time.
+        "shapes": Step(
+            ["benchmarks/gpu_shapes.py", "--shape", "tiny" if tiny else "1B", *on_device], 7, plans=True, least=least
+        ),
+        "perplexity": Step(["-m", "rope_ext_hf", "ppl", *bundled, *ppl], 6, least=least),
+        "passkey": Step(["-m", "rope_ext_hf", "passkey", *bundled, *passkey], 6, least=least),
         **{
-            name: Step([f"benchmarks/{name}.py", *on_device, *options], 5, least=0 if tiny else 25)
+            name: Step([f"benchmarks/{name}.py", *on_device, *options], 4, least=least)
             for name, options in benchmarks.items()
         },
     }
@@ -146,7 +150,17 @@ def run(command: Sequence[str], seconds: float) -> Row:
         raise
     result: Row = {"seconds": round(time.perf_counter() - started, 1), "limit": round(seconds, 1), "failed": failed}
     read = list(_json_in(output))
-    return result | ({"results": read} if read else {"output": "\n".join(output.strip().splitlines()[-40:])})
+    return result | ({"results": brief(read)} if read else {"output": "\n".join(output.strip().splitlines()[-80:])})
+
+
+BRIEF = ("method", "length", "depth", "perplexity", "bits_per_byte", "exact", "rank", "tokens_per_second", "gpu_bytes")
+
+
+def brief(read: list[Any]) -> list[Any]:
+    """What a command of the package printed as JSON without what only this machine knows, such as paths."""
+    if not (len(read) == 1 and isinstance(read[0], dict) and "provenance" in read[0]):
+        return read
+    return [{key: row[key] for key in BRIEF if key in row} for row in read[0]["results"]]
 
 
 def _json_in(output: str) -> Iterator[Any]:
@@ -196,9 +210,20 @@ def ways(row: Row) -> Iterator[tuple[str, Row]]:
             yield name, values
 
 
+NO_TIME = "no time was left"
+
+
+def left_out(rows: Sequence[Row], name: Callable[[Row], str], several: str) -> list[str]:
+    """A sentence for each row that was skipped, and one for all that no time was left for."""
+    given = [row for row in rows if row.get("skipped")]
+    late = [row for row in given if row["skipped"].startswith(NO_TIME)]
+    sentences = [f"{name(row)}: {row['skipped']}" for row in given if row not in late]
+    return sentences + ([f"{several}: {NO_TIME} for {len(late)} of {len(rows)} rows"] if late else [])
+
+
 def skipped(rows: Sequence[Row]) -> list[str]:
     """A sentence for each row, and each part of one, that was not measured."""
-    sentences = [f"{title(row)}: {row['skipped']}" for row in rows if row.get("skipped")]
+    sentences = left_out(rows, title, "shapes")
     for row in rows:
         parts = ((name, row.get(name) or {}) for name in ("whole", "chunks"))
         sentences += [f"{title(row)}, {name}: {part['skipped']}" for name, part in parts if "skipped" in part]
@@ -309,7 +334,8 @@ def wrong_parts(parts: Sequence[Row]) -> Iterator[str]:
                 yield f"{title_of_part(row)}: the loss at {int(length):,} tokens is not finite"
         for key in ("difference", "output", "query", "key", "value"):
             if row.get("question") in ("window", "gradient") and row.get(key, 0.0) > TOLERANCES[row["dtype"]]:
-                yield f"{title_of_part(row)}: {key} is off by {row[key]:.2g}, where rounding makes {TOLERANCES[row['dtype']]:g} at most"
+                most = TOLERANCES[row["dtype"]]
+                yield f"{title_of_part(row)}: {key} is off by {row[key]:.2g}, where rounding makes {most:g} at most"
 
 
 def slower_parts(parts: Sequence[Row]) -> Iterator[str]:
@@ -355,7 +381,7 @@ def judge(done: dict[str, Row], device: str, trial: bool) -> Row:
             "Without the kernels that are expected": unfused(rows, models) if on_cuda else [],
             "Skipped": [
                 *(f"{name}: {step['skipped']}" for name, step in done.items() if "skipped" in step),
-                *(f"{title_of_part(row)}: {row['skipped']}" for row in parts if row.get("skipped")),
+                *(each for name in PARTS for each in left_out(results_of(done, name), title_of_part, name)),
                 *skipped([*models, *rows]),
             ],
             "Slower or larger than expected": [] if trial else [*slower_parts(parts), *above_prediction(rows)],

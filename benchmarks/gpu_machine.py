@@ -34,6 +34,9 @@ ASKED = {
 }
 """Numbers of the record, and what nvidia-smi calls them."""
 
+TINY = {"copied": 2**20, "size": 256}
+"""Sizes of what measures the ceilings in a trial."""
+
 WHEELS = "https://download.pytorch.org/whl/"
 
 
@@ -199,8 +202,6 @@ def measure_ceilings(device: str, *, copied: int = 2**30, size: int = 8192) -> d
         "bandwidth", bytes read and written per second, and "product", floating-point operations per second, each the
         median of ten runs on random numbers (zeros are faster than any data).
     """
-    if not device.startswith("cuda"):  # enough to fill the caches of a processor
-        copied, size = min(copied, 2**26), min(size, 1024)
     dtype = getattr(torch, usual_dtype(device))
     source = torch.randint(0, 255, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -214,10 +215,12 @@ def measure_ceilings(device: str, *, copied: int = 2**30, size: int = 8192) -> d
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cuda")
-    device = parser.parse_args().device
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
+    arguments = parser.parse_args()
+    device, sizes = arguments.device, TINY if arguments.tiny else {}
     if (problem := why_it_cannot_run(device)) is not None:
         sys.exit(problem)
-    print(json.dumps(describe_machine(device) | measure_ceilings(device)))
+    print(json.dumps(describe_machine(device) | measure_ceilings(device, **sizes)))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ import gc
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_machine import measure_ceilings, rotated_by
+from gpu_machine import TINY, measure_ceilings, rotated_by
 from gpu_shapes import Prompts, as_method, count_waits, random_model
 from stock import attention_kernels, attention_kernels_and_launches, usual_dtype
 from timing import timed
@@ -92,8 +92,9 @@ def jobs(scale: Scale) -> Iterator[Job]:
         yield Job(everything, scale.short, method, "bare")
     for method in METHODS:
         yield Job(everything, scale.short, method, "scored", middle)
-    for method in METHODS:
-        yield Job(everything, scale.short, method, "step")
+    # Lengths of their own, as cuDNN's attention plans anew for every length that no step before has met.
+    for at, method in enumerate(METHODS):
+        yield Job(everything, scale.short - 2 * at * scale.steps, method, "step")
     yield Job(everything, scale.short, "stock", "read", middle)
     yield Job(everything, scale.long, "stock", "scored", middle)
     for kernel in ("flash", "cudnn"):
@@ -140,7 +141,7 @@ class Measurement:
         """Yield the description of the model, then every row."""
         scale = SCALES[self.shape]
         self.dtype = getattr(torch, usual_dtype(self.device))
-        self.ceilings = measure_ceilings(self.device, **({} if self.shape == "8B" else {"copied": 2**20, "size": 256}))
+        self.ceilings = measure_ceilings(self.device, **({} if self.shape == "8B" else TINY))
         yield {
             "shape": self.shape,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -165,7 +166,9 @@ class Measurement:
             needed = ABOVE_FLOOR[job.way] * runs * (row["floor"] + reading)
             left = self.until - time.monotonic()
             if needed > left:
-                return row | {"skipped": f"no time was left: at most {needed:.0f} s, and {max(0.0, left):.0f} s were left"}
+                return row | {
+                    "skipped": f"no time was left: at most {needed:.0f} s, and {max(0.0, left):.0f} s were left"
+                }
             try:
                 if self.device.startswith("cuda"):
                     torch.cuda.reset_peak_memory_stats()
@@ -222,14 +225,17 @@ class Measurement:
                 return scorer.losses(ids[0], first)
 
         last: list[Tensor] = []
-        seconds = []
+        seconds: list[float] = []
+
+        def timed_read() -> None:
+            seconds.append(timed(lambda: last.append(read()), self.device))
+
         for run in range(runs):
             last.clear()
-            call: Callable[[], object] = lambda: last.append(read())  # noqa: E731 - timed by two functions
             if run == runs - 1:
-                kernels = attention_kernels(lambda: seconds.append(timed(call, self.device)))
+                kernels = attention_kernels(timed_read)
             else:
-                seconds.append(timed(call, self.device))
+                timed_read()
         return {"runs": seconds, "seconds": seconds[-1], "kernels": kernels, "finite": bool(last[0].isfinite().all())}
 
     def step(self, job: Job, steps: int) -> Row:

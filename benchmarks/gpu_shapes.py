@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 from gpu_machine import rotated_by
-from timing import timed
 from stock import attention_kernels, attention_kernels_and_launches, usual_dtype
+from timing import timed
 from torch import Tensor
 
 import rope_ext_hf as rope
@@ -129,7 +129,7 @@ class Prompts:
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, *, layers: int | None = None) -> Any:
-    """Random weights in a shape of Llama, made where they are used; `layers`: how many of its layers, by default all."""
+    """Make random weights in a shape of Llama where they are used, of all its layers or of `layers`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     given = SHAPES[shape]

@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 from memory import most_bytes
-from timing import timed as timed_on_device
 from record import benchmark_parser, record
+from timing import timed as timed_on_device
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention

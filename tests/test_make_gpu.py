@@ -12,11 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import gpu
 import gpu_machine
+import gpu_prefill
+import gpu_real_model
 import gpu_shapes
 import pytest
 import torch
@@ -27,11 +31,14 @@ from docs.figures import gpu as pages
 from tests.support.simulated_cuda import SimulatedCuda, why_unavailable
 
 ROOT = Path(__file__).parent.parent
+COMMIT = "0123456789abcdef"
 Row = dict[str, Any]
 
 simulated = pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 
-EVERY_PROCESS = """
+EVERY_PROCESS = f"""
+import sys
+sys.path.append({str(ROOT)!r})
 from tests.support.simulated_cuda import SimulatedCuda, why_unavailable
 assert why_unavailable() is None
 SimulatedCuda().__enter__()
@@ -55,7 +62,7 @@ def environment(folder: Path, *python_path: Path) -> dict[str, str]:
     # transformers reads weights in threads of its own, and the simulation is one thread's.
     return os.environ | {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": ":".join(map(str, (*python_path, ROOT))),
+        "PYTHONPATH": ":".join(map(str, python_path)),  # the checkout is found without it
         "HF_DEACTIVATE_ASYNC_LOAD": "1",
         "OMP_NUM_THREADS": "1",
     }
@@ -70,15 +77,19 @@ def make_gpu(environment: dict[str, str], *options: str) -> subprocess.Completed
 def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
     """What a tiny run on the simulated device leaves; every step of it is a process, as on a real one."""
     folder = tmp_path_factory.mktemp("make-gpu")
+    texts = folder / "texts"
+    texts.mkdir()
+    for name in ("one", "two", "three"):  # longer than 384 tokens of a model that reads bytes
+        (texts / f"{name}.txt").write_text(f"The text called {name}. " * 400, encoding="utf-8")
     (folder / "sitecustomize.py").write_text(EVERY_PROCESS, encoding="utf-8")
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     out = folder / "gpu.json"
-    done = make_gpu(environment(folder, folder), "--tiny", "--minutes", "60", "--out", str(out))
+    real = ("--model", "reference", "--texts", str(texts), "--commit", COMMIT)
+    done = make_gpu(environment(folder, folder), "--tiny", "--minutes", "60", "--out", str(out), *real)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "Failed: nothing" in done.stdout
     assert "Wrong: nothing" in done.stdout
     made: Row = json.loads(out.read_text(encoding="utf-8"))
-    return made | {"head": head.stdout.strip()}
+    return made
 
 
 # --- the whole run: a minute, and a target of its own, `make test-make-gpu` -------------------------------------------
@@ -87,12 +98,12 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Row:
 @simulated
 @pytest.mark.thorough
 def test_every_step_has_its_result(record: Row) -> None:
-    steps = gpu.steps("cuda", tiny=True)
+    steps = gpu.steps("cuda", True, "reference", "texts")
     assert list(record["steps"]) == list(steps)
     for name, step in record["steps"].items():
         assert step["failed"] is None
         assert 0 < step["seconds"] < step["limit"], name
-    for name in ("overhead", "attention", "dynamic", "reading", "perplexity", "passkey"):
+    for name in steps.keys() - {"tests", "shapes"}:
         assert record["steps"][name]["results"], name
     assert "2 passed" in record["steps"]["tests"]["output"]
 
@@ -101,7 +112,9 @@ def test_every_step_has_its_result(record: Row) -> None:
 @pytest.mark.thorough
 def test_the_record_names_the_machine(record: Row) -> None:
     machine = record["machine"]
-    assert (machine["commit"] or "").removesuffix("-dirty") == record["head"]
+    assert machine["commit"] == COMMIT
+    assert machine["bandwidth"] > 0
+    assert machine["product"] > 0
     assert (machine["driver"], machine["power_limit_watts"], machine["most_mhz"]) == ("580.65.06", 700.0, 1980.0)
     assert machine["most_memory_mhz"] is None  # "[N/A]"
     assert (record["device"], machine["capability"], machine["devices"]) == ("simulated", "9.0", 1)
@@ -159,16 +172,66 @@ def test_a_stock_model_reads_whole_prompts_alone_by_flash_attention(record: Row)
 def test_a_trial_is_no_measurement(record: Row) -> None:
     assert record["trial"]
     assert not record["measured"]
-    assert record["said"]["Slower or larger than predicted"] == []
+    assert record["said"]["Slower or larger than expected"] == []
     nothing = [pages.prompts_table(record), pages.steps_table(record), pages.said_text(record)]
     assert nothing == [pages.NOTHING] * 3
-    assert "not measured" in pages.machine_text(record)
+    parts = (pages.perplexity_text, pages.reading_text, pages.decoding_text, pages.kernels_text)
+    assert [part(record) for part in parts] == [""] * 4
+    assert "not a measurement" in pages.machine_text(record)
 
 
 @simulated
 @pytest.mark.thorough
-def test_the_page_says_no_more_than_the_record(record: Row) -> None:
-    """Every number of the page is one of the record, in the page's units; what was not measured has no row."""
+def test_a_real_model_is_read_under_every_method(record: Row) -> None:
+    description, *rows = record["steps"]["real model"]["results"]
+    assert (description["model"], description["trained"], description["lengths"]) == ("reference", 256, [256, 384])
+    assert [(row["text"], row["method"]) for row in rows] == list(
+        product(["one", "three", "two"], gpu_real_model.METHODS)
+    )
+    for row in rows:
+        assert all(0 < loss < 20 for loss in row["loss"].values())
+        assert all(speed > 0 for speed in row["tokens_per_second"].values())
+        assert all(held > 0 for held in row["gigabytes"].values())
+    unpatched = {row["text"]: row["loss"] for row in rows if row["method"] == "unpatched"}
+    for row in rows:  # dca leaves what is within the trained length as it is
+        if row["method"] == "dca":
+            assert row["loss"]["256"] == pytest.approx(unpatched[row["text"]]["256"], abs=0.02)
+
+
+@simulated
+@pytest.mark.thorough
+def test_reading_and_decoding_have_their_floors(record: Row) -> None:
+    description, *rows = record["steps"]["reading and decoding"]["results"]
+    scale = gpu_prefill.SCALES["tiny"]
+    assert description["layers"] == scale.layers
+    assert [{key: row[key] for key in vars(job)} for row, job in zip(rows, gpu_prefill.jobs(scale), strict=True)] == [
+        vars(job) for job in gpu_prefill.jobs(scale)
+    ]
+    for row in rows:
+        if row["kernel"] == "cudnn":  # the simulated device has flash attention alone
+            assert "failed" not in row or "kernel" in row["failed"]
+            continue
+        assert row["finite"] is True
+        assert row["seconds"] > 0
+        assert row["floor"] > 0
+        assert "flash_attention" in row["kernels"]
+        assert row["times"] == scale.layers / row["layers"]
+
+
+@simulated
+@pytest.mark.thorough
+def test_kernels_give_what_their_definitions_give(record: Row) -> None:
+    rows = record["steps"]["kernels"]["results"]
+    assert {row["question"] for row in rows} == {"rotation", "window"}  # the simulated device has no backward
+    for row in rows:
+        for key in ("difference", "output", "query", "key", "value"):
+            assert row.get(key, 0.0) <= gpu.TOLERANCES[row.get("dtype", "float32")]
+
+
+@simulated
+@pytest.mark.thorough
+def test_the_tables_of_shapes_say_no_more_than_the_record(record: Row) -> None:
+    """Every number of the tables is one of the record, in the page's units; what was not measured has no row."""
     measured = record | {"measured": True}
     first, *others = record["rows"]
     measured["rows"] = [
@@ -177,7 +240,7 @@ def test_the_page_says_no_more_than_the_record(record: Row) -> None:
     ]
     measured["said"] = measured["said"] | {"Skipped": ["tiny stock: why"]}
     made = [pages.prompts_table(measured), pages.steps_table(measured), pages.said_text(measured)]
-    text = "\n".join([*made, pages.machine_text(measured)])
+    text = "\n".join(made)
     known = {number for value in numbers(measured) for number in shown(value)}
     known |= {number for value in strings(measured) for number in re.findall(r"\d[\d,.]*", value)}
     found = re.findall(r"\d[\d,.]*", text)
@@ -274,7 +337,8 @@ def test_half_precision_is_what_the_device_has_kernels_for(capability: tuple[int
 @pytest.mark.parametrize("triton", [True, False])
 def test_launches_waits_and_rotations_are_those_of_the_device(triton: bool) -> None:
     with SimulatedCuda(triton=triton) as device, torch.inference_mode():
-        assert gpu_machine.rotated_by("cuda") == ("one Triton kernel" if triton else "torch's operators")
+        # Where Triton is installed, it says why it cannot build a kernel for a device that is none.
+        assert gpu_machine.rotated_by("cuda").startswith("one Triton kernel" if triton else "torch's operators")
         model = gpu_shapes.random_model("tiny", "cuda", torch.bfloat16)
         ids = gpu_shapes.Prompts.random(64, "cuda").ids
         model(ids)
@@ -370,6 +434,103 @@ def test_wrong_outputs_are_named() -> None:
     ):
         (sentence,) = gpu.wrong([right | change])
         assert said in sentence
+
+
+def test_what_parts_say_is_wrong_or_slow() -> None:
+    stock = {
+        "method": "stock",
+        "way": "bare",
+        "tokens": 32768,
+        "layers": 4,
+        "times": 8,
+        "chunk": None,
+        "kernel": "flash",
+    }
+    rows = [stock | {"seconds": 2.0}, stock | {"seconds": 1.0, "kernel": "cudnn"}]
+    slow = stock | {"method": "rerope", "seconds": 1.2, "kernel": None}
+    assert list(gpu.slower_parts([*rows, slow | {"seconds": 1.05}])) == []
+    assert list(gpu.slower_parts([*rows, slow])) == [
+        "rerope at 32,768 tokens, bare, 4 layers: 1.20 times as long as the stock model"
+    ]
+    assert list(gpu.slower_parts([{"question": "rotation", "of": "keys, half", "of_copy": 0.5}])) == [
+        "rotating keys, half: 50% of the bandwidth of a copy"
+    ]
+    right = {"question": "window", "window": 30, "dtype": "float16", "difference": 1e-3}
+    assert (
+        list(gpu.wrong_parts([right, slow | {"finite": True}, {"text": "a", "method": "yarn", "loss": {"64": 2.0}}]))
+        == []
+    )
+    for row, said in (
+        (right | {"difference": 0.1}, "difference is off by 0.1, where rounding makes 0.003 at most"),
+        (slow | {"finite": False}, "not finite"),
+        (slow | {"failed": "no kernel image"}, "no kernel image"),
+        ({"text": "a", "method": "yarn", "loss": {"64": float("nan")}}, "the loss at 64 tokens is not finite"),
+    ):
+        (sentence,) = gpu.wrong_parts([row])
+        assert said in sentence
+
+
+def test_what_no_time_was_left_for_is_counted() -> None:
+    rows = [{"of": "a", "skipped": f"{gpu.NO_TIME}: 3 s"}, {"of": "b", "skipped": "out of memory"}, {"of": "c"}]
+    assert gpu.left_out(rows, lambda row: str(row["of"]), "kernels") == [
+        "b: out of memory",
+        "kernels: no time was left for 1 of 3 rows",
+    ]
+
+
+def test_steps_that_were_run_before_are_kept(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.json"
+    assert gpu.kept(out) == {}
+    lines = [{"shape": "1B", "skipped": None}, BASE]
+    done: dict[str, Row] = {name: {"failed": None, "seconds": 1.0, "limit": 2.0} for name in ("machine", "shapes")}
+    done["machine"]["results"], done["shapes"]["results"] = [{"device": "x"}], lines
+    out.write_text(json.dumps(gpu.judge(done, "cpu", True)), encoding="utf-8")
+    assert gpu.kept(out) == done
+
+
+def test_each_device_has_a_file_of_its_own(tmp_path: Path) -> None:
+    assert gpu.file_of(tmp_path, "cpu") == tmp_path / "gpu-cpu.json"
+    assert gpu.file_of(tmp_path / "mine.json", "cpu") == tmp_path / "mine.json"
+    with SimulatedCuda() if why_unavailable() is None else nullcontext():
+        if why_unavailable() is None:
+            assert gpu.file_of(tmp_path, "cuda") == tmp_path / "gpu-simulated.json"
+
+
+def test_paths_of_this_machine_are_not_recorded() -> None:
+    printed = [{"provenance": {"model": "/home/me/model"}, "results": [{"length": 256, "perplexity": 2.0, "x": 1}]}]
+    assert gpu.brief(printed) == [{"length": 256, "perplexity": 2.0}]
+    assert gpu.brief([{"row": 1}]) == [{"row": 1}]
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def made_up(texts: int) -> Row:
+    """A record with losses whose table and sentences are known: `a` holds on, `b` costs short inputs."""
+    losses = {"unpatched": (2.0, 5.0, 9.0), "a": (2.0, 2.02, 2.1), "b": (2.3, 2.3, 2.4)}
+    rows = [
+        {"text": f"t{at}", "method": name, "loss": dict(zip(("100", "200", "800"), values, strict=True)),
+         "tokens_per_second": {"100": 1e4, "200": 1e4, "800": 1e4}, "gigabytes": {"100": 1.0, "200": 1.0, "800": 1.0}}
+        for at in range(texts) for name, values in losses.items()
+    ]  # fmt: skip
+    about = {"model": "M.Q4", "trained": 100, "lengths": [100, 200, 800], "scored": 50, "dtype": "bfloat16"}
+    return {"measured": True, "device": "G", "steps": {"real model": {"results": [about, *rows]}}}
+
+
+def test_the_sentences_of_the_page_follow_from_the_table() -> None:
+    first, second = pages.perplexity_sentences(made_up(2))
+    assert first == (
+        "Unpatched, perplexity goes from 7.4 at 100 tokens to 148 at 200 and 8,103 at 800; with `a` it is 7.5 and 8.2."
+    )
+    assert second == "Within 5% of 7.4 at 200 tokens: `a`. Within 1% of it at 100 tokens: `a`."
+    assert "too few for intervals" in pages.perplexity_text(made_up(2))
+    assert "too few for intervals" not in pages.perplexity_text(made_up(3))
+
+
+def test_a_text_that_was_cut_short_is_left_out() -> None:
+    record = made_up(3)
+    record["steps"]["real model"]["results"].pop()
+    assert {len(values) for each in pages.losses(record).values() for values in each.values()} == {2}
 
 
 def test_missing_kernels_are_named() -> None:

@@ -1,19 +1,42 @@
-"""What was measured on a GPU, and what is computed for one: docs/results/gpu.json, which `make gpu` writes."""
+"""What `make gpu` measured, one record a device (docs/results/gpu-*.json), and the memory that is computed for a GPU.
+
+A record is read here alone: the tables and the sentences beside them follow from its rows, one table a question, with
+what the device could do at best and what the stock model takes.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
-from docs.figures.registry import PROCESSORS, Row, figure, markdown_table, read_lines, read_result, stamp
+from docs.figures.registry import PROCESSORS, ROOT, Row, figure, markdown_table, read_lines, stamp
 
 NOTHING = "\nNothing yet.\n"
+FEWEST = 3
+"""Texts below which there is no interval."""
+ALIKE = 1.05
+"""A perplexity that is at most this many times another counts as no worse in the sentence below a table."""
+
+
+@cache
+def records() -> tuple[Row, ...]:
+    """Every record of a GPU, by the name of its file."""
+    files = sorted((ROOT / "docs" / "results").glob("gpu-*.json"))
+    return tuple(json.loads(file.read_text(encoding="utf-8")) for file in files)
 
 
 @figure
 def gpu() -> str:
+    """The lines of `make bench DEVICE=cuda`, by benchmark and device."""
     lines = [line for line in read_lines() if line["device"] not in PROCESSORS and "rows" in line]
     if not lines:
-        return "\nNo figure here was measured on a GPU. `make bench DEVICE=cuda` measures one.\n"
+        return "\nThe benchmarks of this page were measured on CPUs. `make bench DEVICE=cuda` measures them on a GPU.\n"
     last = {(line["benchmark"], line["device"]): line for line in lines}
     text = []
     for (benchmark, _), line in last.items():
@@ -25,34 +48,83 @@ def gpu() -> str:
 
 @figure
 def gpu_measured() -> str:
-    """The machine, prompts, decoding steps, and what the run named at its end."""
-    record = read_result("gpu")
-    if not record["measured"]:
-        return machine_text(record)
-    tables = f"Prompts:{prompts_table(record)}Decoding steps:{steps_table(record)}{said_text(record)}"
-    return f"{machine_text(record)}\n{tables}"
+    """All records, each device under a heading of its own."""
+    text = [f"\n## {record['device']}\n{record_text(record)}" for record in records() if record["measured"]]
+    return "".join(text) or "\nNothing was measured on a GPU yet.\n"
+
+
+@figure
+def gpu_line() -> str:
+    """One sentence for the README."""
+    for record in records():
+        if record["measured"] and (sentences := perplexity_sentences(record)):
+            description = results(record, "real model")[0]
+            sentence = sentences[0][0].lower() + sentences[0][1:]
+            return f"{description['model'].partition('.')[0]} on one {record['device']}: {sentence}"
+    return "Nothing was measured on a GPU yet."
 
 
 @figure
 def gpu_memory() -> str:
+    """Computed: gigabytes that reading takes with Llama 3.1 8B in bfloat16, by length."""
     rows = (
         [
             f"{row['tokens']:,}",
             f"{row['gpu']:.1f} GB",
             f"{row['offloading_gpu']:.1f} GB + {row['offloading_main']:.0f} GB",
         ]
-        for row in read_result("gpu")["memory"]
+        for row in fitting_memory()
     )
     return markdown_table(["tokens", "all on the GPU", "`--offload-cache`: GPU + main memory"], rows)
 
 
-# --- of a record, which a test makes on a simulated device ------------------------------------------------------------
+@cache
+def fitting_memory() -> tuple[Row, ...]:
+    import torch
+
+    sys.path.append(str(ROOT / "benchmarks"))
+    from gpu_shapes import random_model
+
+    from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_memory
+
+    model = random_model("8B", "meta", torch.bfloat16)
+    rows = []
+    for length in (2**17, 2**18, 2**19, 2**20):
+        row: Row = {"tokens": length}
+        for name, offload in (("gpu", False), ("offloading_gpu", True)):
+            estimate = estimate_memory(model, length, offload_cache=offload)
+            estimate = replace(estimate, working=GPU_WORKING_BYTES, logits=0)
+            row[name] = round(estimate.total / 1e9, 1)
+        rows.append(row | {"offloading_main": round(estimate.offloaded / 1e9, 1)})
+    return tuple(rows)
+
+
+# --- one record -------------------------------------------------------------------------------------------------------
+
+
+def record_text(record: Row) -> str:
+    """The machine, then one table a question."""
+    parts = {
+        "Perplexity beyond the trained length": perplexity_text(record),
+        "Reading": reading_text(record),
+        "Decoding": decoding_text(record),
+        "Kernels": kernels_text(record),
+        "A smaller shape, whole and in chunks, padded and not": shapes_text(record),
+        "Said at the end of the run": said_text(record),
+    }
+    notes = "".join(f"\n{note}\n" for note in record.get("notes", ()))
+    return machine_text(record) + notes + "".join(f"\n### {title}\n{text}" for title, text in parts.items() if text)
+
+
+def results(record: Row, step: str) -> list[Row]:
+    """The JSON lines of a step; none where it was not run, or in a trial."""
+    return list(record["steps"].get(step, {}).get("results", [])) if record["measured"] else []
 
 
 def machine_text(record: Row) -> str:
-    """The machine and what decides which kernels run; a trial is no measurement."""
+    """The machine, its ceilings, and what decides which kernels run; a trial is no measurement."""
     if not record["measured"]:
-        return "\nComputed, not measured: `make gpu` measures it, and fills this page in.\n"
+        return "\nA trial, not a measurement.\n"
     machine = record["machine"]
     known = {
         "compute capability": machine["capability"],
@@ -65,7 +137,260 @@ def machine_text(record: Row) -> str:
         "commit": machine["commit"],
     }
     listed = ", ".join(f"{name} {value}" for name, value in known.items() if value is not None)
-    return f"\n{stamp(record, 'make gpu')} {listed}. Rotations by {machine['rotations']}.\n"
+    ceilings = (
+        f"A large copy moves {machine['bandwidth'] / 1e12:.2f} TB/s, bytes read and written; a large matrix product "
+        f"runs at {machine['product'] / 1e12:.0f} TFLOP/s. The floor of an operation is its time at these speeds."
+    )
+    return f"\n{stamp(record, 'make gpu')} {listed}. Rotations by {machine['rotations']}. {ceilings}\n"
+
+
+# --- perplexity -------------------------------------------------------------------------------------------------------
+
+
+def losses(record: Row) -> dict[str, dict[int, list[float]]]:
+    """Nats per token by method and length, of the texts that every method has read, in one order."""
+    rows = [row for row in results(record, "real model") if "loss" in row]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    read = {
+        text: {row["method"] for row in rows if row["text"] == text} for text in dict.fromkeys(r["text"] for r in rows)
+    }
+    texts = [text for text, by in read.items() if by == set(methods)]
+    of = {(row["text"], row["method"]): row["loss"] for row in rows}
+    return {
+        method: {int(length): [of[text, method][length] for text in texts] for length in of[texts[0], method]}
+        for method in methods
+        if texts
+    }
+
+
+def perplexity(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(values))
+
+
+def paired(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float] | None:
+    """The mean of paired differences with its 95% interval by Student's t; None: too few pairs."""
+    differences = [one - other for one, other in zip(values, others, strict=True)]
+    if len(differences) < FEWEST:
+        return None
+    from rope_ext_hf.runs.statistics import t_quantile
+
+    mean = statistics.fmean(differences)
+    half = t_quantile(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
+    return mean, mean - half, mean + half
+
+
+def perplexity_text(record: Row) -> str:
+    """Perplexity of the same tokens by method and by how much context is before them."""
+    by_method = losses(record)
+    if not by_method:
+        return ""
+    (description, *_) = results(record, "real model")
+    lengths, trained = description["lengths"], description["trained"]
+    (count,) = {len(values) for each in by_method.values() for values in each.values()}
+    best = {length: min(perplexity(each[length]) for each in by_method.values()) for length in lengths}
+    rows = [
+        [
+            method,
+            *(
+                f"**{value:,.2f}**" if value == best[length] else f"{value:,.2f}"
+                for length in lengths
+                for value in [perplexity(each[length])]
+            ),
+        ]
+        for method, each in by_method.items()
+    ]
+    head = ["", *(f"{length:,} ({length / trained:g}x)" for length in lengths)]
+    about = (
+        f"{description['model']}, trained at {trained:,} tokens, in {description['dtype']}: perplexity of the last "
+        f"{description['scored']:,} tokens of the first {lengths[-1]:,} of each text, with more and more of the text "
+        f"before them. {count} texts{', too few for intervals' if count < FEWEST else ''}; bold: lowest of a column."
+    )
+    return f"\n{about}\n{markdown_table(head, rows)}{' '.join(perplexity_sentences(record))}\n{speed_text(record)}"
+
+
+def perplexity_sentences(record: Row) -> list[str]:
+    """What the table shows, in its unit: the unpatched model, the best method, and which methods hold on."""
+    by_method = losses(record)
+    if "unpatched" not in by_method:
+        return []
+    (description, *_) = results(record, "real model")
+    trained, lengths = description["trained"], description["lengths"]
+    ppl = {method: {length: perplexity(each[length]) for length in lengths} for method, each in by_method.items()}
+    unpatched, twice, longest = ppl["unpatched"], 2 * trained, lengths[-1]
+    base = unpatched[trained]
+    best = min((method for method in ppl if method != "unpatched"), key=lambda method: ppl[method][longest])
+    sentences = [
+        f"unpatched, perplexity goes from {base:.1f} at {trained:,} tokens to {unpatched[twice]:,.0f} at {twice:,} "
+        f"and {unpatched[longest]:,.0f} at {longest:,}; with `{best}` it is {ppl[best][twice]:.1f} and "
+        f"{ppl[best][longest]:.1f}."
+    ]
+    holding = [method for method in ppl if method != "unpatched" and ppl[method][twice] <= ALIKE * base]
+    free = [method for method in ppl if method != "unpatched" and ppl[method][trained] <= 1.01 * base]
+    sentences.append(
+        f"Within 5% of {base:.1f} at {twice:,} tokens: {_listed(holding)}. "
+        f"Within 1% of it at {trained:,} tokens: {_listed(free)}."
+    )
+    return [sentences[0][0].upper() + sentences[0][1:], sentences[1]]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names) or "none"
+
+
+def speed_text(record: Row) -> str:
+    """Tokens per second of the last text that every method has read, and the most memory."""
+    rows = [row for row in results(record, "real model") if "loss" in row]
+    last = [row for row in rows if row["text"] == rows[-1]["text"]]
+    (description, *_) = results(record, "real model")
+    lengths = description["lengths"]
+    cells = (
+        [row["method"], *(f"{row['tokens_per_second'][str(length)] / 1000:,.0f}k" for length in lengths)]
+        for row in last
+    )
+    head = ["tokens per second", *(f"{length:,}" for length in lengths)]
+    most = max(max(row["gigabytes"].values()) for row in rows)
+    return (
+        f"\nHow fast the last of these texts was read; kernels and plans that the first text built are there by then. "
+        f"At most {most:.1f} GB of the device were in use.\n{markdown_table(head, cells)}"
+    )
+
+
+# --- reading and decoding ---------------------------------------------------------------------------------------------
+
+
+def measured(record: Row, *ways: str) -> Iterator[Row]:
+    """The rows of reading and decoding that have values, of these ways."""
+    rows = results(record, "reading and decoding")
+    yield from (row for row in rows if row.get("way") in ways and "seconds" in row)
+
+
+def best_stock(rows: Sequence[Row]) -> dict[tuple[Any, ...], float]:
+    """The stock model's seconds by place, with its faster kernel."""
+    best: dict[tuple[Any, ...], float] = {}
+    for row in rows:
+        if row["method"] == "stock":
+            best[_place(row)] = min(row["seconds"], best.get(_place(row), row["seconds"]))
+    return best
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    return row["layers"], row["tokens"], row["way"], row["chunk"]
+
+
+def reading_text(record: Row) -> str:
+    rows = list(measured(record, "bare", "scored", "read"))
+    if not rows:
+        return ""
+    best = best_stock(rows)
+    titles = {"bare": "decoder alone, whole", "scored": "scored", "read": "read, last token scored"}
+    cells = [
+        [
+            f"{row['tokens']:,}",
+            titles[row["way"]] + ("" if row["chunk"] is None else f", chunks of {row['chunk']:,}"),
+            row["method"] + ("" if row["kernel"] is None else f", {row['kernel']} alone"),
+            f"{row['times'] * row['seconds']:.2f} s"
+            + ("" if row["times"] == 1 else f" ({row['layers']} of its layers, times {row['times']:g})"),
+            f"{row['times'] * row['floor']:.2f} s",
+            f"{row['seconds'] / row['floor']:.2f}",
+            "–" if _place(row) not in best else f"{row['seconds'] / best[_place(row)]:.2f}",
+            row["kernels"].replace("_attention", "").replace("_", " "),
+            f"{row['gigabytes']:.1f} GB",
+        ]
+        for row in rows
+    ]
+    head = ["tokens", "read", "method", "time", "floor", "times the floor", "times stock", "attention", "memory"]
+    about = (
+        "Random weights in the shape of Llama 3.1 8B. The decoder alone reads the whole prompt without a cache; an "
+        "evaluation (`scored`) reads it in chunks onto a cache and takes the loss of every token."
+    )
+    return f"\n{about}\n{markdown_table(head, cells)}{reading_sentence(rows, best)}\n"
+
+
+def reading_sentence(rows: Sequence[Row], best: dict[tuple[Any, ...], float]) -> str:
+    """How near the stock model's reading is to its floor, and what methods add to it."""
+    scored = [row for row in rows if row["way"] == "scored" and row["method"] == "stock"]
+    others = [row["seconds"] / best[_place(row)] for row in rows if row["method"] != "stock" and _place(row) in best]
+    longest = max(scored, key=lambda row: (row["layers"], row["tokens"]))
+    return (
+        f"Scoring {longest['tokens']:,} tokens takes {longest['seconds']:.1f} s, "
+        f"{longest['seconds'] / longest['floor']:.2f} times the floor. Methods take {min(others):.2f} to "
+        f"{max(others):.2f} times as long as the stock model with its faster kernel."
+    )
+
+
+def decoding_text(record: Row) -> str:
+    rows = list(measured(record, "step"))
+    if not rows:
+        return ""
+    cells = [
+        [
+            row["method"],
+            f"{row['tokens']:,}",
+            f"{1000 * row['seconds']:.1f} ms",
+            f"{1000 * row['runs'][0]:.1f} to {1000 * row['runs'][-1]:.1f}",
+            f"{1000 * row['floor']:.1f} ms",
+            f"{row['seconds'] / row['floor']:.1f}",
+            row["kernels"].replace("_attention", "").replace("_", " "),
+            *("–" if row[count] is None else f"{row[count]:,}" for count in ("launches", "waits")),
+        ]
+        for row in rows
+    ]
+    head = [
+        "method",
+        "tokens before",
+        "step",
+        "least to most",
+        "floor",
+        "times the floor",
+        "attention",
+        "launches",
+        "waits",
+    ]
+    about = (
+        "One token at a time, as `generate` does without compiling: the host's time to launch kernels decides, not the "
+        "device. cuDNN's attention builds a plan for every new length of the cache, which a step waits for."
+    )
+    return f"\n{about}\n{markdown_table(head, cells)}"
+
+
+# --- kernels and shapes -----------------------------------------------------------------------------------------------
+
+
+def kernels_text(record: Row) -> str:
+    """Rotations beside a copy, and how far windows and gradients are from their definitions."""
+    rows = results(record, "kernels")
+    turned = [row for row in rows if row.get("question") == "rotation" and "seconds" in row]
+    windows = [row for row in rows if row.get("question") == "window" and "difference" in row]
+    gradients = [row for row in rows if row.get("question") == "gradient" and "output" in row]
+    text = ""
+    if turned:
+        cells = (
+            [row["of"], f"{row['tokens']:,}", f"{row['bandwidth'] / 1e12:.2f} TB/s", f"{row['of_copy']:.0%}"]
+            for row in turned
+        )
+        text += markdown_table(["rotated", "tokens", "bytes read and written", "of a copy's bandwidth"], cells)
+    if windows:
+        cells = (
+            [row["dtype"], f"{row['window']:,}", f"{row['difference']:.1e}", f"{row['log_sum_exp']:.1e}"]
+            for row in windows
+        )
+        head = ["flash attention, dtype", "window", "output: relative difference", "log-sum-exp: largest difference"]
+        text += markdown_table(head, cells)
+    if gradients:
+        keys = ("output", "query", "key", "value")
+        cells = ([row["method"], row["dtype"], *(f"{row[key]:.1e}" for key in keys)] for row in gradients)
+        head = ["attention of", "dtype", "output", *(f"gradient of {key}" for key in keys[1:])]
+        text += markdown_table(head, cells)
+    about = (
+        "Values are compared with definitions in float64: windows with a masked softmax, attention over remapped "
+        "positions with a loop over pairs of tokens. A difference is its norm over the norm of the definition."
+    )
+    return f"\n{about}\n{text}" if text else ""
+
+
+def shapes_text(record: Row) -> str:
+    prompts, steps = prompts_table(record), steps_table(record)
+    return "" if prompts == NOTHING else f"\nPrompts:{prompts}Decoding steps:{steps}"
 
 
 def prompts_table(record: Row) -> str:
@@ -110,7 +435,7 @@ def steps_table(record: Row) -> str:
 
 
 def said_text(record: Row) -> str:
-    """What failed, is wrong, was skipped or is slower than predicted, one list each."""
+    """What failed, is wrong, was skipped or is slower than expected, one list each."""
     if not record["measured"]:
         return NOTHING
     return "".join(f"\n{title}: {_bullets(sentences)}" for title, sentences in record["said"].items())
@@ -121,7 +446,7 @@ def _bullets(sentences: Sequence[str]) -> str:
 
 
 def _measured(record: Row) -> Iterator[Row]:
-    """Rows with values; none of a trial."""
+    """Rows of shapes with values; none of a trial."""
     if record["measured"]:
         yield from (row for row in record["rows"] if "predicted" in row)
 

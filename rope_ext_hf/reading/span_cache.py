@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache as remembered
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,22 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
+def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
+    """Return the layer of a span's cache for one of transformers's, by default for one that keeps all tokens."""
+    stock = DynamicLayer() if stock is None else stock
+    kind = type(stock)
+    if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *_HYBRID, *_STATE):
+        raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
+    if kind.__name__ in _STATE:
+        return stock
+    hybrid = kind.__name__ in _HYBRID
+    made = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
+    layer = made.__new__(made)
+    layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
+    layer.__dict__ |= {"capacity": capacity, "offload": offload, "filled": 0}
+    return layer
+
+
 class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
@@ -108,23 +125,14 @@ class SpanCache(StoringCache):
         self.layers: list[Any] = [
             stock if windows and index in windows else self._layer(stock) for index, stock in enumerate(stocks)
         ]
-        # Some decoders have more layers of attention than their config says.
-        self.layer_class_to_replicate = lambda: self._layer(DynamicLayer())
+        # Some decoders have more layers of attention than their config says. The function must not refer to this cache:
+        # it would then keep gigabytes of keys until Python looks for cycles, which it does by the number of objects.
+        self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload)
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
     def _layer(self, stock: Any) -> Any:
-        kind = type(stock)
-        if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *_HYBRID, *_STATE):
-            raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
-        if kind.__name__ in _STATE:
-            return stock
-        hybrid = kind.__name__ in _HYBRID
-        cls = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
-        layer = cls.__new__(cls)
-        layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
-        layer.__dict__ |= {"capacity": self.capacity, "offload": self.offload, "filled": 0}
-        return layer
+        return _span_layer(self.capacity, self.offload, stock)
 
     def see(self, reach: int | None) -> None:
         """Note that a query may see so many of the keys that were added last; None: all."""

@@ -84,6 +84,7 @@ class _GatheredCache(SpanCache):
     def __init__(self, config: Any, share: Share, group: Any) -> None:
         self.share, self.group = share, group
         super().__init__(config, capacity=0)
+        self.layer_class_to_replicate = lambda: self._layer(DynamicLayer())
 
     def _layer(self, stock: Any) -> Any:
         if (kind := type(stock).__name__) not in (FULL, SLIDING):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -262,3 +265,21 @@ def test_prompts_with_another_beginning_are_read_again() -> None:
         with torch.no_grad():
             logits = model(input_ids=ids[None], use_cache=False).logits[0, -4:-1]
         assert torch.equal(likeliest[row], logits.argmax(-1))
+
+
+@pytest.mark.parametrize("method", [None, "yarn", "dca", "dynamic-yarn"])
+def test_a_measurement_leaves_no_cache_behind(method: str | None) -> None:
+    """Keys of a long span take gigabytes, and Python looks for cycles by the number of objects, not by their size."""
+    model = build_family("llama")
+    gc.collect()
+    gc.disable()
+    try:
+        with nullcontext() if method is None else rope.patched(model, method, target_length=512):
+            scorer = TokenScorer(model)
+            scorer.losses(torch.arange(3, 90), 1)
+            cache = weakref.ref(scorer.cache)
+            assert cache() is not None
+            del scorer
+        assert cache() is None
+    finally:
+        gc.enable()
