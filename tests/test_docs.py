@@ -38,11 +38,6 @@ def commands(page: str) -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
-def test_the_readme_is_short() -> None:
-    assert len(read("README.md").splitlines()) <= 150
-    assert len(read("README.md").split()) <= 700
-
-
 def test_the_version_is_the_same_everywhere() -> None:
     from rope_ext_hf import __version__
 
