@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, check_names, takes_tokens
+from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, takes_tokens
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
@@ -134,7 +134,6 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
         if isinstance(slot, PatchedSlot):
             slots_of.setdefault(_decoder_path(modules, path.rpartition(".")[0]), []).append(slot)
     for path, slots in slots_of.items():
-        check_names(modules[path])
         hooked: list[tuple[nn.Module, DecoderHooks | _MaskHooks]] = [(modules[path], make_hooks(slots))]
         outside = path
         while outside:
