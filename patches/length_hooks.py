@@ -393,7 +393,7 @@ class ProfileHooks(LengthHooks):
         if total is not None:
             lengths = (lengths if lengths.ndim == 1 else lengths.amax(-1)) + (total - tokens)
         if context.past_length:
-            context.row_lengths = self._continue(context, lengths, positions, total, checked)
+            context.row_lengths = self._continue(decoder, context, lengths, positions, total, checked)
             return
         if context.cache is not None:
             discard_state(context.cache)
@@ -431,7 +431,13 @@ class ProfileHooks(LengthHooks):
         return _static_size(context.cache), False
 
     def _continue(
-        self, context: ForwardContext, lengths: Tensor, positions: Tensor, total: int | None, checked: bool
+        self,
+        decoder: nn.Module,
+        context: ForwardContext,
+        lengths: Tensor,
+        positions: Tensor,
+        total: int | None,
+        checked: bool,
     ) -> Tensor:
         """The lengths by which the rows of a cache have their profiles, (rows,).
 
@@ -448,7 +454,7 @@ class ProfileHooks(LengthHooks):
             if not bool((kept == kept[:1]).all()):
                 raise LengthError(
                     "compiled code has made this cache, whose rows have several lengths, and which row is which now "
-                    f"is not known. Pass a cache to the first forward: {cache_parameter(context.owner)}=DynamicCache()"
+                    f"is not known. Pass a cache to the first forward: {cache_parameter(decoder)}=DynamicCache()"
                 )
             follow_rows(context.cache, state)
         mask = context.padding_mask
