@@ -35,7 +35,7 @@ def multipliers(model: Any) -> list[torch.Tensor]:
 
 
 class TestMistralLarge4:
-    """Inverse frequencies times e^alpha, alpha loaded with the weights; YaRN x 2048 over 512 tokens without a magnitude."""
+    """Inverse frequencies times e^alpha, alpha of the weights; YaRN x 2048 over 512 tokens without a magnitude."""
 
     def build(self, **form: Any) -> Any:
         settings = {"rope_parameters": LARGE4 | form}
