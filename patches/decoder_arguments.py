@@ -18,7 +18,7 @@ either found by its type, or its name is checked when a model is patched:
 | `use_cache` in our own calls | name | it does not matter: where no cache is returned, one is given |
 | `output_attentions` | name | the caller gets None in place of weights |
 
-The arguments of mask functions are checked in attention_interface.py. `cache_position`, which decoders take up to 5.2,
+The arguments of mask functions are checked in attention_interface.py. `cache_position`, which decoders take in 5.0,
 is not read: places follow from the length of the cache.
 """
 
@@ -102,7 +102,7 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
         cache = call.get(name)
         if cache is None or is_paged(cache):
             continue
-        if not hasattr(cache, "get_seq_length"):  # hybrid families had classes of their own up to 5.2
+        if not hasattr(cache, "get_seq_length"):  # hybrid families of 5.0 have caches of other classes
             raise LengthError(
                 f"{_class_and_release(decoder)} was given a {type(cache).__name__} as its {name}, and what such a "
                 "cache holds is not known: give a Cache of transformers, such as DynamicCache(config=model.config)"

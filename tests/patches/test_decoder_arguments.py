@@ -244,7 +244,7 @@ def test_a_cache_of_an_unknown_class_is_refused() -> None:
         def get_seq_length(self) -> int:
             return 0
 
-    hybrid = Hybrid()  # as those of hybrid families up to 5.2
+    hybrid = Hybrid()  # as those of hybrid families in transformers 5.0
     assert cache_argument(New(), {"past_key_values": hybrid}) is hybrid
 
 
