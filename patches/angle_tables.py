@@ -60,7 +60,7 @@ class _TableSlot(PatchedSlot):
     """
 
     def forward(  # type: ignore[override]
-        self, input_ids_shape: torch.Size, past_key_values_length: int = 0, position_ids: Tensor | None = None
+        self, input_ids_shape: torch.Size, past_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
         """Give rows [sin | cos], (length, head_dim), or the shape of position_ids with head_dim added.
 
@@ -70,8 +70,8 @@ class _TableSlot(PatchedSlot):
         like = self.replaced.weight
         assert isinstance(like, Tensor)
         if position_ids is None:
-            end = past_key_values_length + input_ids_shape[1]
-            position_ids = torch.arange(past_key_values_length, end, device=like.device)
+            end = past_length + input_ids_shape[1]
+            position_ids = torch.arange(past_length, end, device=like.device)
         cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 

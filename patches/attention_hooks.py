@@ -30,7 +30,8 @@ from rope_ext_hf.patches.attention_interface import (
     register_attention,
     run_as_loaded,
 )
-from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, arguments, current_context, place_tokens
+from rope_ext_hf.patches.decoder_arguments import arguments
+from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, current_context, place_tokens
 from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.forward_state import graph_break

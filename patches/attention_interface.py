@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import Rotation
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.remapping import AttentionRule
 
 T = TypeVar("T")
@@ -23,6 +24,8 @@ LAYER_ATTRIBUTE = "_rope_ext_hf_layer"
 """The attribute of an attention module that holds its `Layer` while its model is patched."""
 UNSUPPORTED_KWARGS = ("position_bias", "sinks", "head_mask")
 """Additions to the scores that blockwise attention does not apply."""
+_MASK_ARGUMENTS = ("mask_function", "attention_mask", "local_size")
+"""Arguments of a mask function that are read by their name, so that a padding mask under a new one would be missed."""
 PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_records", default=None)
 """While a model is probed: what its attention functions were called with (see attention_probe.py)."""
 
@@ -39,8 +42,15 @@ class Layer:
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:
     """Add an attention function and its mask function to transformers' tables; no existing entry changes."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, __version__
+    from transformers.masking_utils import sdpa_mask
 
+    missing = [name for name in _MASK_ARGUMENTS if name not in inspect.signature(sdpa_mask).parameters]
+    if missing:
+        raise UnsupportedModelError(
+            f"the mask functions of transformers {__version__} take no {' and no '.join(missing)}, from which a "
+            "remapping method reads padding and windows; use a static method, or another release of transformers"
+        )
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask)
 

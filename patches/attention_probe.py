@@ -25,6 +25,7 @@ from rope_ext_hf.patches.attention_interface import (
     evaluating,
     is_sliding,
 )
+from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
@@ -90,6 +91,7 @@ def probe_layers(
             f"has {len(slots)} of {len(decoders)}; use a frequency method"
         )
     slot, decoder = slots[0], next(iter(decoders.values()))
+    check_names(decoder)  # under another name the positions of the probe would be passed over
     assert method.max_distance is not None
     _check_sharding(model, decoder, method)
     plain = method.frequency or Default()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
+from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
 from rope_ext_hf.rotary.kv_cache import CacheState, RowState
@@ -57,11 +57,10 @@ class ForwardContext(ForwardState):
     @classmethod
     def from_call(cls, decoder: nn.Module, call: Mapping[str, Any], axes: int) -> ForwardContext | None:
         """The context of a call with these arguments, whose positions have so many axes; None: it has no tokens."""
-        ids: Tensor | None = call.get("input_ids")
-        new_tokens: Tensor | None = call.get("inputs_embeds") if ids is None else ids
-        if new_tokens is None:
+        tokens = new_tokens(decoder, call)
+        if tokens is None:
             return None
-        cache, mask = own_cache(call.get("past_key_values")), call.get("attention_mask")
+        cache, mask = cache_argument(decoder, call), call.get("attention_mask")
         inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
         around = [state for state in inside if isinstance(state, GivenMask)]  # innermost first
         padding = _padding_mask(mask)
@@ -70,7 +69,7 @@ class ForwardContext(ForwardState):
             prepared, padding = _mask_given_outside(around)
         return cls(
             owner=decoder,
-            new_tokens=new_tokens,
+            new_tokens=tokens,
             past_length=int(cache.get_seq_length()) if cache is not None else 0,
             position_ids=_one_per_token(call.get("position_ids"), axes),
             filled_in=bool(around) and not around[-1].with_positions,  # the outermost is what the user calls
@@ -82,11 +81,6 @@ class ForwardContext(ForwardState):
     def close(self) -> None:
         if self.undo is not None:
             self.undo.close()
-
-
-def own_cache(cache: Any) -> Any:
-    """The cache of a decoder's own tokens, where it is given together with that of an encoder's."""
-    return getattr(cache, "self_attention_cache", cache)
 
 
 def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
@@ -124,19 +118,6 @@ def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | Non
 def current_context() -> ForwardContext | None:
     """The context of the innermost forward under way in this thread."""
     return next((state for state in running() if isinstance(state, ForwardContext)), None)
-
-
-def takes_tokens(module: nn.Module) -> bool:
-    """Whether a module's forward takes ids or embeddings, as decoders do; DeepSeek V4's layers take both kinds."""
-    parameters = inspect.signature(type(module).forward).parameters
-    return not {"input_ids", "inputs_embeds"}.isdisjoint(parameters) and "hidden_states" not in parameters
-
-
-def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    if not args:
-        return kwargs
-    call: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args, **kwargs).arguments
-    return {**call, **call.get("kwargs", {})}
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask, arguments, own_cache, takes_tokens
+from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, takes_tokens
+from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
 from rope_ext_hf.rotary.forward_state import graph_break, pop, push
@@ -66,12 +67,9 @@ class DecoderHooks(ABC):
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
         """Store a state with the cache of a forward that has ended: the one given, or (None) the one returned."""
-        from transformers.cache_utils import Cache
-
         given = cache is not None
         if not given:
-            values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
-            cache = own_cache(next((value for value in values if isinstance(value, Cache)), None))
+            cache = cache_of_output(output)
         if cache is None:
             return
         store_state(cache, state)

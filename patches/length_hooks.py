@@ -22,7 +22,14 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, one_line
 from rope_ext_hf.methods.base import RopeMethod, Rotary
-from rope_ext_hf.patches.forward_context import ForwardContext, arguments, own_cache, row_lengths, several_inputs
+from rope_ext_hf.patches.decoder_arguments import (
+    arguments,
+    cache_argument,
+    cache_of_output,
+    cache_parameter,
+    paged_cache,
+)
+from rope_ext_hf.patches.forward_context import ForwardContext, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot, patch_state, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
@@ -62,17 +69,17 @@ class LengthHooks(DecoderHooks):
         tables = [table for table in tables_of(self.slots) if table.length_dependent]
         call = arguments(decoder, args, kwargs)
         if not tables:
-            cache = own_cache(call.get("past_key_values"))
+            cache = cache_argument(decoder, call)
             if cache is not None and self._held() and not torch.compiler.is_compiling():
                 origin = self.origin()  # keys may have been stored at another length than is held now
                 if not has_origin(cache, origin) and cache.get_seq_length():
                     check_origin(cache, origin)
             return
-        if call.get("cache") is not None:
+        if paged_cache(call) is not None:
             raise LengthError(
                 f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {_REMEDY}"
             )
-        if call.get("past_key_values") is None:
+        if cache_argument(decoder, call) is None:
             self._begin(decoder, call, tables)
         else:  # tensors that stay with a cache must not be outputs of a CUDA graph, which its next run overwrites
             graph_break(self._begin)(decoder, call, tables)
@@ -104,7 +111,7 @@ class LengthHooks(DecoderHooks):
         context = self.end(decoder)
         if output is None:
             return
-        cache = own_cache(arguments(decoder, args, kwargs).get("past_key_values"))
+        cache = cache_argument(decoder, arguments(decoder, args, kwargs))
         if context is None:
             if self._held():
                 self.record(cache, output, CacheState(self.origin()))
@@ -156,7 +163,7 @@ class LengthHooks(DecoderHooks):
                 raise LengthError(
                     "the rows of this cache, which compiled code has made, are not as long as they were: its rows were "
                     "moved, or tokens were padded in between. Pass a cache to the first forward: "
-                    "past_key_values=DynamicCache()"
+                    f"{cache_parameter(decoder)}=DynamicCache()"
                 )
             follow_rows(cache, state)
         if counted and not cropped and total <= stored.valid_up_to:
@@ -235,11 +242,11 @@ def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:
     """The cache that a decoder fills with one token: its own, or one given to it where it returns none."""
     from transformers.cache_utils import DynamicCache
 
-    cache = decoder.forward(**token, use_cache=True, return_dict=True).past_key_values
+    cache = cache_of_output(decoder.forward(**token, use_cache=True, return_dict=True))
     if cache is None:
         cache = DynamicCache(config=decoder.config)
-        decoder.forward(**token, past_key_values=cache, use_cache=True, return_dict=True)
-    return own_cache(cache)
+        decoder.forward(**token, **{cache_parameter(decoder): cache}, use_cache=True, return_dict=True)
+    return cache
 
 
 def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:
@@ -386,7 +393,7 @@ class ProfileHooks(LengthHooks):
         if total is not None:
             lengths = (lengths if lengths.ndim == 1 else lengths.amax(-1)) + (total - tokens)
         if context.past_length:
-            context.row_lengths = self._continue(context, lengths, positions, total, checked)
+            context.row_lengths = self._continue(decoder, context, lengths, positions, total, checked)
             return
         if context.cache is not None:
             discard_state(context.cache)
@@ -424,7 +431,13 @@ class ProfileHooks(LengthHooks):
         return _static_size(context.cache), False
 
     def _continue(
-        self, context: ForwardContext, lengths: Tensor, positions: Tensor, total: int | None, checked: bool
+        self,
+        decoder: nn.Module,
+        context: ForwardContext,
+        lengths: Tensor,
+        positions: Tensor,
+        total: int | None,
+        checked: bool,
     ) -> Tensor:
         """The lengths by which the rows of a cache have their profiles, (rows,).
 
@@ -441,7 +454,7 @@ class ProfileHooks(LengthHooks):
             if not bool((kept == kept[:1]).all()):
                 raise LengthError(
                     "compiled code has made this cache, whose rows have several lengths, and which row is which now "
-                    "is not known. Pass a cache to the first forward: past_key_values=DynamicCache()"
+                    f"is not known. Pass a cache to the first forward: {cache_parameter(decoder)}=DynamicCache()"
                 )
             follow_rows(context.cache, state)
         mask = context.padding_mask

@@ -27,8 +27,9 @@ from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, 
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family, rotates_back
-from rope_ext_hf.patches.forward_hooks import install_forward_hooks
+from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
@@ -237,6 +238,15 @@ def apply_plan(plan: PatchPlan) -> None:
     A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
     """
     model, state, method = plan.model, plan.state, plan.state.spec.method
+    hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks] | None = None
+    if isinstance(method, RemappingMethod):
+        hooks = RemappingHooks
+    elif method.one_per_cache:
+        hooks = ProfileHooks
+    elif method.depends_on_length(state.spec.rotary):
+        hooks = LengthHooks
+    for slot in plan.slots if hooks else ():
+        check_names(decoder_of(model, slot.parent))
     modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
     take_off(model)
     _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
@@ -255,13 +265,10 @@ def apply_plan(plan: PatchPlan) -> None:
         setattr(slot.parent, slot.attribute, module)
         if "config" in slot.module.__dict__:
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
-    if isinstance(method, RemappingMethod):
-        install_forward_hooks(model, RemappingHooks)
-    elif method.one_per_cache:
-        install_forward_hooks(model, ProfileHooks)
+    if hooks is not None:
+        install_forward_hooks(model, hooks)
+    if hooks is ProfileHooks:
         install_generate(model, modules[0])
-    elif method.depends_on_length(state.spec.rotary):
-        install_forward_hooks(model, LengthHooks)
     attach_saving(model, modules[0])
 
 

@@ -167,6 +167,11 @@ def _probe(module: nn.Module, stated: Tensor, layer_type: str | None) -> tuple[L
     known = torch.linspace(0.1, 1.0, pairs, device="cpu")
     empty = {name: x if x is None else x.new_zeros(x.shape, device="cpu") for name, x in module._buffers.items()}
     stand_in._buffers = {name: known.clone() if name.endswith("inv_freq") else x for name, x in empty.items()}
+    # Without gradients; Mistral Large 4 has a learned multiplier, a buffer up to transformers 5.23.
+    stand_in._parameters = {
+        name: x if x is None else nn.Parameter(x.new_zeros(x.shape, device="cpu"), requires_grad=False)
+        for name, x in module._parameters.items()
+    }
     kwargs = {} if layer_type is None else {"layer_type": layer_type}
 
     def run(positions: Tensor, dtype: torch.dtype = torch.bfloat16) -> Any:

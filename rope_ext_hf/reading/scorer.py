@@ -26,6 +26,7 @@ from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.patches.attention_hooks import remapped_windows
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
+from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.patching import fixed_length
@@ -256,8 +257,9 @@ class TokenScorer:
         given: dict[str, Any] = {"logits_to_keep": kept} if wanted else {}  # else those of all tokens come
         given["use_cache"] = self.stored is not None
         if self.stored is not None:
-            given["past_key_values"] = cache = StoringCache(config=self.decoder.config)
+            cache = StoringCache(config=self.decoder.config)
             cache.stored = self.stored
+            given[cache_parameter(self.model, self.decoder)] = cache
         logits: Tensor = self.model(ids[None], **given).logits[0, -kept:][:count].float()
         return logits
 
@@ -327,10 +329,11 @@ class TokenScorer:
 
     def _hidden(self, ids: Tensor, cache: SpanCache, start: int = 0) -> Iterator[tuple[int, Tensor]]:
         """The decoder's output for tokens after the `start` tokens of a cache: (first position, (tokens, hidden))."""
+        given: dict[str, Any] = {cache_parameter(self.decoder): cache}
         own = self._own_attention  # would compare given positions with those in the cache, which waits for the device
         for piece in torch.split(ids, self.chunk) if len(ids) else ():
             positions = None if own else torch.arange(start, start + len(piece), device=ids.device)[None]
-            out = self.decoder(input_ids=piece[None], position_ids=positions, past_key_values=cache, use_cache=True)
+            out = self.decoder(input_ids=piece[None], position_ids=positions, use_cache=True, **given)
             yield start, out.last_hidden_state[0]
             start += len(piece)
 

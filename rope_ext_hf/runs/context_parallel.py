@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.attention_interface import attending
+from rope_ext_hf.patches.decoder_arguments import cache_parameter
 from rope_ext_hf.patches.patching import check_context_parallel
 from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
@@ -141,9 +142,8 @@ class SpreadScorer(TokenScorer):
         kept = places.clamp(max=len(inputs) - 1)
         cache = _GatheredCache(self.decoder.config, share, self.group)
         with attending(self.model, _ATTENTION, _spread_attention, mask_rule, _SHARE, share):
-            out = self.decoder(
-                input_ids=inputs[kept][None], position_ids=kept[None], past_key_values=cache, use_cache=True
-            )
+            given: dict[str, Any] = {cache_parameter(self.decoder): cache}
+            out = self.decoder(input_ids=inputs[kept][None], position_ids=kept[None], use_cache=True, **given)
         scored = (places >= first - 1) & (places < len(inputs))
         losses = torch.zeros(len(ids) - first, device=ids.device)
         if len(mine := places[scored]):

@@ -285,12 +285,6 @@ def test_a_cache_from_elsewhere_is_refused() -> None:
     assert torch.equal(logits(model, ids), logits(patched("llama", "paper"), ids))  # nothing is left behind
 
 
-def test_paged_caches_are_refused() -> None:
-    """Those of continuous batching, whose forwards mix steps of many inputs."""
-    with pytest.raises(LengthError, match=r"paged cache .*fixed_length"):
-        logits(patched("llama", "even"), tokens(8), cache=object())
-
-
 @each_kind_of_rule
 def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step that turns keys; once what it has added is taken off again, the cache goes on."""
