@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 
-CACHE_NAMES = ("cache", "past_key_values")
+_CACHE_NAMES = ("cache", "past_key_values")
 """Names of the cache that transformers has used, the newest first."""
 _TOKEN_NAMES = ("input_ids", "inputs_embeds")
 _READ_BY_NAME = ("input_ids", "position_ids", "attention_mask")
@@ -92,15 +92,15 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
     """
     from transformers.cache_utils import Cache
 
-    caches = [value for value in call.values() if isinstance(value, Cache) and not is_paged(value)]
+    caches = [value for value in call.values() if isinstance(value, Cache) and not _is_paged(value)]
     if any(cache is not caches[0] for cache in caches):
         named = call.get(cache_parameter(decoder))
         caches = [cache for cache in caches if cache is named] or caches
     if caches:
         return own_cache(caches[0])
-    for name in CACHE_NAMES:
+    for name in _CACHE_NAMES:
         cache = call.get(name)
-        if cache is None or is_paged(cache):
+        if cache is None or _is_paged(cache):
             continue
         if not hasattr(cache, "get_seq_length"):  # hybrid families of 5.0 have caches of other classes
             raise LengthError(
@@ -113,10 +113,10 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
 
 def paged_cache(call: Mapping[str, Any]) -> Any:
     """The paged cache of continuous batching in the arguments of a call; None: it has none."""
-    return next((value for value in call.values() if is_paged(value)), None)
+    return next((value for value in call.values() if _is_paged(value)), None)
 
 
-def is_paged(value: Any) -> bool:
+def _is_paged(value: Any) -> bool:
     """Whether a value is the cache of continuous batching; none exists before transformers has imported its class."""
     module, name = _PAGED
     kind = getattr(sys.modules.get(module), name, None)
@@ -146,14 +146,14 @@ def cache_parameter(*modules: nn.Module) -> str:
         parameters = inspect.signature(forward).parameters
         names = getattr(inspect.unwrap(forward), "__globals__", {})
         annotated = [name for name, each in parameters.items() if _holds_cache(each.annotation, names)]
-        named = [name for name in CACHE_NAMES if name in parameters]
+        named = [name for name in _CACHE_NAMES if name in parameters]
         # An encoder's cache may stand beside the decoder's, so a known name counts before the order of the arguments.
         best = [name for name in named if name in annotated] + annotated + named
         if best:
             return best[0]
     raise UnsupportedModelError(
         f"the forward of {_class_and_release(modules[0])} has no argument that holds a Cache, nor one of the names "
-        f"{' and '.join(CACHE_NAMES)}; use another release of transformers"
+        f"{' and '.join(_CACHE_NAMES)}; use another release of transformers"
     )
 
 
