@@ -27,6 +27,16 @@ from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, 
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.patches.continuation_probe import (
+    TOKENS,
+    NotTriedError,
+    check_weights,
+    kind_of_patch,
+    small_layers,
+    small_patch,
+    try_continuation,
+    was_tried,
+)
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
@@ -36,7 +46,7 @@ from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state
+from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state, present_specs
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -235,22 +245,70 @@ def replay(model: M, specs: tuple[PatchSpec, ...]) -> M:
 def apply_plan(plan: PatchPlan) -> None:
     """Change a model as planned: the only place where a patch changes anything.
 
-    A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made.
+    A patch that the model has gives way. A plan is for one use, and for the model as it was when the plan was made. The
+    first patch that works with the cache on a class of decoders is tried with one, see continuation_probe.py.
+
+    Raises:
+        UnsupportedModelError: under the patch, this release of transformers goes on from a cache otherwise than it
+            reads the same tokens in one forward; the model is as it was.
     """
     model, state, method = plan.model, plan.state, plan.state.spec.method
-    hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks] | None = None
-    if isinstance(method, RemappingMethod):
-        hooks = RemappingHooks
-    elif method.one_per_cache:
-        hooks = ProfileHooks
-    elif method.depends_on_length(state.spec.rotary):
-        hooks = LengthHooks
+    hooks = _hooks_for(state.spec)
     for slot in plan.slots if hooks else ():
         check_names(decoder_of(model, slot.parent))
     modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
+    if hooks is not None:
+        _try_with_a_cache(plan, hooks)
+    _install(plan, modules, hooks)
+    if hooks is ProfileHooks:
+        install_generate(model, modules[0])
+    attach_saving(model, modules[0])
+
+
+def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
+    """The hooks around a decoder that a method needs; None: a static method needs none."""
+    if isinstance(spec.method, RemappingMethod):
+        return RemappingHooks
+    if spec.method.one_per_cache:
+        return ProfileHooks
+    return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
+
+
+def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
+    """Try the first patch of its kind on a class of decoders with a cache; the model is as it was afterwards."""
+    model, spec = plan.model, plan.state.spec
+    slot = next(slot for slot in plan.slots if not slot.idle)
+    decoder = decoder_of(model, slot.parent)
+    kind = kind_of_patch(decoder, hooks, spec.method)
+    if was_tried(kind):
+        return
+    before = present_specs(model)
+    try:
+        check_weights(model, decoder)
+        method, rotary = small_patch(spec.method, spec.rotary)
+        state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
+        layers = small_layers(plan.attention, spec.method, method, rotary)
+        small = PatchPlan(model, state, plan.slots, layers)
+        try:
+            _install(small, [fill_slot(slot, method, rotary, state) for slot in plan.slots], hooks)
+            try_continuation(model, decoder, kind, spec.method)
+        finally:
+            take_off(model)
+    except NotTriedError as reason:
+        plan.state.notes += (f"Reading on from a cache was not tried with this release of transformers: {reason}.",)
+    except UnsupportedModelError:
+        if before:
+            replay(model, before)
+        raise
+
+
+def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[DecoderHooks] | None) -> None:
+    """Put the modules of a plan, its configs and its hooks into the model, in place of the patch that it has."""
+    model, state = plan.model, plan.state
     take_off(model)
     _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
-    if isinstance(method, RemappingMethod):  # have the attention modules run our function, by its name in their configs
+    if isinstance(state.spec.method, RemappingMethod):
+        # The attention modules run our function, by its name in their configs.
         register()
         attach(plan.attention, plan.slots[0].config)
         text = {id(plan.slots[0].config)}
@@ -267,9 +325,6 @@ def apply_plan(plan: PatchPlan) -> None:
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
     if hooks is not None:
         install_forward_hooks(model, hooks)
-    if hooks is ProfileHooks:
-        install_generate(model, modules[0])
-    attach_saving(model, modules[0])
 
 
 def patch_as_planned(plan: PatchPlan) -> None:

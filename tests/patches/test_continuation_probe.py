@@ -1,0 +1,130 @@
+"""The trial of a patch with a cache: what is right passes, and a cache that is missed is refused, not run silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches import continuation_probe, forward_context, length_hooks
+from rope_ext_hf.patches.slots import patch_state
+from tests.support.models import FAMILIES, build
+
+KINDS = ["dynamic-ntk", "dynamic-yarn", "rerope", "dca", "dynamic-self-extend"]
+"""Methods that work with the cache: frequencies that follow the length, moved positions, moved positions by length."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(continuation_probe, "_tried", set())
+
+
+@pytest.fixture
+def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks that see no cache, as if a release had given it another name and type."""
+    for module in (forward_context, length_hooks):
+        monkeypatch.setattr(module, "cache_argument", lambda decoder, call: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_that_is_found_passes(name: str, method: str, dtype: torch.dtype) -> None:
+    model = rope.patch(build(name).to(dtype), method, target_length=512)
+    assert len(continuation_probe._tried) == 1
+    assert not any("not tried" in note for note in rope.describe(model).notes)
+
+
+@pytest.mark.usefixtures("missed_cache")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", KINDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_cache_that_is_missed_is_refused(name: str, method: str, dtype: torch.dtype) -> None:
+    model = build(name).to(dtype).eval()
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        with pytest.raises(UnsupportedModelError, match=f"transformers {transformers.__version__}") as refusal:
+            rope.patch(model, method, target_length=512)
+        assert torch.equal(model(ids).logits, before)
+    assert method in str(refusal.value)
+    assert patch_state(model) is None
+    assert not continuation_probe._tried
+
+
+def test_a_refusal_leaves_an_earlier_patch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rope.patch(build("llama").eval(), "yarn", factor=4)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        before = model(ids).logits
+        monkeypatch.setattr(forward_context, "cache_argument", lambda decoder, call: None)
+        with pytest.raises(UnsupportedModelError, match="does not go on from its cache"):
+            rope.patch(model, "rerope")
+        assert torch.equal(model(ids).logits, before)
+    assert rope.describe(model).method == rope.describe(rope.patch(build("llama"), "yarn", factor=4)).method
+
+
+def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in 5.24, where the cache under its new name was taken for the paged one of continuous batching."""
+    monkeypatch.setattr(length_hooks, "paged_cache", lambda call: call.get("cache") or call.get("past_key_values"))
+    with pytest.raises(UnsupportedModelError, match="a paged cache holds parts of many inputs"):
+        rope.patch(build("llama"), "dynamic-ntk")
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_trial_is_made_once_for_a_class_and_kind(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, both_ways = [], continuation_probe._both_ways
+
+    def counted(decoder: nn.Module, continued: int) -> Any:
+        tried.append(type(decoder).__name__)
+        return both_ways(decoder, continued)
+
+    monkeypatch.setattr(continuation_probe, "_both_ways", counted)
+    for name in ("llama", "llama", "qwen2"):
+        rope.patch(build(name), method, target_length=512)
+    assert tried == ["LlamaModel", "Qwen2Model"]
+
+
+@pytest.mark.parametrize("method", ["yarn", "ntk", "linear", "llama3"])
+def test_static_methods_are_not_tried(method: str) -> None:
+    rope.patch(build("llama"), method, factor=4)
+    assert not continuation_probe._tried
+
+
+@pytest.mark.parametrize("method", ["dynamic-yarn", "dca"])
+def test_on_the_meta_device_it_is_said_that_nothing_was_tried(method: str) -> None:
+    with torch.device("meta"):
+        model = build("llama")
+    rope.patch(model, method, target_length=512)
+    (note,) = (note for note in rope.describe(model).notes if "not tried" in note)
+    assert "the weights of the model are not in memory" in note
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_a_patch_costs_a_few_short_forwards(method: str) -> None:
+    model = build("llama")
+    tokens: list[int] = []
+
+    def count(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        tokens.append(kwargs["input_ids"].shape[1])
+
+    handle = model.model.register_forward_hook(count, with_kwargs=True)
+    rope.patch(model, method, target_length=512)
+    handle.remove()
+    assert len(tokens) <= 7
+    assert max(tokens) <= 24
+
+
+def test_the_modes_and_random_numbers_of_a_model_stay() -> None:
+    model = build("llama").train()
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    rope.patch(model, "dynamic-yarn", target_length=512)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(module.training for module in model.model.layers.modules())
