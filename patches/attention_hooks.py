@@ -213,11 +213,18 @@ def _mask_as_loaded(
     )
 
     compileable = getattr(context.cache, "is_compileable", False)
-    return ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation](
+    make_mask, past, tokens = (
+        ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation],
+        context.past_length,
+        query.shape[2],
+    )
+    queries: dict[str, Any] = {"q_length": tokens, "q_offset": past}
+    if "cache_position" in inspect.signature(make_mask).parameters:  # in 5.0
+        queries = {"cache_position": torch.arange(past, past + tokens, device=query.device)}
+    return make_mask(
         batch_size=query.shape[0],
-        q_length=query.shape[2],
         kv_length=keys,
-        q_offset=context.past_length,
+        **queries,
         kv_offset=max(0, positions.key_positions.shape[-1] - keys),
         mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
         attention_mask=None if positions.key_mask is None else positions.key_mask.to(query.device),

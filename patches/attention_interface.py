@@ -109,7 +109,10 @@ def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function = ALL_ATTENTION_FUNCTIONS.get_interface(config._attn_implementation, eager)
+    look_up = getattr(
+        ALL_ATTENTION_FUNCTIONS, "get_interface", ALL_ATTENTION_FUNCTIONS.get
+    )  # 5.0 has no check of names
+    function = look_up(config._attn_implementation, eager)
     out: Tensor = function(_AsLoaded(module, config), *args, **kwargs)[0]
     return out
 
