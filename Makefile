@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-additions | test-make-gpu | test-exports | test-kernels |
+# make demo | test | test-fast | test-all | test-newest | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
@@ -8,19 +8,42 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-newest test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 # Without the modules that pytest compiles, kept beside the tests, each run would compile 150 of them anew.
-test test-fast test-all: export PYTHONDONTWRITEBYTECODE =
+test test-fast test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
 
 test-fast: .venv/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow" --durations=10 --durations-min=1
+
+# The fast tests on the newest releases of all that this package depends on, as `pip install` brings them today. torch is
+# pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one.
+TORCH ?= torch==2.13.0
+NEWEST := transformers accelerate peft trl lm-eval datasets safetensors huggingface_hub typer rich
+test-newest: build/newest/ready
+	build/newest/bin/pip install -q --upgrade $(TORCH) $(NEWEST) -e '.[eval,dev]'
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n 2 --dist loadscope -m "not slow"
+
+build/newest/ready: Makefile
+	$(PYTHON) -m venv build/newest
+	build/newest/bin/pip install -q $(TORCH)
+	touch $@
+
+# The same on the oldest transformers that is supported, but for tests/older_transformers.txt.
+test-oldest: build/oldest/ready
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n 2 --dist loadscope -m "not slow"
+
+build/oldest/ready: Makefile pyproject.toml
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/pip install -q torch==2.13.0
+	build/oldest/bin/pip install -q transformers==5.0.0 -e '.[eval,dev]'
+	touch $@
 
 # Some minutes: patched folders read by transformers 4 and mlx-lm, each in an environment of its own below build/. The
 # result goes to docs/results/other-engines.json.
