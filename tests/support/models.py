@@ -390,6 +390,9 @@ _OF_ITS_OWN: dict[str, dict[str, Any]] = _SECOND_IS_FULL | {
             "full_attention": None,
         },
     },
+    "hy_v4_vl_text": {  # with one pair for height and one for width, of the four that its small heads rotate
+        "rope_parameters": {"rope_type": "default", "rope_theta": THETA, "mrope_section": [2, 1, 1]},
+    },
     "phi4_multimodal": {
         "vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
         "audio_config": {

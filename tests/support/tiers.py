@@ -23,8 +23,8 @@ KINDS_OF_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_
 
 ALL = os.environ.get("ROPE_EXT_TESTS") == "all"
 
-OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
-"""Whether transformers is older than 5.23, and lacks some of the families."""
+OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 24)
+"""Whether transformers is older than the pinned one, and lacks some of the families."""
 
 
 def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> list[tuple[str, str]]:
