@@ -25,6 +25,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import Layer, evaluating
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
+from rope_ext_hf.patches.length_hooks import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
 
 TOKENS = 24
@@ -131,6 +132,8 @@ def try_continuation(model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...]
                 allowed = ROUNDING[torch.float32] + TIMES_SHORTER * _apart(_read_as_shorter(model, decoder), whole)
             else:
                 allowed = ROUNDING.get(_dtype(decoder), 0.1)
+        except CacheCannotFollowError as error:  # which every use of such a cache says, and `fixed_length` avoids
+            raise NotTriedError(one_line(error)) from error
         except RopeExtError as error:
             raise _refusal(decoder, method.name, one_line(error)) from error
         except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:

@@ -53,6 +53,10 @@ from rope_ext_hf.rotary.kv_cache import (
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
 
 
+class CacheCannotFollowError(LengthError):
+    """The keys in the cache of this class of decoders cannot follow the length; with one length held, all works."""
+
+
 class LengthHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a length-dependent method.
 
@@ -264,7 +268,7 @@ def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[Rotary
             try:
                 caches.append(_cache_of_one_token(decoder, token))
             except (TypeError, ValueError) as error:  # the decoder of an encoder and decoder needs both
-                raise LengthError(
+                raise CacheCannotFollowError(
                     f"{type(decoder).__name__} does not run on one token alone, so how it keeps its keys cannot be "
                     f"found out ({one_line(error)}). {_REMEDY}"
                 ) from error
@@ -272,7 +276,7 @@ def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[Rotary
         unrotated, rotated, rotated_scaled = (cache.layers for cache in caches)
         return [infer_key_layout(*layers, radians) for layers in zip(unrotated, rotated, rotated_scaled, strict=True)]
     except ValueError as error:
-        raise LengthError(
+        raise CacheCannotFollowError(
             f"the {error} that {type(decoder).__name__} keeps in its cache are not simply rotated (a norm after the "
             f"rotation, or an index with keys of its own), so they cannot follow other frequencies. {_REMEDY}"
         ) from error

@@ -193,7 +193,9 @@ def test_rows_move_in_caches_of_other_kinds(which: str, kind: str) -> None:
         model(ids, attention_mask=mask, past_key_values=cache)
         if kind == "offloaded":
             cache.offloading = True  # keys are rotated as they are read, in every kind of rule
-            cache.update = lambda keys, values, index, *args: cache.layers[index].update(keys, values, *args)
+            cache.update = lambda keys, values, at, *args, **kwargs: cache.layers[at].update(
+                keys, values, *args, **kwargs
+            )
         cache.reorder_cache(torch.tensor(order))
         agree(continued(model, cache, ids[order], mask[order], False), alone(model, ids[order], mask[order]))
 
