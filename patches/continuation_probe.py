@@ -30,11 +30,11 @@ from rope_ext_hf.patches.slots import patched_slots, tables_of
 
 TOKENS = 24
 """Tokens that are read, the last of them also onto the cache of those before."""
-TRAINED = 8
+_TRAINED = 8
 """The trained length that the method is bound to while it is tried, in tokens."""
-ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
+_ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
 """What rounding may make of hidden states, root mean square in their standard deviations; other dtypes: 0.1."""
-TIMES_SHORTER = 3.0
+_TIMES_SHORTER = 3.0
 """How many times the effect of one token less a difference may be, under a method that follows the length.
 
 The cache was then filled at a length that was shorter by one token, and what later layers store depends on it; experts
@@ -69,7 +69,7 @@ def small_patch(method: RopeMethod, rotary: Rotary) -> tuple[RopeMethod, Rotary]
     Raises:
         NotTriedError: it has no default parameters, or takes no length as short as that.
     """
-    small = replace(rotary.plain, trained_length=TRAINED)
+    small = replace(rotary.plain, trained_length=_TRAINED)
     try:
         if not isinstance(method, RemappingMethod):
             method.frequencies(small, TOKENS)
@@ -78,7 +78,7 @@ def small_patch(method: RopeMethod, rotary: Rotary) -> tuple[RopeMethod, Rotary]
         assert isinstance(made, RemappingMethod)
         return made.bind(small, TOKENS), small
     except MethodError as error:
-        raise NotTriedError(f"{method.name} is not for {TRAINED} tokens: {one_line(error)}") from error
+        raise NotTriedError(f"{method.name} is not for {_TRAINED} tokens: {one_line(error)}") from error
 
 
 def small_layers(
@@ -129,9 +129,9 @@ def try_continuation(model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...]
         try:
             whole, then = _both_ways(decoder, 1 if follows else 2)
             if follows:
-                allowed = ROUNDING[torch.float32] + TIMES_SHORTER * _apart(_read_as_shorter(model, decoder), whole)
+                allowed = _ROUNDING[torch.float32] + _TIMES_SHORTER * _apart(_read_as_shorter(model, decoder), whole)
             else:
-                allowed = ROUNDING.get(_dtype(decoder), 0.1)
+                allowed = _ROUNDING.get(_dtype(decoder), 0.1)
         except CacheCannotFollowError as error:  # which every use of such a cache says, and `fixed_length` avoids
             raise NotTriedError(one_line(error)) from error
         except RopeExtError as error:
