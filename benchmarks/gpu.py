@@ -17,8 +17,8 @@ their value, it measures
 
 Every step is a process of its own and has a share of the time that is left, so that no step takes that of another. One
 that fails, runs out of memory or out of time is named at the end, and the next one goes on. The result is written anew
-after every step, into one JSON file per device. At the end stand the tables of docs/gpu.md, and what is wrong, missing
-or slower than expected.
+after every step, into one JSON file per device. The last lines say what is wrong, missing or slower than expected;
+`make figures` makes the tables of docs/gpu.md from the file.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ MOST_DIFFERENCE = 0.08  # of a standard deviation, root mean square; another ord
 TOLERANCES = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2}
 """Relative differences of kernels from their definitions that rounding may make."""
 
+NO_TIME = "no time was left"  # how the reason of a row or a step that was skipped for time begins
 FAILED, WRONG = "Failed", "Wrong"  # titles of what makes the run fail as a whole
 
 Row = dict[str, Any]
@@ -74,7 +75,7 @@ class Step:
 def steps(device: str, tiny: bool, model: str | None = None, texts: str | None = None) -> dict[str, Step]:
     """All steps in their order; what the first GPU has to show comes first."""
     marked = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
-    # A warning of a library is no reason to lose a run. Several processes were no faster: each imports everything anew.
+    # A library's warning must not fail a test here. Several processes were not faster, because each imports everything.
     tests = ["-v", "-m", "gpu", "-W", "default", "-p", "no:cacheprovider"]
     tests += ["-n", "0"] if importlib.util.find_spec("xdist") else []
     # In a trial: those without a backward, a compiler or memory of the device's own, which a simulated one lacks.
@@ -157,7 +158,7 @@ BRIEF = ("method", "length", "depth", "perplexity", "bits_per_byte", "exact", "r
 
 
 def brief(read: list[Any]) -> list[Any]:
-    """What a command of the package printed as JSON without what only this machine knows, such as paths."""
+    """Return the results that a command of the package printed as JSON, without paths of this machine."""
     if not (len(read) == 1 and isinstance(read[0], dict) and "provenance" in read[0]):
         return read
     return [{key: row[key] for key in BRIEF if key in row} for row in read[0]["results"]]
@@ -184,7 +185,7 @@ def run_all(todo: dict[str, Step], seconds: float) -> Iterator[tuple[str, Row]]:
         if todo[name].plans:  # a tenth of it for loading libraries
             command += ["--minutes", str(0.9 * limit / 60)]
         if limit < todo[name].least:
-            reason = f"no time was left: {max(0.0, limit):.0f} s, and it takes at least {todo[name].least:.0f} s"
+            reason = f"{NO_TIME}: {max(0.0, limit):.0f} s, and it takes at least {todo[name].least:.0f} s"
             yield name, {"seconds": 0.0, "limit": round(limit, 1), "failed": None, "skipped": reason}
         else:
             yield name, run(command, limit)
@@ -208,9 +209,6 @@ def ways(row: Row) -> Iterator[tuple[str, Row]]:
     for name in ("whole", "chunks", "decode"):
         if (values := row.get(name)) is not None and "skipped" not in values:
             yield name, values
-
-
-NO_TIME = "no time was left"
 
 
 def left_out(rows: Sequence[Row], name: Callable[[Row], str], several: str) -> list[str]:
@@ -394,7 +392,7 @@ def judge(done: dict[str, Row], device: str, trial: bool) -> Row:
 
 
 def kept(out: Path) -> dict[str, Row]:
-    """The steps that a file has from an earlier call; none where there is no file."""
+    """Return the steps that an earlier call wrote into the file; an empty dict if the file does not exist."""
     if not out.exists():
         return {}
     record = json.loads(out.read_text(encoding="utf-8"))
@@ -422,7 +420,7 @@ def main() -> None:
     parser.add_argument("--model", help="a real model: a folder, a Hub id, a .gguf file, or a wheel that holds one")
     parser.add_argument("--texts", help="what it reads: a folder or a zip archive of .txt files")
     parser.add_argument("--steps", help="names of the steps to run, separated by commas; default: all")
-    parser.add_argument("--commit", help="the commit that runs, where the folder is no checkout of git")
+    parser.add_argument("--commit", help="the commit to record, if the folder has no .git")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     arguments = parser.parse_args()
     device = arguments.device

@@ -21,7 +21,6 @@ large copy. Rows come in the order of their value. One that does not fit into th
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import time
@@ -32,7 +31,7 @@ from typing import Any
 
 import torch
 from gpu_machine import TINY, measure_ceilings, rotated_by
-from gpu_shapes import Prompts, as_method, count_waits, random_model
+from gpu_shapes import Prompts, as_method, count_waits, random_model, release
 from stock import attention_kernels, attention_kernels_and_launches, usual_dtype
 from timing import timed
 from torch import Tensor
@@ -179,23 +178,18 @@ class Measurement:
                 row["skipped"] = f"out of memory: {str(error).splitlines()[0]}"
             except RuntimeError as error:  # of a kernel; the other rows go on
                 row["failed"] = str(error).strip()[-500:]
-        self.release()
+        release(self.device)
         return row
 
     def load(self, layers: int) -> None:
         """Make a model of so many layers, in place of the last one where that has others."""
         if self.model is None or self.model.config.num_hidden_layers != layers:
             self.model = None
-            self.release()
+            release(self.device)
             self.model = random_model(self.shape, self.device, self.dtype, layers=layers)
 
-    def release(self) -> None:
-        gc.collect()
-        if self.device.startswith("cuda"):
-            torch.cuda.empty_cache()
-
     def floor(self, job: Job) -> Row:
-        """What a row cannot do without: operations of a prompt, bytes of a step, and the seconds they take."""
+        """Return the operations of a prompt or the bytes of a step, and the least seconds that they take."""
         if job.way == "step":
             width = self.dtype.itemsize
             embeddings = self.model.get_input_embeddings().weight.numel()

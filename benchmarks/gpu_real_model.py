@@ -46,7 +46,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]] | None] = {
     "rerope": ("rerope", {}),
     "stairs": ("stairs", {}),
 }
-"""What is compared: a label, and the method with its parameters. The unpatched model comes first."""
+"""The compared methods with their parameters, by label; the unpatched model comes first."""
 
 MULTIPLES = (1, 1.5, 2, 4, 8)
 """Lengths that are read, in trained lengths."""

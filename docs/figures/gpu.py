@@ -1,4 +1,4 @@
-"""What `make gpu` measured, one record a device (docs/results/gpu-*.json), and the memory that is computed for a GPU.
+"""Tables and sentences of the records of `make gpu` (docs/results/gpu-*.json, one per device), and computed memory.
 
 A record is read here alone: the tables and the sentences beside them follow from its rows, one table a question, with
 what the device could do at best and what the stock model takes.
@@ -19,7 +19,7 @@ from docs.figures.registry import PROCESSORS, ROOT, Row, figure, markdown_table,
 
 NOTHING = "\nNothing yet.\n"
 FEWEST = 3
-"""Texts below which there is no interval."""
+"""Fewer texts than this get no interval."""
 ALIKE = 1.05
 """A perplexity that is at most this many times another counts as no worse in the sentence below a table."""
 
