@@ -26,7 +26,9 @@ from rope_ext_hf.patches.attention_interface import (
     LAYER_ATTRIBUTE,
     PROBE_RECORDS,
     Layer,
+    Places,
     is_sliding,
+    places_of_attention,
     register_attention,
     run_as_loaded,
 )
@@ -43,7 +45,8 @@ class RemappingHooks(DecoderHooks):
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         super().__init__(slots)
-        self.layers: dict[int, nn.Module] | None = None  # attention modules of the decoder; looked up at first need
+        self.layers: dict[int, nn.Module] = {}  # attention modules of the decoder; looked up at first need
+        self.places: Places = []  # where they stood then
 
     @graph_break  # it looks at values
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
@@ -67,9 +70,10 @@ class RemappingHooks(DecoderHooks):
         if context.past_length:
             context.cache_state = check_origin(context.cache, self.origin())
         context.token_positions = place_tokens(context)
-        if self.layers is None:
+        if not self.layers or any(getattr(parent, name, None) is not module for parent, name, module in self.places):
             attached = ((module, module.__dict__.get(LAYER_ATTRIBUTE)) for module in decoder.modules())
             self.layers = {layer.index: module for module, layer in attached if layer is not None}
+            self.places = places_of_attention(decoder, self.layers.values(), self.slots[0].state.spec.method.name)
         context.layers = self.layers
         context.row_groups = self._group_rows(context)
         if context.cache_state is None:

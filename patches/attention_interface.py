@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +38,39 @@ class Layer:
     rotation: Rotation | None
     index: int = 0  # its place among the attention modules of its decoder
     as_loaded: Any = None  # the config that the module was loaded with, which names its attention function
+
+
+Places = list[tuple[nn.Module, str, nn.Module]]
+"""Where modules stand in a model: (parent, attribute, module)."""
+
+
+def places_of_attention(decoder: nn.Module, attention: Collection[nn.Module], name: str) -> Places:
+    """Return where these attention modules stand in a decoder, after a look at what stands around them.
+
+    `name`: of the remapping method.
+
+    Raises:
+        UnsupportedModelError: a module with weights of its own stands between a layer and its attention, as PEFT's
+            AdaptionPrompt puts one there. It would rotate queries of its own by the layer's cos and sin, which under a
+            remapping method are only one half of a rotation.
+    """
+    modules: dict[str, nn.Module] = dict(decoder.named_modules())
+    members, places = set(attention), []
+    for path, module in modules.items():
+        if module not in members:
+            continue
+        parts = path.split(".")
+        around = [".".join(parts[:end]) for end in range(1, len(parts))]
+        lists = [index for index, each in enumerate(around) if isinstance(modules[each], nn.ModuleList)]
+        for each in around[lists[-1] + 2 :] if lists else []:  # inside of the layer, which is an item of the last list
+            if any(True for _ in modules[each].parameters(recurse=False)):
+                raise UnsupportedModelError(
+                    f"{type(modules[each]).__name__} stands around the attention of {each} with weights of its own, "
+                    f"and the cos and sin that it is given are not all that rotates under {name}: use a frequency "
+                    "method, such as yarn, or LoRA in place of this adapter"
+                )
+        places.append((modules[".".join(parts[:-1])], parts[-1], module))
+    return places
 
 
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:

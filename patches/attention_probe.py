@@ -24,6 +24,7 @@ from rope_ext_hf.patches.attention_interface import (
     attending,
     evaluating,
     is_sliding,
+    places_of_attention,
 )
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family
@@ -107,6 +108,7 @@ def probe_layers(
         for installed, at in ((plain, near), (plain, far), (at_zero, far)):
             modules = [(each, PatchedSlot(each, installed, rotary, None)) for each in slots]
             runs.append(_run(decoder, modules, at.to(device), records))
+    places_of_attention(decoder, [record.module for record in runs[0]], method.name)
     own_temperature = family(slot.config.model_type).own_temperature
     table = RotationTable(plain.frequencies(rotary).inv_freq)
     layers = [

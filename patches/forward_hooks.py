@@ -6,6 +6,7 @@ import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, ta
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
-from rope_ext_hf.rotary.forward_state import graph_break, pop, push
+from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, push, running
 from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward, by position and by name
@@ -126,6 +127,80 @@ class _MaskHooks:
         pop(module)
 
 
+@dataclass(eq=False, kw_only=True)
+class _Entering(ForwardState):
+    """A module whose hooks have run, or shall not run: the next call of its `forward` is the bare one."""
+
+    forward: HookedForward | None = None
+
+
+class HookedForward:
+    """The `forward` of a hooked module, which runs the hooks itself where it is called directly.
+
+    torch runs hooks in `module(...)` alone, and other libraries call `module.forward(...)` (sentence-transformers, and
+    PEFT for AdaLoRA). This is an object and not a function, so that copies and pickles of the module get one of theirs.
+    """
+
+    def __init__(self, module: nn.Module, hooks: DecoderHooks | _MaskHooks) -> None:
+        self.module, self.hooks = module, hooks
+        self.replaced = module.__dict__.get("forward")  # accelerate may have put one there; None: that of the class
+        self.removed = False  # it may live on inside of what others have put around it
+        module.__dict__["forward"] = self
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.replaced or type(self.module).forward.__get__(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate binds the forward that it takes out of its float32 wrapper
+            args = args[1:]
+        state = next(running(), None)
+        if isinstance(state, _Entering) and (state.forward is self or state.owner is self.module):
+            pop(state.owner)
+            return self._bare(state.owner, args, kwargs)  # in nn.DataParallel the owner is a replica of the module
+        if self.removed:
+            return self._bare(self.module, args, kwargs)
+        output = None
+        try:
+            args, kwargs = self.hooks.pre_forward(self.module, args, kwargs) or (args, kwargs)
+            output = self._bare(self.module, args, kwargs)
+        finally:
+            self.hooks.post_forward(self.module, args, kwargs, output)
+        return output
+
+    def _bare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.replaced(*args, **kwargs) if self.replaced else type(module).forward(module, *args, **kwargs)
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """Note, as the last hook before a forward, that the others have run."""
+        push(_Entering(owner=module, forward=self))
+
+    def leave(self, *_: Any) -> None:
+        """Forget that note where an exception has kept the forward from running."""
+        state = next(running(), None)
+        if isinstance(state, _Entering) and state.forward is self:
+            pop(state.owner)
+
+    def remove(self) -> None:
+        """Put back the `forward` that was there before."""
+        self.removed = True
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if self.replaced is not None:
+                self.module.__dict__["forward"] = self.replaced
+
+
+def forward_without_hooks(module: nn.Module, **kwargs: Any) -> Any:
+    """Run the forward of a hooked module, and none of its hooks."""
+    entering = _Entering(owner=module)
+    push(entering)
+    try:
+        return module.forward(**kwargs)
+    finally:
+        if next(running(), None) is entering:
+            pop(module)
+
+
 def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks]) -> None:
     """Hook every decoder of a model that holds patched slots, and the modules around it; the slots keep the handles."""
     modules = dict(model.named_modules())
@@ -141,9 +216,13 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
             if "attention_mask" in inspect.signature(type(modules[outside]).forward).parameters:
                 hooked.append((modules[outside], _MaskHooks()))
         for module, hooks in hooked:
+            forward = HookedForward(module, hooks)
             slots[0].hooks += [
                 module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
+                module.register_forward_pre_hook(forward.enter),
+                module.register_forward_hook(forward.leave, always_call=True),
                 module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True),
+                forward,
             ]
 
 

@@ -30,7 +30,7 @@ from rope_ext_hf.patches.decoder_arguments import (
     paged_cache,
 )
 from rope_ext_hf.patches.forward_context import ForwardContext, row_lengths, several_inputs
-from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.patches.forward_hooks import DecoderHooks, forward_without_hooks
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot, patch_state, tables_of
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
 from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, push, running, state_of_table
@@ -246,10 +246,11 @@ def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:
     """The cache that a decoder fills with one token: its own, or one given to it where it returns none."""
     from transformers.cache_utils import DynamicCache
 
-    cache = cache_of_output(decoder.forward(**token, use_cache=True, return_dict=True))
+    cache = cache_of_output(forward_without_hooks(decoder, **token, use_cache=True, return_dict=True))
     if cache is None:
         cache = DynamicCache(config=decoder.config)
-        decoder.forward(**token, **{cache_parameter(decoder): cache}, use_cache=True, return_dict=True)
+        given = token | {cache_parameter(decoder): cache}
+        forward_without_hooks(decoder, **given, use_cache=True, return_dict=True)
     return cache
 
 

@@ -144,6 +144,12 @@ def _table(slot: Slot, axis_of_pair: tuple[int, ...] | None, method: RopeMethod,
     return (_RemappedRotaryEmbedding if remapped else RotaryEmbedding)(method, rotary, **arguments)
 
 
+_NUMBERS_SHOWN = ("original_inv_freq", "inv_freq", "attention_scaling")
+"""Attributes of transformers' rotary modules that state their rotation, the longer of two names with one end first."""
+_LENGTHS_SHOWN = ("max_seq_len_cached", "original_max_seq_len")
+"""Attributes of transformers' rotary modules that repeat the config's max_position_embeddings."""
+
+
 class PatchedSlot(nn.Module):
     """What stands in a slot while a model is patched.
 
@@ -175,13 +181,71 @@ class PatchedSlot(nn.Module):
             self.tables.to(device)
 
     def __getattr__(self, name: str) -> Any:
-        """What else a model asks its rotary module for (its config, its layer types)."""
+        """Return what the module in this slot has as an attribute; numbers of its rotation are those of the patch.
+
+        Raises:
+            AttributeError: the module in this slot has no such attribute; or no single value of it is right, because
+                the method has other frequencies for other lengths, or changes positions beside them.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == "replaced":
                 raise
-            return getattr(self.replaced, name)
+        replaced = getattr(self.replaced, name)
+        if name in _LENGTHS_SHOWN:
+            return self.__dict__["config"].max_position_embeddings if "config" in self.__dict__ else replaced
+        if name == "rope_type":
+            return self._rope_type(replaced)
+        table, number = self._number(name)
+        if table is None:
+            return replaced
+        reason = None
+        if isinstance(table.method, RemappingMethod):
+            reason = f"{table.method.name} changes the positions of queries and keys in attention, beside the rotation"
+        elif table.length_dependent:
+            reason = (
+                f"{table.method.name} has other frequencies for every length of input; hold one length with "
+                "rope_ext_hf.fixed_length(model, length), or ask rope_ext_hf.frequencies for those of a length"
+            )
+        if reason is not None:
+            raise AttributeError(f"no one value of {name!r} describes this patched model: {reason}")
+        frequencies = table.frequencies()
+        if number == "attention_scaling":
+            return frequencies.attention_factor
+        return frequencies.inv_freq.to(table.frequency.device, torch.float32)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._number(name)[0] is not None:
+            raise AttributeError(
+                f"{name!r} cannot be set in a patched model, whose rotation follows from its patch: use "
+                "rope_ext_hf.patch, or unpatch the model first"
+            )
+        super().__setattr__(name, value)
+
+    def _number(self, name: str) -> tuple[RotaryEmbedding | None, str]:
+        """Return the table whose number an attribute of a rotary module states, and which number; None: of no table.
+
+        transformers calls them `inv_freq` and the like, or `full_attention_inv_freq` in a module for several types of
+        layers.
+        """
+        number = next((each for each in _NUMBERS_SHOWN if name == each or name.endswith("_" + each)), "")
+        layer_type = name.removesuffix(number).removesuffix("_")
+        if not number:
+            return None, number
+        if not layer_type and len(self.tables) == 1:
+            return next(iter(tables_of([self]))), number
+        return (self.table(layer_type) if layer_type in self.tables else None), number
+
+    def _rope_type(self, replaced: Any) -> Any:
+        """Return what the patched config states; a dict by layer type where the replaced module has one."""
+        config = self.__dict__.get("config")
+        settings = getattr(config, "rope_parameters", None) or {}
+        if isinstance(replaced, dict):
+            return {name: settings.get(name, {}).get("rope_type", before) for name, before in replaced.items()}
+        if "rope_type" not in settings and len(self.tables) == 1:
+            settings = settings.get(next(iter(self.tables)), {})
+        return settings.get("rope_type", replaced)
 
     @property
     def state(self) -> PatchState:

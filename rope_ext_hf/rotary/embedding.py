@@ -121,6 +121,7 @@ class RotaryEmbedding(nn.Module):
                 f"rope_ext_hf.patch(model, {self.method.name!r}) puts {self.method.name} into a model of transformers"
             )
         self.rotary = rotary
+        self.identity = object()  # shared with the replicas of nn.DataParallel, and not with copies
         self.layout = layout
         self.cast = cast
         self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)

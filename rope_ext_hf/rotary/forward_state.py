@@ -62,10 +62,10 @@ def pop(owner: object) -> ForwardState | None:
 
 
 def state_of_table(table: nn.Module) -> ForwardState | None:
-    """The state that a rotary module reads: of the innermost forward it belongs to."""
+    """The state that a rotary module reads: of the innermost forward it belongs to, or a module it is a replica of."""
     for state in running():
         for each in state.tables:
-            if each is table:
+            if each.identity is table.identity:
                 return state
     return None
 

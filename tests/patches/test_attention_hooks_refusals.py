@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 
 import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from rope_ext_hf.patches import attention_hooks
+from rope_ext_hf.rotary.forward_state import running
 from tests.support.models import TRAINED, build, build_known, logits, tokens
 
 
@@ -148,3 +149,76 @@ def test_a_prepared_mask_of_the_user_is_still_refused_in_a_model_with_images() -
     whole = torch.ones(1, 1, 80, 80, dtype=torch.bool).tril()
     with pytest.raises(LengthError, match="prepared attention mask"):
         logits(model, ids, attention_mask={"full_attention": whole, "sliding_attention": whole})
+
+
+REMAPPING_OVER_64: dict[str, dict[str, Any]] = {
+    "rerope": {}, "leaky-rerope": {}, "dca": {}, "stairs": {}, "self-extend": {"factor": 4}, "jet-long": {},
+}  # fmt: skip
+_ADAPTERS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def with_adaption_prompt(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+    return peft.get_peft_model(model, config).eval()
+
+
+@_ADAPTERS
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("order", ["patch-first", "adapter-first"])
+@pytest.mark.parametrize("method", REMAPPING_OVER_64)
+def test_adapters_that_rotate_queries_of_their_own_are_refused(method: str, order: str, family: str) -> None:
+    """PEFT's AdaptionPrompt rotates queries by the cos and sin of the layer, which say half of it under remapping."""
+    model, parameters = build(family), REMAPPING_OVER_64[method]
+    refused = pytest.raises(UnsupportedModelError, match=r"AdaptedAttention stands around the attention of .*self_attn")
+    if order == "patch-first":
+        rope.patch(model, method, **parameters)
+        model(tokens(70))
+        adapted = with_adaption_prompt(model)
+        with refused:
+            adapted(tokens(70))
+        assert next(running(), None) is None  # nothing is left of the forward that stopped
+    else:
+        adapted = with_adaption_prompt(model)
+        with refused:
+            rope.patch(adapted, method, **parameters)
+
+
+@_ADAPTERS
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn"])
+def test_adapters_that_rotate_queries_of_their_own_run_under_frequency_methods(method: str) -> None:
+    results = []
+    for order in ("patch-first", "adapter-first"):
+        model = build("llama")
+        if order == "patch-first":
+            rope.patch(model, method, target_length=256)
+        model = with_adaption_prompt(model)
+        if order == "adapter-first":
+            rope.patch(model, method, target_length=256)
+        draws = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "adaption" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=draws))
+            results.append(model(tokens(150)).logits)
+    assert torch.equal(*results)
+
+
+class PassedOn(nn.Module):
+    """A module that calls another one, as wrappers of torch.compile and of checkpointing do."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def test_modules_around_attention_without_weights_are_let_through() -> None:
+    model = rope.patch(build("llama"), "rerope")
+    expected = model(tokens(150)).logits
+    for layer in model.model.layers:
+        layer.self_attn = PassedOn(layer.self_attn)
+    assert torch.equal(model(tokens(150)).logits, expected)
+    assert torch.equal(rope.patch(rope.unpatch(model), "rerope")(tokens(150)).logits, expected)
