@@ -82,9 +82,9 @@ def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
 
 def from_pretrained(
     path: str | Path,
+    method: str | RopeMethod | None = None,
     *,
     auto_class: str | None = None,
-    method: str | RopeMethod | None = None,
     factor: float | None = None,
     target_length: Length | None = None,
     over: str = "own",
@@ -95,7 +95,7 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """Load a model with transformers, plus the patch saved with the folder, if there is one; or with another method.
 
-        model = from_pretrained("meta-llama/Llama-3.2-1B", method="yarn", factor=4, dtype="bfloat16", device_map="auto")
+        model = from_pretrained("meta-llama/Llama-3.2-1B", "yarn", factor=4, dtype="bfloat16", device_map="auto")
 
     An adapter of PEFT is loaded onto its base model, patched first as its folder records: a peft.PeftModel.
 

@@ -16,7 +16,7 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.method_choice import MethodChoice, PatchChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary, is_number
-from rope_ext_hf.methods.registry import accepts_factor, list_methods, resolve_method
+from rope_ext_hf.methods.registry import accepts_factor, list_methods, registered_name, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.geometry import base_rope_of_model, stated_length
 from rope_ext_hf.patches.layer_types import Layers
@@ -282,7 +282,8 @@ def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, A
     fields = {other: method.parameters.keys() for other, method in list_methods().items()}
 
     def takes(method: str | RopeMethod, parameter: str) -> bool:  # a method without fields here is an alias, or unknown
-        return method not in fields or not fields[str(method)].isdisjoint({parameter, "frequency"})
+        name = registered_name(method) if isinstance(method, str) else method
+        return name not in fields or not fields[str(name)].isdisjoint({parameter, "frequency"})
 
     return {
         parameter: value

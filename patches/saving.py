@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_ext_hf.config_keys.keys import own_keys
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
@@ -83,6 +83,25 @@ class _RewritingSave:
             save()
         if is_main_process:
             _rewrite_config(Path(save_directory), self.model)
+            _warn_of_plain_loading(self.model)
+
+
+def _warn_of_plain_loading(model: nn.Module) -> None:
+    """Warn that plain transformers stops at a folder which was just saved, where it does."""
+    state = patched_slots(model)[0].state
+    method, rotary = state.spec.method, state.spec.rotary
+    if state.encoding.loads_plainly:
+        return
+    native = ""
+    if (approximate := method.approximate_rope_parameters(rotary)) is not None:
+        native = (
+            f". patch(..., native=True) saves transformers' own rope type {approximate['rope_type']!r} instead, which "
+            "gives other results for batches and caches"
+        )
+    warn_caller(
+        "this folder loads with rope_ext_hf.from_pretrained alone: transformers has no rope type for "
+        f"{method.name}, and stops{native}"
+    )
 
 
 def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:

@@ -20,7 +20,7 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
-from rope_ext_hf.patches.slots import PatchedSlot, Slot
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_is_model
 from rope_ext_hf.rotary.embedding import Layout
 
 
@@ -35,12 +35,12 @@ def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
         names = vars(sys.modules.get(type(model).__module__, object))  # of the file of its class
         rotates_inside = any("rotary" in name or "rotate" in name for name in names)
         raise UnsupportedModelError(
-            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced; its "
+            f"{type(model).__name__} ({root.model_type}) has no rotary position embedding that can be replaced"
             + (
-                "attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module that "
-                "computes cos and sin for them, as Llama and GPT-NeoX have"
+                "; its attention layers compute angles themselves, as GPT-J's do; a method takes the place of a module "
+                "that computes cos and sin for them, as Llama and GPT-NeoX have"
                 if rotates_inside
-                else "positions are learned, absolute or ALiBi"
+                else ": it knows positions in another way, or not at all, and this package changes rotary ones (RoPE)"
             )
         )
     return [_inspect(*each, several=len(found) > 1, asked=layers) for each in found]
@@ -51,6 +51,7 @@ _Found = tuple[nn.Module, str, nn.Module, Any]
 
 def rotary_modules(model: nn.Module) -> list[_Found]:
     """The rotary modules of a decoder: parent, attribute, the module as loaded, the config it was built from."""
+    check_is_model(model)
     root: Any = getattr(model, "config", None)
     if not hasattr(root, "model_type"):
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")

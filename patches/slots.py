@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope, PatchSpec
@@ -295,8 +296,25 @@ def _with_replaced(state: dict[str, Any], prefix: str, *_: Any) -> None:
             state[prefix + _REPLACED + key.removeprefix(prefix)] = state.pop(key)
 
 
+def check_is_model(model: Any) -> None:
+    """Check that something given as a model is one of torch; else UnsupportedModelError, which says what to give."""
+    if isinstance(model, nn.Module):
+        return
+    name = type(model).__name__
+    if isinstance(model, type):
+        expected = f"{model.__name__} is a class: load a model with it and give that"
+    elif isinstance(getattr(model, "model", None), nn.Module):  # a pipeline, a Trainer
+        expected = f"{name} holds a model: give its .model"
+    elif hasattr(model, "model_type"):
+        expected = f"{name} is the config of a model: load the model and give that"
+    else:
+        expected = f"expected a loaded transformers model, got {name}"
+    raise UnsupportedModelError(expected)
+
+
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
-    """The slots of a model that hold one of our modules."""
+    """Return the slots of a model that hold one of our modules; UnsupportedModelError: it is no model."""
+    check_is_model(model)
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
 
 

@@ -46,6 +46,7 @@ def methods(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "method": name,
+            "aliases": {alias: dict(implied) for alias, implied in method.aliases.items()},
             "summary": (method.__doc__ or "").strip().splitlines()[0],
             "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
             "required": [f.name for f in fields(method) if f.default is MISSING],
@@ -62,12 +63,17 @@ def methods(as_json: Json = False) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column()
     for row in rows:
+        aliases = [
+            alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
+            for alias, implied in row["aliases"].items()
+        ]
+        called = f"Also called {', '.join(aliases)}." if aliases else ""
         options = []
         for name, default in row["parameters"].items():
             value = f" {default}" if default is not None else ""
             options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
         # as Text: in a string, "factors[i]" would be markup
-        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], ", ".join(options)]))))
+        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
     print_table(table)
 
 

@@ -199,6 +199,8 @@ class RopeMethod(ABC):
     """Base of all methods; a subclass adds its parameters as fields, and its formula as `compute`."""
 
     name: ClassVar[str] = ""
+    aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Other names of the method, each with the parameters that it implies."""
     parameters: ClassVar[Mapping[str, Field[Any]]] = {}
     """The fields by name, of a method that is registered."""
 

@@ -19,7 +19,7 @@ from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, c
 _Growth = Literal["paper", "hf", "even", "pow2"]
 
 
-@register_method("dynamic-ntk")
+@register_method("dynamic-ntk", aliases={"dynamic": {"growth": "hf"}})
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(RopeMethod):
     """NTK-aware scaling whose alpha follows the length L of the input (emozilla 2023).
@@ -117,7 +117,7 @@ class DynamicYarn(RampedMethod):
         return self.interpolate(rotary, factor, length.device), 0.1 * factor.log() + 1
 
 
-@register_method("longrope")
+@register_method("longrope", aliases=["su"])
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeMethod):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors per pair.

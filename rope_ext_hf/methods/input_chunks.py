@@ -20,7 +20,7 @@ from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
 
 
-@register_method("dca")
+@register_method("dca", aliases=["dual-chunk-attention"])
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(RemappingMethod):
     """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463).

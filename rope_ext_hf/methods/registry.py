@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
@@ -13,23 +14,46 @@ from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 
 _METHODS: dict[str, type[RopeMethod]] = {}
-# Other names in use, and the parameters they imply.
-_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {"dynamic": ("dynamic-ntk", {"growth": "hf"})}
+_ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
+"""The method that another name stands for, and the parameters that the name implies."""
 _S = TypeVar("_S", bound=RopeMethod)
 
 
-def register_method(name: str) -> Callable[[type[_S]], type[_S]]:
-    """Register a method under its name; a second holder of a name is an error."""
+def _folded(name: str) -> str:
+    """Return a name without case and separators, as names are compared: "NTK_aware" is "ntk-aware"."""
+    return re.sub(r"[-_\s]", "", name).casefold()
+
+
+def register_method(
+    name: str, *, aliases: Iterable[str] | Mapping[str, Mapping[str, Any]] = ()
+) -> Callable[[type[_S]], type[_S]]:
+    """Register a method under its name.
+
+    Args:
+        aliases: other names of it; as a mapping, each with the parameters that it implies.
+
+    Raises:
+        TypeError: a name that another method has; case, hyphens, underscores and spaces make no difference.
+    """
+    implied: Mapping[str, Mapping[str, Any]] = aliases if isinstance(aliases, Mapping) else {key: {} for key in aliases}
 
     def register(cls: type[_S]) -> type[_S]:
-        if name in _METHODS or name in _ALIASES:
-            raise TypeError(f"the method name {name!r} is taken")
-        cls.name = name
+        for each in (name, *implied):
+            if _folded(each) in map(_folded, (*_METHODS, *_ALIASES)):
+                raise TypeError(f"the method name {each!r} is taken")
+        cls.name, cls.aliases = name, implied
         cls.parameters = {item.name: item for item in fields(cls)}
         _METHODS[name] = cls
+        _ALIASES.update({alias: (name, dict(values)) for alias, values in implied.items()})
         return cls
 
     return register
+
+
+def registered_name(name: str) -> str:
+    """Return the registered spelling of a method's name or alias; a name that no method has comes back as it is."""
+    known = (*_METHODS, *_ALIASES)
+    return next((each for each in known if _folded(each) == _folded(name)), name)
 
 
 def list_methods() -> dict[str, type[RopeMethod]]:
@@ -48,7 +72,8 @@ def resolve_method(
     """A method object from what a user may write: a name and parameters, or an object and nothing beside it.
 
     Args:
-        method: a name of `list_methods()`, the alias "dynamic", or a method object.
+        method: a name of `list_methods()` or an alias of one ("NTK-aware", "dynamic"), in any case and with any
+            separators, or a method object.
         rotary: the geometry that turns target_length into a factor and that list lengths are checked against.
         factor: how many times the context length; where the method has no factor it only states the extended length.
         target_length: the same in tokens; where the method has no factor it only states the extended length.
@@ -125,7 +150,8 @@ def _check_known(name: str, given: Iterable[str], accepted: Collection[str]) -> 
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     """The class of a name or an alias, and the parameters that an alias implies."""
-    name, implied = _ALIASES.get(method, (method, {}))
+    registered = registered_name(method)
+    name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
         known = sorted([*_METHODS, *_ALIASES])
         raise UnknownMethodError(
@@ -136,6 +162,7 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
 
 def accepts_factor(name: str) -> bool:
     """Whether a method, by name and with its other parameters left at their defaults, has a factor."""
+    name = registered_name(name)
     name, implied = _ALIASES.get(name, (name, {}))
     return name in _METHODS and _METHODS[name].takes_factor(implied)
 

@@ -34,7 +34,7 @@ class Default(RopeMethod):
         return rotary.context_length
 
 
-@register_method("linear")
+@register_method("linear", aliases=["position-interpolation", "linear-interpolation", "pi"])
 @dataclass(frozen=True, kw_only=True)
 class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
@@ -57,7 +57,7 @@ class Linear(RopeMethod):
         return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": factor}
 
 
-@register_method("theta")
+@register_method("theta", aliases=["adjusted-base-frequency", "abf"])
 @dataclass(frozen=True, kw_only=True)
 class Theta(RopeMethod):
     """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base, given."""
@@ -108,7 +108,7 @@ def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
         raise MethodError(f"{name} needs at least 4 rotated dims (its exponent is d/(d-2)), got {rotary.dim}")
 
 
-@register_method("ntk")
+@register_method("ntk", aliases=["ntk-aware"])
 @dataclass(frozen=True, kw_only=True)
 class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
@@ -233,7 +233,7 @@ class RampedMethod(BandedMethod):
         )
 
 
-@register_method("by-parts")
+@register_method("by-parts", aliases=["ntk-by-parts"])
 @dataclass(frozen=True, kw_only=True)
 class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""

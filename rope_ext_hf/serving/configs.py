@@ -23,7 +23,7 @@ from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import list_methods, registered_name, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
@@ -156,7 +156,7 @@ def make_targets(
         base = base_rope_of_config(model.described, over, context_length, config)
         rotary = base.rotary
         chosen = method or Default()
-        known = isinstance(method, str) and method in list_methods()
+        known = isinstance(method, str) and registered_name(method) in list_methods()
         if known and target_length is not None and target_length <= rotary.context_length:
             nothing = needs_nothing(rotary.context_length, target_length, base.rule)
             raise MethodError(f"{nothing} Leave the method out (--method) to serve the model as it is")

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError, RopeExtError
 from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.methods.registry import frequencies, list_methods, method_from_dict, register_method, resolve_method
+from rope_ext_hf.methods.registry import (
+    accepts_factor,
+    frequencies,
+    list_methods,
+    method_from_dict,
+    register_method,
+    registered_name,
+    resolve_method,
+)
 from rope_ext_hf.methods.static import Linear, Yarn
 from tests.support.method_checks import LLAMA2, assert_same, law, some_lengths, with_factor
 from tests.support.method_examples import example_method
@@ -33,6 +41,62 @@ def test_a_second_holder_of_a_name_is_refused(name: str) -> None:
     assert list_methods() == before
 
 
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("NTK", "ntk"),
+        ("NTK-aware", "ntk"),
+        ("ntk_aware", "ntk"),
+        ("YaRN", "yarn"),
+        ("yarn ", "yarn"),
+        ("PI", "linear"),
+        ("Position Interpolation", "linear"),
+        ("linear_interpolation", "linear"),
+        ("NTK-by-parts", "by-parts"),
+        ("Llama-3", "llama3"),
+        ("Dynamic NTK", "dynamic-ntk"),
+        ("dynamic_yarn", "dynamic-yarn"),
+        ("ReRoPE", "rerope"),
+        ("SelfExtend", "self-extend"),
+        ("Dual Chunk Attention", "dca"),
+        ("Jet_Long", "jet-long"),
+    ],
+)
+def test_names_as_people_write_them(written: str, name: str) -> None:
+    given: dict[str, Any] = {"factor": 4.0} if accepts_factor(name) else {}
+    assert accepts_factor(written) == accepts_factor(name)
+    assert resolve_method(written, LLAMA2, **given) == resolve_method(name, LLAMA2, **given)
+
+
+def test_every_name_in_any_case_and_with_any_separators() -> None:
+    for name, cls in list_methods().items():
+        for alias in (name, *cls.aliases):
+            for written in (
+                alias.upper(),
+                alias.replace("-", "_"),
+                alias.replace("-", " ").title(),
+                alias.replace("-", ""),
+            ):
+                assert registered_name(written) == alias
+
+
+def test_dynamic_is_transformers_rule_and_dynamic_ntk_that_of_the_paper() -> None:
+    assert resolve_method("Dynamic", LLAMA2, factor=4.0) == resolve_method(
+        "dynamic-ntk", LLAMA2, growth="hf", factor=4.0
+    )
+    assert resolve_method("dynamic-ntk", LLAMA2) == resolve_method("dynamic-ntk", LLAMA2, growth="paper")
+
+
+@pytest.mark.parametrize("taken", ["YARN", "ntk_aware", "Position Interpolation"])
+def test_a_name_that_differs_in_case_alone_is_taken(taken: str) -> None:
+    before = list_methods()
+    with pytest.raises(TypeError, match=f"'{taken}' is taken"):
+        register_method(taken)(type("Impostor", (Linear,), {}))
+    with pytest.raises(TypeError, match=f"'{taken}' is taken"):
+        register_method("impostor", aliases=[taken])(type("Impostor", (Linear,), {}))
+    assert list_methods() == before
+
+
 @pytest.mark.parametrize("factor", [1, 1.5, 8.0])
 def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: float) -> None:
     assert resolve_method("theta", LLAMA2, theta=1e6, factor=factor) == resolve_method("theta", LLAMA2, theta=1e6)
@@ -46,7 +110,6 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
     [
         ("yarm", {"factor": 2}, ["'yarm'", "Did you mean 'yarn'?", "dynamic-ntk"]),
         ("dynamik", {"factor": 2}, ["'dynamik'", "Did you mean 'dynamic'?"]),
-        ("llama-3", {"factor": 2}, ["'llama-3'", "Did you mean 'llama3'?"]),
         ("zzz", {}, ["'zzz'", "Known methods", "longrope"]),
         ("", {}, ["''", "Known methods"]),
         ("linear", {"factor": 0.5}, ["linear", "factor", "at least 1", "0.5"]),

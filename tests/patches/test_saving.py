@@ -364,3 +364,25 @@ def test_saving_again_after_our_loading(name: str, which: str, saved: Lookup, tm
     assert torch.equal(logits(rope.from_pretrained(tmp_path), tokens(LONG)), logits(it.model, tokens(LONG)))
     with pytest.raises(Exception, match="rope_ext_hf/"):
         load_plainly(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "parameters"), [("dynamic-yarn", {}), ("rerope", {}), ("dynamic", {"factor": 4.0})])
+def test_saving_says_where_plain_transformers_stops(method: str, parameters: dict[str, Any], tmp_path: Path) -> None:
+    model = rope.patch(build("llama"), method, **parameters)
+    with pytest.warns(UserWarning, match=r"loads with rope_ext_hf\.from_pretrained alone") as caught:
+        model.save_pretrained(tmp_path / "model")
+    assert caught[0].filename == __file__
+    assert ("native=True" in str(caught[0].message)) == (method == "dynamic")
+    with pytest.raises(KeyError, match="rope_ext_hf"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("yarn", {"factor": 4.0}), ("dynamic", {"factor": 4.0, "native": True})]
+)
+def test_saving_says_nothing_where_plain_transformers_loads(
+    method: str, parameters: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    rope.patch(build("llama"), method, **parameters).save_pretrained(tmp_path / "model")
+    assert not [each for each in recwarn if "from_pretrained alone" in str(each.message)]
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
