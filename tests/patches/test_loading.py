@@ -352,7 +352,7 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_method_is_patched_in_beside_the_arguments_of_transformers(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"target_length": "1k", "beta_fast": 16.0}
-    loaded = rope.from_pretrained("reference", method="yarn", dtype="float32", attn_implementation="eager", **asked)
+    loaded = rope.from_pretrained("reference", "yarn", dtype="float32", attn_implementation="eager", **asked)
     expected = rope.patch(rope.from_pretrained("reference", dtype=torch.float32), "yarn", **asked)
     assert (loaded.dtype, loaded.config._attn_implementation) == (torch.float32, "eager")
     assert not rope.fingerprint(loaded).differences(rope.fingerprint(expected))

@@ -46,11 +46,10 @@ def test_what_is_no_model_is_named(given: str) -> None:
 
 
 def test_a_pipeline_names_its_model() -> None:
-    pipe = transformers.pipeline(
-        "text-generation", model=build("llama"), tokenizer=AutoTokenizer.from_pretrained(path())
-    )
+    tokenizer = AutoTokenizer.from_pretrained(path())
+    pipe = transformers.pipeline("text-generation", model=build("llama"), tokenizer=tokenizer)
     with pytest.raises(UnsupportedModelError, match=r"TextGenerationPipeline holds a model: give its \.model"):
-        rope.patch(pipe, "yarn", factor=4.0)  # type: ignore[type-var]
+        rope.patch(pipe, "yarn", factor=4.0)
     rope.patch(pipe.model, "yarn", factor=4.0)
 
 
