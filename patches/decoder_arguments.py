@@ -17,9 +17,9 @@ either found by its type, or its name is checked when a model is patched:
 | `attention_mask` | name | error at the patch |
 | `use_cache` in our own calls | name | it does not matter: where no cache is returned, one is given |
 | `output_attentions` | name | the caller gets None in place of weights |
+| `cache_position` (5.0) | name, where the decoder takes it | it does not matter: the cache has a length |
 
-The arguments of mask functions are checked in attention_interface.py. `cache_position`, which decoders take in 5.0,
-is not read: places follow from the length of the cache.
+The arguments of mask functions are checked in attention_interface.py.
 """
 
 from __future__ import annotations
@@ -109,6 +109,21 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
             )
         return cache
     return None
+
+
+def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
+    """Return how many tokens the cache of a call holds before it; 0 where there is no cache.
+
+    Decoders of 5.0 store keys at the places that `generate` names. Beside it the length of a static cache is a number
+    of keys that are not zero there, which leaves out tokens with a zero embedding, such as padding.
+    """
+    cache = cache_argument(decoder, call)
+    if cache is None:
+        return 0
+    places = call.get("cache_position")
+    if isinstance(places, Tensor) and "cache_position" in inspect.signature(type(decoder).forward).parameters:
+        return int(places[0])
+    return int(cache.get_seq_length())
 
 
 def paged_cache(call: Mapping[str, Any]) -> Any:

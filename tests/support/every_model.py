@@ -8,6 +8,7 @@ Sizes and the settings of single model types stand in every_model.toml.
 
 from __future__ import annotations
 
+import inspect
 import re
 import tomllib
 from collections.abc import Mapping
@@ -62,7 +63,13 @@ def entries() -> list[Entry]:
 
 
 def fields_of(cls: type) -> set[str]:
-    return {item.name for item in fields(cls)} if is_dataclass(cls) else set()
+    """Return the settings that a config class takes: its fields, or in 5.0 the arguments of its constructor.
+
+    There some classes do not name the padding token, without which their models cannot be built.
+    """
+    if is_dataclass(cls):
+        return {item.name for item in fields(cls)}
+    return {*inspect.signature(cls).parameters, "pad_token_id"}
 
 
 def settings(cls: type, of: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -464,7 +464,7 @@ def known_config(model_type: str, **overrides: Any) -> Any:
     if family(model_type).remote_attention is not None:
         return transformers.PreTrainedConfig(**own_config(model_type, **overrides))
     cls = transformers.CONFIG_MAPPING[model_type]
-    known = {item.name for item in fields(cls)} | set(cls.attribute_map)
+    known = every_model.fields_of(cls) | set(cls.attribute_map)
     keys = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in (_SIZES | keys).items() if key in known}
     return cls(**copy.deepcopy(sizes | _OF_ITS_OWN.get(model_type, {}) | overrides))
