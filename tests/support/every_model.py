@@ -22,6 +22,8 @@ import transformers
 from torch import nn
 from transformers.models.auto import modeling_auto
 
+from tests.support.tiers import needs_family
+
 KINDS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "vision": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -69,7 +71,8 @@ def fields_of(cls: type) -> set[str]:
     """
     if is_dataclass(cls):
         return {item.name for item in fields(cls)}
-    return {*inspect.signature(cls).parameters, "pad_token_id"}
+    named = set(inspect.signature(cls).parameters)
+    return named | {"pad_token_id"} if "vocab_size" in named else named
 
 
 def settings(cls: type, of: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -148,6 +151,7 @@ def stand_in_for_timm() -> None:
 
 def tiny(model_type: str, **overrides: Any) -> Any:
     """A tiny causal language model of a type, or the first class that transformers' tables have of it."""
+    needs_family(model_type)
     return build(next(entry for entry in entries() if entry.model_type == model_type), **overrides)
 
 
