@@ -20,7 +20,7 @@ from rope_ext_hf.errors import LengthError, MethodError
 from tests.patches.test_slots_multimodal import build as build_multimodal
 from tests.patches.test_slots_multimodal import with_image
 from tests.support.dispatch import HostReads
-from tests.support.models import FAMILIES, TRAINED, build, logits, tokens
+from tests.support.models import FAMILIES, TRAINED, VOCABULARY, build, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
 FACTORS = (1, 2, 4)
