@@ -29,6 +29,7 @@ from rope_ext_hf.patches.attention_interface import (
     Places,
     is_sliding,
     places_of_attention,
+    places_of_queries,
     register_attention,
     run_as_loaded,
 )
@@ -217,18 +218,11 @@ def _mask_as_loaded(
     )
 
     compileable = getattr(context.cache, "is_compileable", False)
-    make_mask, past, tokens = (
-        ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation],
-        context.past_length,
-        query.shape[2],
-    )
-    queries: dict[str, Any] = {"q_length": tokens, "q_offset": past}
-    if "cache_position" in inspect.signature(make_mask).parameters:  # in 5.0
-        queries = {"cache_position": torch.arange(past, past + tokens, device=query.device)}
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS[config._attn_implementation]
     return make_mask(
         batch_size=query.shape[0],
         kv_length=keys,
-        **queries,
+        **places_of_queries(make_mask, context.past_length, query.shape[2], query.device),
         kv_offset=max(0, positions.key_positions.shape[-1] - keys),
         mask_function=causal_mask_function if window is None else sliding_window_causal_mask_function(window),
         attention_mask=None if positions.key_mask is None else positions.key_mask.to(query.device),

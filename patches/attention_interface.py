@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import Rotation
@@ -148,6 +149,19 @@ def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> 
     function = look_up(config._attn_implementation, eager)
     out: Tensor = function(_AsLoaded(module, config), *args, **kwargs)[0]
     return out
+
+
+def places_of_queries(make_mask: Callable[..., Any], past: int, tokens: int, device: torch.device) -> dict[str, Any]:
+    """Return the arguments that tell a mask function which places its queries have: those after `past` tokens."""
+    if "cache_position" in inspect.signature(make_mask).parameters:  # in 5.0
+        return {"cache_position": torch.arange(past, past + tokens, device=device)}
+    return {"q_length": tokens, "q_offset": past}
+
+
+def tokens_before_queries(kwargs: Mapping[str, Any]) -> int:
+    """Return how many tokens precede the queries by the arguments of a mask function."""
+    places = kwargs.get("cache_position")  # in 5.0
+    return int(kwargs["q_offset"] if places is None else places[0])
 
 
 def is_sliding(kwargs: Mapping[str, Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable
+from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable, TokenPositions
 from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
 from rope_ext_hf.patches.attention_interface import (
     PROBE_NAME,
     PROBE_RECORDS,
@@ -58,10 +59,56 @@ def _probe_attention(
     if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
         added = attention_mask[(attention_mask != 0) & (attention_mask > torch.finfo(attention_mask.dtype).min / 2)]
         refused = "a mask of its own, which adds to the scores of some keys" if added.numel() else refused
+    if refused is None and not _computes_the_same(module, query, key, value, kwargs):
+        from transformers import __version__
+
+        given = ", ".join(sorted(name for name, value in kwargs.items() if value is not None))
+        refused = f"attention that this package does not compute in transformers {__version__} (called with {given})"
     window = kwargs.get("sliding_window") or getattr(attention_mask, _WINDOW, None)
     records.append(_ProbeRecord(module, query, key, window, refused))
     rows, heads, tokens = query.shape[:3]
     return value.new_zeros(rows, tokens, heads, value.shape[-1]), None
+
+
+def _computes_the_same(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether our attention is that of the module's class, on random numbers of these shapes.
+
+    Keywords of attention functions are read by their names, so that a scale, soft cap or sink under a new one would be
+    missed. What keywords mean is what the class does with them in its `eager_attention_forward`. True: they agree, or
+    there is nothing to compare with.
+    """
+    names = (each.__module__ for each in type(module).__mro__)
+    own = next((f for each in names if (f := getattr(sys.modules.get(each), "eager_attention_forward", None))), None)
+    if own is None or key.shape[-2] != query.shape[-2] or query.device.type == "meta":
+        return True
+    draws, at = torch.Generator().manual_seed(0), torch.arange(_COMPARED, device=query.device)[None]
+    # In float64 no product is rounded as TensorFloat-32, which other devices lack together with it.
+    kind: dict[str, Any] = {
+        "device": query.device,
+        "dtype": torch.float64 if query.device.type in ("cpu", "cuda") else torch.float32,
+    }
+    q, k, v = (
+        torch.randn(*each.shape[:2], _COMPARED, each.shape[-1], generator=draws).to(**kind)
+        for each in (query, key, value)
+    )
+    # Scores of 16 standard deviations, because a soft cap leaves small ones as they are.
+    width = query.shape[-1] ** 0.5
+    q *= 16 / (width * (kwargs.get("scaling") or 1 / width))
+    mask = torch.full((1, 1, _COMPARED, _COMPARED), torch.finfo(q.dtype).min, **kind).triu(1)
+    try:
+        expected = own(module, q, k, v, mask, **kwargs)[0]
+    except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError):
+        return True
+    placed = TokenPositions(at, at, (0,) * len(q), None)
+    actual, _ = attend_from_kwargs(LocalAttention(None), None, placed, q, k, v, None, **kwargs)
+    # Not "at most": weights that are not numbers have an error of their own.
+    return not bool((actual - expected).abs().max() > _ROUNDING)
+
+
+_COMPARED = 32
+"""Tokens by which attention is compared with that of the model's class."""
+_ROUNDING = 1e-3
+"""What rounding may make of averages of standard normal numbers: 1e-6, where no keyword is missed."""
 
 
 def _probe_mask(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +201,9 @@ def _layer(
     at_near, at_far, at_stored = records
     name = type(at_near.module).__name__
     if at_near.refused:
-        raise UnsupportedModelError(f"{name} has {at_near.refused}, which remapping methods do not support")
+        raise UnsupportedModelError(
+            f"{name} has {at_near.refused}, which remapping methods do not support; use a frequency method, such as yarn"
+        )
     for record in records:
         if not (record.key.isfinite().all() and record.query.isfinite().all()):
             raise UnsupportedModelError(

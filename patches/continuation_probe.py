@@ -112,7 +112,9 @@ def check_weights(model: nn.Module, decoder: nn.Module) -> None:
         raise NotTriedError("the weights of the model are sharded over devices")
 
 
-def try_continuation(model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...], method: RopeMethod) -> None:
+def try_continuation(
+    model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...], method: RopeMethod
+) -> tuple[float, float]:
     """Compare a forward of a few tokens with one that goes on from the cache of the first of them.
 
     Args:
@@ -120,9 +122,12 @@ def try_continuation(model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...]
         kind: what `kind_of_patch` says, noted where both agree.
         method: of the patch.
 
+    Returns:
+        How far hidden states are apart, in standard deviations, and how far they may be.
+
     Raises:
         NotTriedError: the decoder does not run on token ids alone, or keeps no cache.
-        UnsupportedModelError: it goes on from its cache otherwise than it reads the same tokens in one forward.
+        UnsupportedModelError: it refuses to go on from its cache.
     """
     follows = not isinstance(method, RemappingMethod)
     with evaluating(model), torch.no_grad():
@@ -140,10 +145,29 @@ def try_continuation(model: nn.Module, decoder: nn.Module, kind: tuple[Any, ...]
             raise NotTriedError(
                 f"{type(decoder).__name__} does not run on token ids alone: {one_line(error)}"
             ) from error
-    off = _apart(then, whole)
-    if whole.isfinite().all() and not off <= allowed:
-        raise _refusal(decoder, method.name, f"hidden states are off by {off:.2g} standard deviations")
-    _tried.add(kind)
+    off = _apart(then, whole) if whole.isfinite().all() else 0.0
+    if off <= allowed:
+        _tried.add(kind)
+    return off, allowed
+
+
+def check_difference(model: nn.Module, decoder: nn.Module, name: str, off: float, allowed: float) -> None:
+    """Raise what follows from a difference under the method `name`, now that the model is unpatched.
+
+    Raises:
+        NotTriedError: the unpatched model differs as much. Attention that is not causal does, such as PaliGemma's.
+        UnsupportedModelError: it goes on from its cache as it reads the same tokens in one forward.
+    """
+    if off <= allowed:
+        return
+    with evaluating(model), torch.no_grad():
+        whole, then = _both_ways(decoder, 1)
+    if off <= allowed + _TIMES_SHORTER * _apart(then, whole):
+        raise NotTriedError(
+            f"unpatched, too, {type(decoder).__name__} does not go on from its cache as it reads the same tokens in "
+            "one forward"
+        )
+    raise _refusal(decoder, name, f"hidden states are off by {off:.2g} standard deviations")
 
 
 def _apart(some: Tensor, others: Tensor) -> float:

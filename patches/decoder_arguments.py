@@ -17,9 +17,9 @@ either found by its type, or its name is checked when a model is patched:
 | `attention_mask` | name | error at the patch |
 | `use_cache` in our own calls | name | it does not matter: where no cache is returned, one is given |
 | `output_attentions` | name | the caller gets None in place of weights |
+| `cache_position` (5.0) | name, where the decoder takes it | it does not matter: caches have a length |
 
-The arguments of mask functions are checked in attention_interface.py. `cache_position`, which decoders take in 5.0,
-is not read: places follow from the length of the cache.
+The arguments of mask functions are checked in attention_interface.py.
 """
 
 from __future__ import annotations
@@ -109,6 +109,22 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
             )
         return cache
     return None
+
+
+def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
+    """Return how many tokens the cache of a call holds before it; 0 where there is no cache.
+
+    In 5.0 the length of a static cache is the number of its keys that are not zero, which leaves out tokens with a zero
+    embedding, such as padding; its decoders store keys at the places that `generate` names.
+    """
+    cache = cache_argument(decoder, call)
+    if cache is None:
+        return 0
+    length, places = cache.get_seq_length(), call.get("cache_position")
+    if isinstance(length, Tensor) and isinstance(places, Tensor):
+        named = "cache_position" in inspect.signature(type(decoder).forward).parameters
+        length = places[0] if named else length
+    return int(length)
 
 
 def paged_cache(call: Mapping[str, Any]) -> Any:

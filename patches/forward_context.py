@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens
+from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens, past_length
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
 from rope_ext_hf.rotary.kv_cache import CacheState, RowState
@@ -70,7 +70,7 @@ class ForwardContext(ForwardState):
         return cls(
             owner=decoder,
             new_tokens=tokens,
-            past_length=int(cache.get_seq_length()) if cache is not None else 0,
+            past_length=past_length(decoder, call),
             position_ids=_one_per_token(call.get("position_ids"), axes),
             filled_in=bool(around) and not around[-1].with_positions,  # the outermost is what the user calls
             padding_mask=padding,

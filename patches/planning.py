@@ -30,6 +30,7 @@ from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encodin
 from rope_ext_hf.patches.continuation_probe import (
     TOKENS,
     NotTriedError,
+    check_difference,
     check_weights,
     kind_of_patch,
     small_layers,
@@ -291,9 +292,10 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
         small = PatchPlan(model, state, plan.slots, layers)
         try:
             _install(small, [fill_slot(slot, method, rotary, state) for slot in plan.slots], hooks)
-            try_continuation(model, decoder, kind, spec.method)
+            apart = try_continuation(model, decoder, kind, spec.method)
         finally:
             take_off(model)
+        check_difference(model, decoder, spec.method.name, *apart)
     except NotTriedError as reason:
         plan.state.notes += (f"Reading on from a cache was not tried with this release of transformers: {reason}.",)
     except UnsupportedModelError:

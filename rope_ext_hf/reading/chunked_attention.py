@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
-from rope_ext_hf.patches.attention_interface import UNSUPPORTED_KWARGS, attending, chunk_size, is_sliding
+from rope_ext_hf.patches.attention_interface import (
+    UNSUPPORTED_KWARGS,
+    attending,
+    chunk_size,
+    is_sliding,
+    tokens_before_queries,
+)
 
 _ATTENTION = "rope_ext_hf.chunks"
 _UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")  # change which keys count; `indices` are those that an index chose
@@ -67,7 +73,7 @@ def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
         chunk = size
     elif kwargs.get("mask_function") is not causal_mask_function:
         raise NotReadInChunksError("its mask is another one than causality, with or without a window")
-    return MaskRule(window, chunk, int(kwargs["q_offset"]), kwargs["kv_length"])
+    return MaskRule(window, chunk, tokens_before_queries(kwargs), kwargs["kv_length"])
 
 
 def chunked_attention(

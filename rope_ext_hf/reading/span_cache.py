@@ -65,9 +65,14 @@ class _Preallocated:
     def get_seq_length(self) -> int:
         return self.filled
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         """The keys after the next update, and the tokens that were dropped before them."""
-        return self.filled + query_length, 0
+        return self.filled + count_queries(queries), 0
+
+
+def count_queries(queries: int | Tensor) -> int:
+    """Return the number of queries that a mask is for: transformers gives it, or in 5.0 the place of each."""
+    return len(queries) if isinstance(queries, Tensor) else queries
 
 
 @remembered

@@ -26,7 +26,7 @@ from rope_ext_hf.patches.patching import check_context_parallel
 from rope_ext_hf.reading.chunked_attention import MaskRule, NotReadInChunksError, chunked_attention, mask_rule
 from rope_ext_hf.reading.head_losses import negative_log_likelihoods_
 from rope_ext_hf.reading.scorer import CHECKED, TokenScorer, rounding_tolerance
-from rope_ext_hf.reading.span_cache import FULL, SLIDING, SpanCache
+from rope_ext_hf.reading.span_cache import FULL, SLIDING, SpanCache, count_queries
 from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.workers import LONGEST_WAIT, Workers
 
@@ -75,8 +75,8 @@ class _GatheredLayer(DynamicLayer):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length * self.share.count, 0
+    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
+        return count_queries(queries) * self.share.count, 0
 
 
 class _GatheredCache(SpanCache):

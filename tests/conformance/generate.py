@@ -30,6 +30,7 @@ from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, head_dim
 from rope_ext_hf.patches.geometry import rope_of_layers
 from rope_ext_hf.servers.mistakes import different_frequencies
+from tests.support.tiers import needs_family
 
 KIT = Path(__file__).parents[2] / "conformance"
 POSITIONS = (1, 100, 4095, 131_071, 1_048_575, 16_777_215)
@@ -56,6 +57,7 @@ def chosen(count: int) -> list[int]:
 def text_config(settings: Json) -> Any:
     """The text config of a config.json."""
     given = json.loads(json.dumps(settings))
+    needs_family(given["model_type"])
     return AutoConfig.for_model(given.pop("model_type"), **given).get_text_config()
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -305,6 +306,12 @@ class TestAgainstTransformers:
         assert llama3.attention_factor == by_parts.attention_factor
 
 
+with_proportional = pytest.mark.skipif(
+    "proportional" not in ROPE_INIT_FUNCTIONS, reason="this transformers has no such rope type"
+)
+
+
+@with_proportional
 @pytest.mark.parametrize("proportion", [0.0, 0.25, 0.3, 0.5, 1.0])
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 @pytest.mark.parametrize(("dim", "theta"), [(64, 1e4), (256, 1e6), (512, 1e6)])
@@ -320,6 +327,7 @@ def test_proportional(dim: int, theta: float, factor: float, proportion: float) 
     assert_native(rotary, method.frequencies(rotary), saved | {"partial_rotary_factor": proportion})
 
 
+@with_proportional
 @pytest.mark.parametrize("method", [NTK(factor=4), Theta(theta=1e6)], ids=lambda method: method.name)
 def test_proportional_with_another_base(method: RopeMethod) -> None:
     rotary = Rotary(128, 1e4, 4096, rotated_pairs=16)

@@ -13,6 +13,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches import continuation_probe, forward_context, length_hooks
 from rope_ext_hf.patches.slots import patch_state
+from tests.support import every_model
 from tests.support.models import FAMILIES, build
 
 KINDS = ["dynamic-ntk", "dynamic-yarn", "rerope", "dca", "dynamic-self-extend"]
@@ -74,6 +75,18 @@ def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(length_hooks, "paged_cache", lambda call: call.get("cache") or call.get("past_key_values"))
     with pytest.raises(UnsupportedModelError, match="a paged cache holds parts of many inputs"):
         rope.patch(build("llama"), "dynamic-ntk")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
+@pytest.mark.parametrize("of_type", ["paligemma", "minimax"])
+def test_what_the_unpatched_model_does_is_no_fault_of_the_patch(of_type: str, method: str, dtype: torch.dtype) -> None:
+    """PaliGemma's attention is not causal, and MiniMax continues its linear attention otherwise than it begins it."""
+    model = rope.patch(every_model.tiny(of_type).to(dtype), method, target_length=512)
+    if dtype == torch.float32:
+        (note,) = (note for note in rope.describe(model).notes if "not tried" in note)
+        assert "unpatched, too," in note
+        assert not continuation_probe._tried
 
 
 @pytest.mark.parametrize("method", KINDS)

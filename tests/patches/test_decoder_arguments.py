@@ -28,6 +28,7 @@ from rope_ext_hf.patches.decoder_arguments import (
     new_tokens,
     own_cache,
     paged_cache,
+    past_length,
 )
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slots import patched_slots
@@ -246,6 +247,30 @@ def test_a_cache_of_an_unknown_class_is_refused() -> None:
 
     hybrid = Hybrid()  # as those of hybrid families in transformers 5.0
     assert cache_argument(New(), {"past_key_values": hybrid}) is hybrid
+
+
+class Placed(nn.Module):
+    def forward(self, input_ids: Any = None, cache_position: Any = None, past_key_values: Cache | None = None) -> None:
+        """A decoder of transformers 5.0."""
+
+
+class Counting(DynamicCache):
+    """A cache that counts three tokens, as a static one of 5.0 whose other keys are zero."""
+
+    counted: Any = torch.tensor(3)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.counted
+
+
+def test_the_tokens_in_a_cache_are_those_before_the_place_that_is_given() -> None:
+    call = {"past_key_values": Counting(), "cache_position": torch.tensor([5, 6])}
+    assert past_length(Placed(), call) == 5
+    assert past_length(Placed(), call | {"cache_position": None}) == 3
+    assert past_length(Placed(), call | {"past_key_values": None}) == 0
+    assert past_length(Old(), call) == 3  # which does not read it
+    call["past_key_values"].counted = 3  # a number, which is right, and known without a wait for the device
+    assert past_length(Placed(), call) == 3
 
 
 # --- by their name, which is checked -------------------------------------------------------------------------------

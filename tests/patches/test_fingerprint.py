@@ -97,7 +97,9 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "fewer rotated dims": (
         lambda: build("gpt_neox"),
         lambda: build(
-            "gpt_neox", rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+            "gpt_neox",
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            rotary_pct=1.0,  # which counts in 5.0
         ),
         "the share of rotated dims differs",
     ),

@@ -85,12 +85,15 @@ def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: bool
 
 
 def alone(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """The same from forwards of each row without padding and without a cache."""
+    """The same from forwards of each row without padding and without a cache.
+
+    Each by a copy: transformers' own form of the rule keeps the frequencies of a longer input before it in 5.0.
+    """
     actual = []
     for count, seed in ((1, 5), (14, 6), (1, 7)):
         ids, mask = torch.cat((ids, new_tokens(len(ids), count, seed)), 1), extended(mask, count)
-        rows = [logits(model, row[real.bool()][None])[:, -1] for row, real in zip(ids, mask, strict=True)]
-        actual.append(torch.cat(rows))
+        rows = zip(ids, mask, strict=True)
+        actual.append(torch.cat([logits(copy.deepcopy(model), row[real.bool()][None])[:, -1] for row, real in rows]))
     return actual
 
 

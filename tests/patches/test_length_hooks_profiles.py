@@ -20,7 +20,7 @@ from rope_ext_hf.errors import LengthError, MethodError
 from tests.patches.test_slots_multimodal import build as build_multimodal
 from tests.patches.test_slots_multimodal import with_image
 from tests.support.dispatch import HostReads
-from tests.support.models import FAMILIES, TRAINED, build, logits, tokens
+from tests.support.models import FAMILIES, TRAINED, VOCABULARY, build, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
 FACTORS = (1, 2, 4)
@@ -380,11 +380,12 @@ def test_rows_that_move_take_their_profile_along() -> None:
 @pytest.mark.parametrize("how", ["assistant", "patched assistant", "lookup"])
 def test_assisted_generation(how: str, factor: int) -> None:
     ids = tokens(TRAINED - NEW + factor - 1)
-    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3}
+    # An id that no token has: 5.0 looks for it among the tokens that follow what it looks up, and fails without one.
+    options: dict[str, Any] = {"prompt_lookup_num_tokens": 3, "eos_token_id": VOCABULARY}
     if how != "lookup":
         assistant = build("llama", num_hidden_layers=1)
         options = {"assistant_model": rope.profiles(assistant, FACTORS) if how == "patched assistant" else assistant}
-    found = model_at("llama", None).generate(ids, **OPTIONS, **options)
+    found = model_at("llama", None).generate(ids, **OPTIONS | options)
     assert torch.equal(found, model_at("llama", factor).generate(ids, **OPTIONS))
 
 

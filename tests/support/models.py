@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from rope_ext_hf.patches.families import families, family
 from tests.support import every_model
 from tests.support.oracles import mrrope, plain
-from tests.support.tiers import OLDER
+from tests.support.tiers import OLDER, needs_family
 
 VOCABULARY = 97
 TRAINED = 64
@@ -463,8 +463,9 @@ def known_config(model_type: str, **overrides: Any) -> Any:
     """A small config of any family of the table; keys that it does not know are left out."""
     if family(model_type).remote_attention is not None:
         return transformers.PreTrainedConfig(**own_config(model_type, **overrides))
+    needs_family(model_type)
     cls = transformers.CONFIG_MAPPING[model_type]
-    known = {item.name for item in fields(cls)} | set(cls.attribute_map)
+    known = every_model.fields_of(cls) | set(cls.attribute_map)
     keys = {"num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in (_SIZES | keys).items() if key in known}
     return cls(**copy.deepcopy(sizes | _OF_ITS_OWN.get(model_type, {}) | overrides))
@@ -485,6 +486,7 @@ def without_window(model_type: str) -> dict[str, Any]:
 
 def small_config(model_type: str) -> Any:
     """`known_config`, or where that misses sections of multimodal RoPE, the one of tests/support/every_model.py."""
+    needs_family(model_type)
     if model_type not in every_model.data()["sections"]:
         return known_config(model_type, **without_window(model_type) | _AS_PUBLISHED.get(model_type, {}))
     cls = transformers.CONFIG_MAPPING[model_type]

@@ -25,6 +25,7 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
+from tests.support.tiers import needs_family
 
 FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
 SERVED = {
@@ -157,6 +158,7 @@ def published_config(family: str) -> dict[str, Any]:
 def served_model(family: str) -> Model:
     """A family's model, from its config alone."""
     settings = published_config(family)
+    needs_family(settings["model_type"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     text = config.get_text_config()
     return Model(family, text, composite=text is not config, specs=[])

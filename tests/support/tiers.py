@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
 
+import pytest
+
 QUICK_FAMILIES = frozenset({"llama", "gemma3"})
 """Those of `make test-fast`."""
 
@@ -25,6 +27,16 @@ ALL = os.environ.get("ROPE_EXT_TESTS") == "all"
 
 OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 24)
 """Whether transformers is older than the pinned one, and lacks some of the families."""
+
+
+def needs_family(model_type: str) -> None:
+    """Skip a test of a family that an older transformers lacks."""
+    if not OLDER:
+        return
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
 
 
 def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> list[tuple[str, str]]:
