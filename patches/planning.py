@@ -44,6 +44,7 @@ from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pai
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
 from rope_ext_hf.patches.recipes import recipe_warning
+from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state, present_specs
@@ -263,6 +264,7 @@ def apply_plan(plan: PatchPlan) -> None:
     if hooks is ProfileHooks:
         install_generate(model, modules[0])
     attach_saving(model, modules[0])
+    modules[0].before_use = check_trainers_above
 
 
 def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
