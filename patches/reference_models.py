@@ -1,8 +1,8 @@
 """Reference models that a trainer loads by the name of the model it trains, and that lack its patch.
 
-TRL's trainers for preferences and rewards (DPO, KTO, GRPO, RLOO) compare the trained model with a second one, which they
-load from `model.config._name_or_path`. A patch of the live model is not there, and no error says so: the first loss of
-DPO is far from ln 2.
+TRL's trainers for preferences and rewards (DPO, KTO, GRPO, RLOO) compare the trained model with a second one, which
+they load from `model.config._name_or_path`. The patch of the live model is not there, and no error says so: the first
+loss of DPO is far from ln 2.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def _check(trainer: str, model: Any, second: Any, attribute: str, title: str) ->
         given = f"{attribute}=rope_ext_hf.from_pretrained({short(name)!r}, method=...)"
         raise FingerprintError(
             f"the {title} of {trainer} was loaded by the name of the trained model, {short(name)!r}, without its "
-            f"patch: {' '.join(sentences)} Train an adapter (peft_config=LoraConfig(...)), which needs no {title}; or give a "
-            f"patched one, where the trainer takes it: {given}; or save the patched model, and train what "
+            f"patch: {' '.join(sentences)} Train an adapter (peft_config=LoraConfig(...)), which needs no {title}; or "
+            f"give a patched one, where the trainer takes it: {given}; or save the patched model, and train what "
             "rope_ext_hf.from_pretrained(FOLDER) loads, where plain transformers can load that folder. If no patch is "
             f"meant, give it another name: {attribute}.config.name_or_path = 'unpatched'"
         )
