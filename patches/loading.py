@@ -22,6 +22,7 @@ from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings,
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
+from rope_ext_hf.patches.generation_length import restore_generation_length
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay
 from rope_ext_hf.patches.saving import without_loading_code
@@ -236,6 +237,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
 
 def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrainedModel:
     """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
+    restore_generation_length(model, record)
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)
     return model

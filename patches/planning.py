@@ -41,10 +41,12 @@ from rope_ext_hf.patches.continuation_probe import (
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
+from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
 from rope_ext_hf.patches.recipes import recipe_warning
+from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state, present_specs
@@ -264,6 +266,8 @@ def apply_plan(plan: PatchPlan) -> None:
     if hooks is ProfileHooks:
         install_generate(model, modules[0])
     attach_saving(model, modules[0])
+    extend_generation(model, modules[0])
+    modules[0].before_use = check_trainers_above
 
 
 def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:

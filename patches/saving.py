@@ -12,12 +12,13 @@ import filecmp
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -31,6 +32,7 @@ from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
+from rope_ext_hf.patches.generation_length import GENERATION_CONFIG, extend_generation_file
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:
@@ -40,7 +42,11 @@ if TYPE_CHECKING:
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 """The name of a folder that a Trainer resumes from. It cannot where the former spelling stands in the config: it reads
 that with the base class, whose reading of `rope_scaling` fails without a length (transformers 5.23)."""
-_CHANGED_COPIES = {"tokenizer_config.json": "model_max_length", ADAPTER_CONFIG: PATCH_KEY}
+_CHANGED_COPIES = {
+    "tokenizer_config.json": "model_max_length",
+    GENERATION_CONFIG: "max_length",
+    ADAPTER_CONFIG: PATCH_KEY,
+}
 """Files that a patched copy changes, and the key that changes in them."""
 
 
@@ -180,10 +186,12 @@ def _trained_left_out(model: PreTrainedModel) -> Iterator[None]:
         model._keys_to_ignore_on_save = before
 
 
-def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) -> None:
+def _rewrite_config(
+    folder: Path, model: nn.Module, name: Path | None = None, more: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
-    The record gets the fingerprint of the model. `name`: what warnings, of engines known to run another model from it,
+    The record gets the fingerprint of the model, and `more`. `name`: what warnings, of engines known to run another model from it,
     call the folder, which gets its name later.
     """
     file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
@@ -198,7 +206,7 @@ def _rewrite_config(folder: Path, model: nn.Module, name: Path | None = None) ->
             else:
                 spelled = saved[PATCH_KEY].pop("former")
                 part |= {key: value for key, value in saved.items() if key not in spelled}
-            part[PATCH_KEY] |= fingerprint
+            part[PATCH_KEY] |= fingerprint | more
             if disagreeing:
                 warnings.warn(
                     f"{', '.join(disagreeing)} would load {str(name or folder)!r} without an error and run another "
@@ -253,7 +261,7 @@ def save_patched_folder(
         if adapter is None:
             with left_out_of_log(*UNKNOWN_TYPE):
                 model.config.save_pretrained(staging)
-            _rewrite_config(staging, model, out)
+            _rewrite_config(staging, model, out, extend_generation_file(staging, state))
             _raise_tokenizer_length(staging / "tokenizer_config.json", state.encoding.extended_length)
         for file in names if adapter else ():
             if Path(file).name == ADAPTER_CONFIG:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -174,6 +174,7 @@ class PatchedSlot(nn.Module):
         self.replaced = slot.module
         self._state = state
         self.hooks: list[Any] = []  # what the patch has put elsewhere in the model; `remove` takes each away again
+        self.before_use: Callable[[PatchedSlot], object] | None = None  # called by `train` and `eval` of the model
         if slot.log_multiplier is not None:
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
@@ -267,6 +268,12 @@ class PatchedSlot(nn.Module):
         table = self.tables[name]
         assert isinstance(table, RotaryEmbedding)
         return table
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        if self.before_use is not None and not torch.compiler.is_compiling():
+            self.before_use(self)
+        return self
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         angles = self.tables[layer_type or "all"](x, position_ids)

@@ -244,6 +244,7 @@ def messages_in(files: Iterable[Path]) -> list[str]:
 def test_every_message_of_troubleshooting_is_one_that_is_written() -> None:
     import peft.config
     import transformers.generation.stopping_criteria
+    import transformers.generation.utils
     import transformers.modeling_rope_utils
     import transformers.tokenization_utils_base
 
@@ -253,6 +254,7 @@ def test_every_message_of_troubleshooting_is_one_that_is_written() -> None:
         for module in (
             peft.config,
             transformers.generation.stopping_criteria,
+            transformers.generation.utils,
             transformers.modeling_rope_utils,
             transformers.tokenization_utils_base,
         )

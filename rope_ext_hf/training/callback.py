@@ -23,6 +23,7 @@ from rope_ext_hf.patches.adapters import ADAPTER_CONFIG
 from rope_ext_hf.patches.fingerprint import Fingerprint, fingerprint_of
 from rope_ext_hf.patches.loading import find_config
 from rope_ext_hf.patches.patching import check_context_parallel, patched_method
+from rope_ext_hf.patches.reference_models import check_trainers_above, unwrapped
 from rope_ext_hf.runs.labels import label
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
     The model is compared with `expected` when training begins, after the first step, and at every save, in every
     process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json, and the
     checkpoint that a training goes on from: `args.resume_from_checkpoint`, or the one of its step in the output folder.
+    A reference model that the trainer loaded by the name of the model is compared with the model when training begins.
 
     Args:
         expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
@@ -50,7 +52,8 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
     Raises:
         MethodError: text without lengths, or lengths without text; from the training, what `check_context_parallel`
             refuses.
-        FingerprintError: from the training, where the model or a saved folder rotates otherwise; the message names how.
+        FingerprintError: from the training, where the model, its reference model or a saved folder rotates otherwise;
+            the message names how.
 
     Losses are in the trainer's log as `loss_at_4096`, in nats per token. Works with transformers' and TRL's trainers.
 
@@ -83,10 +86,11 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        model = _unwrapped(kwargs["model"])
+        model = unwrapped(kwargs["model"])
         self.expected = self.expected or fingerprint_of(model)
         self._first = True
         self._check(fingerprint_of(model), "the model that is to be trained")
+        check_trainers_above()
         self._check_checkpoint(model, args, state)
         parallel = getattr(args, "parallelism_config", None)
         if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
@@ -94,7 +98,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         self._measure(model, state, kwargs)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        model = _unwrapped(kwargs["model"])
+        model = unwrapped(kwargs["model"])
         if self._first:  # wrappers and kernels that a trainer puts in are there now
             self._first = False
             self._check(fingerprint_of(model), "the model after the first step")
@@ -102,7 +106,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
             self._measure(model, state, kwargs)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._check(fingerprint_of(_unwrapped(kwargs["model"])), "the model that was saved")
+        self._check(fingerprint_of(unwrapped(kwargs["model"])), "the model that was saved")
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
             write_text(folder / _FILE, json_text(self.expected.to_dict()) + "\n")
@@ -165,9 +169,3 @@ def _method_in(folder: Path) -> str:
     except CheckpointError:  # shards, or the adapter of a model that was made in memory
         return "another method"
     return label(record and record["method"])
-
-
-def _unwrapped(model: Any) -> Any:
-    while not hasattr(model, "config") and hasattr(model, "module"):
-        model = model.module
-    return model
