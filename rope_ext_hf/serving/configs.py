@@ -9,6 +9,7 @@ import copy
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
@@ -73,7 +74,10 @@ class Model:
         self.whole = whole or partial(empty_model, config)
         self.layers = AttentionLayers(config)
         # the rotary embedding of the layers that a method applies to, and their types; [None]: all layers
-        self.described, self.layer_types = rope_of_config(self.layers)
+        slots = []
+        with suppress(CheckpointError, UnsupportedModelError):  # a class that is not here, or whose module stays
+            slots = find_slots(empty_model(config))
+        self.described, self.layer_types = rope_of_config(self.layers, slots)
 
     @cached_property
     def saved(self) -> dict[str, Any] | None:
