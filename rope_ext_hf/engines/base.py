@@ -61,6 +61,7 @@ class Target:
     method: str  # for messages
     notes: tuple[str, ...] = ()  # the layers that the method does not reach, and what else a user must hear
     remapping: str | None = None  # a remapping method and the model's pairing, as JSON text for the plug-in
+    mistral_format: bool = False  # whether its folder holds params.json, Mistral's own format, beside config.json
 
     @functools.cached_property
     def model_type(self) -> str:

@@ -22,7 +22,9 @@ from rope_ext_hf.engines.base import (
     reference_engine,
     runs_otherwise,
 )
+from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
+from rope_ext_hf.engines.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
@@ -126,7 +128,26 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
         folder = model_folder(path, revision=revision, weights=False)
         refuse_adapter(path, folder)
         file = folder / "config.json"
-    return audit_config(read_json(file), str(file))
+    return _with_mistral_format(audit_config(read_json(file), str(file)), file.parent)
+
+
+def _with_mistral_format(report: Audit, folder: Path) -> Audit:
+    """The audit with what files in Mistral's own format beside config.json do: a problem where they say otherwise."""
+    reference, names = report.engines[0].computed, mistral_format_files(folder)
+    if "params.json" not in names or reference is None:
+        return report
+    options = " ".join(HF_FORMAT)
+    try:
+        theirs = of_mistral_params(read_json(folder / "params.json"), reference)
+        differs = theirs.difference(reference.inv_freq, reference.attention_factor, 1.0, within=1e-5)
+    except (RopeExtError, ArithmeticError) as error:
+        differs = one_line(error)
+    text = f"{', '.join(names)}: vLLM runs the model from these, and not from config.json"
+    if differs is None:
+        note = f"{text}; they have the same frequencies. {options} has it read config.json"
+        return replace(report, notes=(*report.notes, note))
+    problem = f"{text}; by them {differs}. Start it with {options}, or delete them (rope-ext patch leaves them out)"
+    return replace(report, problems=(*report.problems, problem))
 
 
 @foreign_errors("this config cannot be audited")

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.configs import Model
 from tests.support import every_model
@@ -88,8 +89,7 @@ def compare(model_type: str, forms: Any) -> list[str]:
     kind = transformers.CONFIG_MAPPING[model_type]
     try:
         base = kind(**every_model.settings(kind, every_model.data()["classes"].get(entry.name, {})))
-        first = transformers.AutoConfig.for_model(model_type, **{**base.to_dict(), "model_type": model_type})
-        living = build(first)
+        living = build(transformers.AutoConfig.for_model(**base.to_dict()))
     except Exception as error:
         pytest.skip(f"no model of it can be built: {error!r}"[:90])
     layer_type = _FULL.get(model_type, "full_attention")
@@ -136,16 +136,10 @@ def compare(model_type: str, forms: Any) -> list[str]:
 
 
 def build(config: Any) -> Any:
-    from rope_ext_hf.patches.loading import class_to_load
-
+    """A living model of a config, on the CPU."""
+    loader = class_to_load(config)
     with torch.random.fork_rng(devices=[]):
-        return class_to_load(config)._from_config(config) if not is_auto(config) else class_to_load(config).from_config(config)
-
-
-def is_auto(config: Any) -> bool:
-    from rope_ext_hf.patches.loading import class_to_load
-
-    return hasattr(class_to_load(config), "_model_mapping")
+        return loader.from_config(config) if hasattr(loader, "_model_mapping") else loader._from_config(config)
 
 
 def same(ours: Any, theirs: Any) -> bool:
