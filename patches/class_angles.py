@@ -15,36 +15,35 @@ from transformers import PreTrainedModel
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.layer_types import LayerType
-from rope_ext_hf.patches.slots import Slot
-
-FLOAT32 = 4e-6
-"""The largest relative difference that a class leaves by computing frequencies in float32."""
+from rope_ext_hf.rotary.embedding import Layout
 
 
 class ClassAngles:
-    """The rotary class of a slot of a model, ready to be run."""
+    """A rotary module of a model, ready to be run; `layout` is how its angles come out, None: not as pairs."""
 
-    def __init__(self, model: nn.Module, slot: Slot) -> None:
-        self.slot = slot
-        self._module = _on_cpu(model, slot.module)
+    def __init__(self, model: nn.Module, module: nn.Module, layout: Layout | None) -> None:
+        self.layout = layout
+        self._module = _on_cpu(model, module)
 
     @torch.no_grad()
     def at(self, layer_type: LayerType, length: int) -> tuple[tuple[float, ...], float]:
         """Return frequencies and magnitude of a layer type for an input of `length` tokens, at least 2.
 
         They are read from cos and sin at position 1, which float32 holds to its full precision for every frequency up to
-        pi, however slow.
+        pi, however slow; of a module that arranges its angles in another way, from its buffer, in descending order.
         """
         # A class that follows the length changes its buffers.
-        module = copy.deepcopy(self._module)
+        module: Any = copy.deepcopy(self._module)
         positions = torch.tensor([[1, max(1, length - 1)]])
         named = {} if layer_type is None else {"layer_type": layer_type}
         out: Any = module(torch.zeros(1, dtype=torch.float32), positions, **named)
+        if self.layout is None:
+            return tuple(sorted(module.inv_freq.double().tolist(), reverse=True)), float(module.attention_scaling)
         if isinstance(out, Tensor):
             first = out[0, 0].to(torch.complex128)
             cos, sin = first.real, first.imag
         else:
-            cos, sin = (_each_pair_once(part[0, 0].double(), self.slot.layout) for part in out)
+            cos, sin = (_each_pair_once(part[0, 0].double(), self.layout) for part in out)
         return tuple(torch.atan2(sin, cos).tolist()), float(torch.hypot(cos, sin).mean())
 
 
@@ -57,7 +56,7 @@ def softmax_multiple(model: nn.Module) -> float:
     return 1.0
 
 
-def _each_pair_once(columns: Tensor, layout: str) -> Tensor:
+def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
     if layout == "bare":
         return columns
     return columns[: len(columns) // 2] if layout == "half" else columns[0::2]

@@ -25,7 +25,7 @@ from rope_ext_hf.engines.base import (
 from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.engines.vllm import HF_FORMAT, of_mistral_params
-from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
+from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.methods.static import Default
@@ -34,7 +34,7 @@ from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
 from rope_ext_hf.patches.slots import first_scaled
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.configs import refuse_adapter
@@ -181,10 +181,15 @@ def _reference(config: Mapping[str, Any]) -> tuple[_EngineReport, Expected | Non
     try:
         with foreign_errors("its class cannot be run"):
             model = empty_model(AutoConfig.for_model(str(config.get("model_type")), **values))
-            slot = first_scaled(find_slots(model))
-            layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
-            described, angles, scale = slot.as_loaded[layer_type], ClassAngles(model, slot), softmax_multiple(model)
-            length = length_setting(slot.config.to_dict())
+            slot, layer_type = None, None
+            try:
+                slot = first_scaled(find_slots(model))
+                layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
+                angles, own = ClassAngles(model, slot.module, slot.layout), slot.config
+            except UnsupportedModelError:  # it arranges its angles in a way that no patch could
+                [(_, _, module, own)] = rotary_modules(model)
+                angles = ClassAngles(model, module, None)
+            length, scale = length_setting(own.to_dict()), softmax_multiple(model)
             numbers = [angles.at(layer_type, tokens) for tokens in (length, 1, 2 * length)]
     except RopeExtError as error:
         engine = reference_engine()
@@ -197,12 +202,15 @@ def _reference(config: Mapping[str, Any]) -> tuple[_EngineReport, Expected | Non
     long, short, longer = [Computed(*each, length, softmax_scale=scale) for each in numbers]
     by_length = short.inv_freq != long.inv_freq or short.attention_factor != long.attention_factor
     if by_length or longer.inv_freq != long.inv_freq:
-        note = f"{described.method.name}: the frequencies follow the longest input; these are for {length:,} tokens."
+        note = f"The frequencies follow the longest input; these are for {length:,} tokens."
         long = replace(long, by_length=by_length, notes=(note,))
     report = _EngineReport(reference_engine().name, __version__, long)
-    scaled = not isinstance(described.method, Default)
-    note = slot.layers.unrotated_note(described.method) if scaled else None
-    return report, ((length, long), *(((1, short),) if by_length else ())), described.context_length, note
+    expected = ((length, long), *(((1, short),) if by_length else ()))
+    if slot is None:
+        return report, expected, None, None
+    described = slot.as_loaded[layer_type]
+    unrotated = None if isinstance(described.method, Default) else slot.layers.unrotated_note(described.method)
+    return report, expected, described.context_length, unrotated
 
 
 def _report(
