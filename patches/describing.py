@@ -20,7 +20,7 @@ from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import PatchState, Slot, patched_slots
+from rope_ext_hf.patches.slots import PatchState, Slot, first_scaled, patched_slots
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 
@@ -143,7 +143,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
     if filled := patched_slots(model):
         present = filled[0].present_spec
         return _describe_patched(model, find_slots(model, present.layers), filled[0].state, present.method)
-    slot = _first_scaled(find_slots(model))
+    slot = first_scaled(find_slots(model))
     layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
     config = before_patches(slot.config)
     settings = getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}
@@ -170,10 +170,6 @@ def describe(model: nn.Module | PatchPlan) -> Description:
     )
 
 
-def _first_scaled(slots: Sequence[Slot]) -> Slot:
-    return next((each for each in slots if each.scaled_layers), slots[0])
-
-
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
     encoding = state.encoding
     if modules_with_adapters(model):
@@ -193,7 +189,7 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
 
 
 def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState, method: RopeMethod) -> Description:
-    slot, rotary = _first_scaled(slots), state.spec.rotary
+    slot, rotary = first_scaled(slots), state.spec.rotary
     return _description(
         slot,
         rotary,

@@ -120,31 +120,36 @@ def _only_rope(described: Iterable[ConfigRope]) -> ConfigRope:
     return next(iter(by_rotary.values()))
 
 
-# What a config alone states is asked where no model is built: of a config.json without weights, of classes that are not
-# here (remote code), and by commands that answer at once. The rotated dims then follow from sizes in the config, of
-# which a model has the frequencies themselves; all else is read in one way.
+# What a config alone states is asked of classes that are not here (remote code). The rotated dims then follow from
+# sizes in the config, of which a model has the frequencies themselves; all else is read in one way.
 
 
-def rope_of_config(layers: AttentionLayers) -> tuple[ConfigRope, list[LayerType]]:
-    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers."""
+def rope_of_config(layers: AttentionLayers, slots: Sequence[Slot] = ()) -> tuple[ConfigRope, list[LayerType]]:
+    """The rotary embedding of all full-attention layers, by a config without patches, and the types of these layers.
+
+    `slots`: of a model of this config, for the rotated dims; none: its class is not here.
+    """
     parameters = getattr(layers.config, "rope_parameters", None) or {}
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     chosen = layers.choose(layers.served(nested or [None]))
     if not chosen:
         raise layers.nothing_to_extend()
-    return _only_rope([rope_of_layers(layers.config, layer_type) for layer_type in chosen]), list(chosen)
+    dims = {layer_type: rope.plain.dim for slot in slots for layer_type, rope in slot.as_loaded.items()}
+    described = [
+        read_rope(layers.config, dims[each], each) if each in dims else rope_of_layers(layers.config, each)
+        for each in chosen
+    ]
+    return _only_rope(described), list(chosen)
 
 
 def rope_of_layers(config: Any, layer_type: LayerType) -> ConfigRope:
-    """The rotary embedding of one layer type, by a text config."""
+    """The rotary embedding of one layer type, by a text config alone."""
     values = text_settings(config.to_dict())
-    layers = [str(i) for i, kind in enumerate(values.get("layer_types") or ()) if kind == layer_type]
-    values |= values.get("per_layer_config", {}).get(layers[0], {}) if layers else {}  # Gemma 4: heads of another size
     settings = rope_dict(config, layer_type)
     proportional = settings.get("rope_type") == "proportional"
     partial = values.get("partial_rotary_factor") or settings.get("partial_rotary_factor")
     geometry = {} if proportional or partial is None else {"partial_rotary_factor": partial}
-    return read_rope(config, rotated_dims(values, geometry), layer_type)
+    return read_rope(config, rotated_dims(values, geometry, layer_type), layer_type)
 
 
 def before_patches(config: Any) -> Any:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rope_ext_hf.config_keys.keys import own_keys
+from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
@@ -223,13 +224,16 @@ def save_patched_folder(
     progress: Callable[[int, int], object] = lambda done, total: None,
     as_code: bool = False,
     finish: Callable[[Path], object] = lambda folder: None,
+    keep_mistral_format: bool = False,
 ) -> None:
     """Write a copy of a model's folder with the config of a patched model, whose weights are not needed.
 
     The copy of an adapter's folder gets the record of the patch instead. The source's model card and its results, which
-    are of another model, are left out.
+    are of another model, are left out, and so are files in Mistral's own format, from which vLLM would run the model
+    without the method.
 
     Args:
+        keep_mistral_format: copy those files too.
         progress: called with the bytes that are copied, and those of all files.
         as_code: add code by which plain transformers loads the folder, see `write_loading_code`.
         finish: called with the whole copy before it gets its name, to write its card.
@@ -249,7 +253,8 @@ def save_patched_folder(
     adapter, state = find_adapter(source), patched_slots(model)[0].state
     if as_code and adapter is not None:
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
-    names = [file for file in list_files(source) if not _left_out(Path(file))]
+    kept = set(mistral_format_files(source)) if keep_mistral_format else set()
+    names = [file for file in list_files(source) if file in kept or not _left_out(source, file)]
     inputs = file_stamps([source / file for file in names])
     size = sum([size for _, size, _ in inputs.values()])
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
@@ -278,7 +283,7 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
     Both folders are read, as fast as the disk allows: copying takes as long. A file that `save_patched_folder` changes
     on the way is compared by its JSON, without what is changed there.
     """
-    names = [name for name in list_files(source) if not _left_out(Path(name))]
+    names = [name for name in list_files(source) if not _left_out(source, name)]
     return [name for name in names if not _is_copy(source / name, out / name)]
 
 
@@ -299,9 +304,13 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
         write_json(file, settings | {"model_max_length": extended})
 
 
-def _left_out(name: Path) -> bool:
-    apart = ("config.json", "README.md", "__init__.py", "run.yaml")
-    return name.name in apart or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)
+def _left_out(source: Path, file: str) -> bool:
+    name, apart = Path(file), ("config.json", "README.md", "__init__.py", "run.yaml")
+    return (
+        name.name in apart
+        or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)
+        or file in mistral_format_files(source)
+    )
 
 
 # --- code by which plain transformers loads a patched folder -------------------------------------------------------

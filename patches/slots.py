@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Self
@@ -48,6 +48,11 @@ class Slot:
         changed = next((name for name in self.scaled_layers if name in SLIDING), None)
         apart = next((rope for name, rope in self.as_loaded.items() if name in SLIDING), None)
         return self.layers.sliding_note(apart, extended_length, changed)
+
+
+def first_scaled(slots: Sequence[Slot]) -> Slot:
+    """The first slot with layers that a method applies to, else the first one."""
+    return next((each for each in slots if each.scaled_layers), slots[0])
 
 
 @dataclass

@@ -28,6 +28,7 @@ WEIGHT_SUFFIXES = frozenset(
 )
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
 """Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
+_MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.safetensors.index.json")
 _SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
 _asked: dict[str, tuple[float, bool]] = {}  # when a Hub was asked last, and whether it answered
@@ -59,10 +60,17 @@ def download(
         chosen = [file for file in chosen if Path(file).suffix not in WEIGHT_SUFFIXES]
         if weights:
             known = [file for singles in WEIGHT_FILES for file in _first_of(singles, files, fetch)]
-            chosen += known or [file for file in own if fnmatch(file, "consolidated.*.pth")]
+            patterns = ("consolidated.*.pth", *_MISTRAL_FORMAT)
+            chosen += known or [file for file in own if any(fnmatch(file, pattern) for pattern in patterns)]
+            chosen = list(dict.fromkeys(chosen))
         if not chosen:
             raise CheckpointError(f"{name!r} on the Hub holds no files of a model")
         return fetch(chosen)
+
+
+def mistral_format_files(folder: Path) -> list[str]:
+    """Return the names of a folder's files in Mistral's own format, from which some programs run it before config.json."""
+    return sorted({file.name for pattern in _MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 
 def _first_of(singles: Iterable[str], files: Sequence[str], fetch: Callable[[list[str]], Path]) -> list[str]:

@@ -40,7 +40,7 @@ _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
 _CLASS_FILES = ("config.json", ADAPTER_CONFIG, "*.py")
-_CONFIG_FILES = (*_CLASS_FILES, "generation_config.json")
+_CONFIG_FILES = (*_CLASS_FILES, "generation_config.json", "params.json")
 _ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")

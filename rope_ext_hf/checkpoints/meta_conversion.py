@@ -1,5 +1,7 @@
 """A Llama between Meta's own format (params.json, consolidated.NN.pth) and a Hugging Face folder, streamed and atomic.
 
+A Mistral in its own format (params.json, consolidated*.safetensors) becomes a Hugging Face folder in the same way.
+
 `meta_params` describes which models these are, and how what params.json lacks is derived.
 """
 
@@ -29,7 +31,7 @@ from rope_ext_hf.checkpoints.meta_params import (
 )
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
-from rope_ext_hf.checkpoints.source import Source, copy_other_files
+from rope_ext_hf.checkpoints.source import Source, copy_other_files, has_weights
 from rope_ext_hf.checkpoints.torch_files import open_writer
 from rope_ext_hf.checkpoints.verification import compare_views
 from rope_ext_hf.checkpoints.weight_files import (
@@ -43,6 +45,7 @@ from rope_ext_hf.checkpoints.weight_files import (
     tensor_bytes,
     write_safetensors,
 )
+from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     atomic_file,
@@ -64,17 +67,22 @@ class MetaSource:
 
     def __init__(self, folder: Path) -> None:
         names = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", p.name))
-        if not names:
-            raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {_part_name(0)}")
-        expected = [_part_name(i) for i in range(len(names))]
-        if missing := [name for name in expected if name not in names]:
+        shards = sorted(p.name for p in folder.glob("consolidated*.safetensors"))
+        if not names and not shards:
+            raise CheckpointError(
+                f"{str(folder)!r} holds no weights; looked for {_part_name(0)} and consolidated*.safetensors"
+            )
+        expected = [_part_name(i) for i in range(len(names))] or shards
+        if missing := [name for name in expected if name not in (names or shards)]:
             raise CheckpointError(f"{missing[0]!r} is missing in {str(folder)!r}, which has {', '.join(names)}")
         paths = [resolve_inside(folder, name) for name in ("params.json", *expected)]
         list_files(folder)  # refuses links that lead out of the folder
         self.folder, self.inputs = folder, file_stamps(paths)  # before they are read
+        self.files = paths[1:]
         params = read_params(paths[0])
-        # its files, in order: each holds the tensors of one model-parallel process
-        self.parts = parts = tuple(map(TorchFile, paths[1:]))
+        # what its model-parallel processes hold, in order: files of Meta's, and all files of Mistral's together
+        self.parts: tuple[_Part, ...] = tuple(map(TorchFile, self.files)) if names else (_Shards(self.files),)
+        parts = self.parts
         if params["n_kv_heads"] % len(parts):
             raise CheckpointError(
                 f"{str(folder)!r}: {params['n_kv_heads']} key heads cannot be divided among {len(parts)} parts"
@@ -87,9 +95,14 @@ class MetaSource:
                 f"params.json in {str(folder)!r} has vocab_size {params['vocab_size']}; {EMBEDDING!r} has {vocab} rows"
             )
         ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
+        if params.get("hidden_dim", ffn) != ffn:
+            raise CheckpointError(
+                f"params.json in {str(folder)!r} has hidden_dim {params['hidden_dim']}; w1 of the first layer has {ffn} rows"
+            )
         _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(self.split))
         self.llama = Llama.from_params(params, vocab, ffn, _tied(parts, self.split))
-        self.stated_length: int | None = params.get("max_seq_len")  # in tokens, by params.json, which usually has none
+        # in tokens, by params.json, which usually has none
+        self.stated_length: int | None = params.get("max_position_embeddings", params.get("max_seq_len"))
 
     def view(self, to: str = "interleaved") -> TensorView:
         """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing."""
@@ -111,14 +124,34 @@ class MetaSource:
         return tensor
 
 
+class _Shards:
+    """The files of Mistral's format, which hold the tensors of one process together."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.path, files = paths[0], list(map(SafetensorsFile, paths))
+        view = TensorView.from_files(files)
+        if len(view.tensors) < sum(len(file.tensors) for file in files):
+            raise CheckpointError(f"a tensor is in two files of {', '.join(path.name for path in paths)}")
+        self.tensors, self.read = view.tensors, view.read
+
+
+_Part = TorchFile | _Shards
+
+
 def open_checkpoint(
     path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Source | MetaSource:
-    """Open a folder or Hub repository, in Meta's format or Hugging Face's, which may have a params.json too."""
+    """Open a folder or Hub repository, in Meta's format or Hugging Face's, which may have a params.json too.
+
+    Mistral's repositories hold a model in both formats; then it is read in Hugging Face's.
+    """
     folder = model_folder(path, revision=revision)
     has_params, has_config = ((folder / name).is_file() for name in ("params.json", "config.json"))
     has_parts = any(folder.glob("consolidated.*.pth"))
-    if (has_params and has_parts) or ((has_params or has_parts) and not has_config):
+    has_shards = any(folder.glob("consolidated*.safetensors"))
+    if (has_params and has_parts) or ((has_params or has_parts or has_shards) and not has_config):
+        return MetaSource(folder)
+    if has_params and has_shards and not has_weights(folder):
         return MetaSource(folder)
     return Source(folder, trust_remote_code=trust_remote_code)
 
@@ -127,20 +160,20 @@ def _part_name(index: int) -> str:
     return f"consolidated.{index:02}.pth"
 
 
-def _info(part: TorchFile, name: str) -> TensorInfo:
+def _info(part: _Part, name: str) -> TensorInfo:
     if name not in part.tensors:
         raise CheckpointError(f"{name!r} is missing in {str(part.path)!r}")
     return part.tensors[name]
 
 
-def _matrix(part: TorchFile, name: str) -> tuple[int, int]:
+def _matrix(part: _Part, name: str) -> tuple[int, int]:
     shape = _info(part, name).shape
     if len(shape) != 2:
         raise CheckpointError(f"{name!r} in {str(part.path)!r} has shape {shape}, not two dimensions")
     return shape[0], shape[1]
 
 
-def _check_parts(parts: tuple[TorchFile, ...], weights: Iterable[Weight]) -> None:
+def _check_parts(parts: tuple[_Part, ...], weights: Iterable[Weight]) -> None:
     """Check that every part has every tensor, in the right shape and one dtype, copies are equal, and nothing else."""
     known, optional = {FREQUENCIES}, not any(OUTPUT in part.tensors for part in parts)
     for weight in weights:  # one by one: params.json may claim any number of layers
@@ -165,12 +198,12 @@ def _check_parts(parts: tuple[TorchFile, ...], weights: Iterable[Weight]) -> Non
     for part in parts:
         if unknown := sorted(set(part.tensors) - known):
             raise CheckpointError(
-                f"{unknown[0]!r} in {str(part.path)!r} does not belong to a Llama with these params.json; "
+                f"{unknown[0]!r} in {str(part.path)!r} does not belong to a model with these params.json; "
                 f"{len(unknown)} such tensors"
             )
 
 
-def _tied(parts: tuple[TorchFile, ...], split: int) -> bool:
+def _tied(parts: tuple[_Part, ...], split: int) -> bool:
     """Whether the output weights are the embeddings, or are not stored at all."""
     if OUTPUT not in parts[0].tensors:
         return True
@@ -228,7 +261,8 @@ class MetaImport(Conversion):
         if split.is_sharded:
             index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             write_json(staging / "model.safetensors.index.json", index)
-        written = [*(part.path.name for part in self.source.parts), "params.json", "config.json", "checklist.chk"]
+        weights = [*(path.name for path in self.source.files), *mistral_format_files(self.folder)]
+        written = [*weights, "params.json", "config.json", "checklist.chk"]
         skipped = copy_other_files(self.folder, staging, written)
         self.config.save_pretrained(staging)
         return skipped

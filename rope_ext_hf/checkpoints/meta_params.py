@@ -1,4 +1,7 @@
-"""A Llama in Meta's params.json and in a Hugging Face config, and the names of its tensors in both formats.
+"""A model in Meta's params.json and in a Hugging Face config, and the names of its tensors in both formats.
+
+Mistral's own format is Meta's with a head_dim and a hidden_dim of its own (github.com/mistralai/mistral-inference,
+args.py, transformer_layers.py), and its models become those of transformers' Mistral.
 
 For Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta-llama: llama, llama/model.py;
 llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
@@ -9,22 +12,23 @@ convert_llama_weights_to_hf.py. What params.json does not contain is derived fro
   if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code has built in for all of them
   (github.com/meta-llama/llama-models/issues/241).
 - rope_theta: 500000 with use_scaled_rope, else 1e4, as the code of each generation has it.
-- the token ids of begin and end: 128000 and 128001 from a vocabulary of 128256 on, else 1 and 2. Chat models have
-  further end tokens, which neither params.json nor the weights name.
+- the token ids of begin and end: of a Llama 128000 and 128001 from a vocabulary of 128256 on, else 1 and 2. Chat models
+  have further end tokens, which neither params.json nor the weights name.
+- rope_theta of a Mistral: 1e6, and 1e4 beside a sliding window, as mistral-inference has it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import package_table, read_json
 from rope_ext_hf.patches.config import GUESSED_LENGTH_KEY, PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
@@ -39,8 +43,20 @@ _PARAMS: dict[str, type] = {
     **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # not in released files: arguments of Meta's code
     **dict.fromkeys(("norm_eps", "rope_theta", "ffn_dim_multiplier", "rope_scaling_factor"), float),
     "use_scaled_rope": bool,
+    **dict.fromkeys(("head_dim", "hidden_dim", "sliding_window", "max_position_embeddings"), int),  # Mistral's
+    **dict.fromkeys(("use_biases", "tied_embeddings", "causal"), bool),
+    "yarn": dict,
+    "model_type": str,
 }
 _REQUIRED = ("dim", "n_layers", "n_heads")
+_MISTRAL = ("head_dim", "hidden_dim")  # the keys by which a params.json is Mistral's
+_MISTRAL_VALUES = {"use_biases": False, "causal": True, "model_type": "transformer"}
+"""Keys of Mistral's params.json with the one value that transformers' Mistral can have."""
+_YARN = {"factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"} | {
+    "beta": "beta_fast",
+    "alpha": "beta_slow",
+}
+"""The keys of a yarn in Mistral's params.json, and in rope settings of transformers."""
 
 # What both formats contain: the names here, in params.json and in a config.
 _SHARED_FIELDS: tuple[tuple[str, str, str], ...] = (
@@ -55,10 +71,10 @@ _SHARED_FIELDS: tuple[tuple[str, str, str], ...] = (
 # The tensors of a layer: Meta's name, Hugging Face's, shape, the dimension that parts divide (None: every part holds a
 # full copy), and the number of heads in its rotated rows (None: no row rotates).
 _LAYER: tuple[tuple[str, str, tuple[str, ...], int | None, str | None], ...] = (
-    ("attention.wq", "self_attn.q_proj", ("dim", "dim"), 0, "heads"),
+    ("attention.wq", "self_attn.q_proj", ("q_dim", "dim"), 0, "heads"),
     ("attention.wk", "self_attn.k_proj", ("kv_dim", "dim"), 0, "kv_heads"),
     ("attention.wv", "self_attn.v_proj", ("kv_dim", "dim"), 0, None),
-    ("attention.wo", "self_attn.o_proj", ("dim", "dim"), 1, None),
+    ("attention.wo", "self_attn.o_proj", ("dim", "q_dim"), 1, None),
     ("feed_forward.w1", "mlp.gate_proj", ("ffn", "dim"), 0, None),
     ("feed_forward.w2", "mlp.down_proj", ("dim", "ffn"), 1, None),
     ("feed_forward.w3", "mlp.up_proj", ("ffn", "dim"), 0, None),
@@ -150,10 +166,18 @@ class Llama:
     theta: float  # base of its rotary embedding
     factor: float | None  # the factor of Llama 3.1's scaling; None: not scaled
     tied: bool  # its output weights are its embeddings
+    mistral: bool = False  # it is a Mistral, of which the next three are as well
+    own_head_dim: int | None = None  # None: the hidden size over the heads
+    sliding_window: int | None = None  # tokens; None: every layer attends to everything
+    yarn: Mapping[str, Any] = field(default_factory=dict)  # rope settings of transformers; {}: there is no yarn
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.own_head_dim or self.dim // self.heads
+
+    @property
+    def q_dim(self) -> int:
+        return self.head_dim * self.heads
 
     @property
     def kv_dim(self) -> int:
@@ -162,6 +186,8 @@ class Llama:
     @property
     def generation(self) -> _Generation:
         """The generation by the scaling, else by theta, else by the epsilon of the norms."""
+        if self.mistral:
+            return _Generation("Mistral 7B", 32_768, 0)
         if self.factor is not None:
             return _Generation("Llama 3.1", 131_072, 0)
         if self.theta == 1e6:
@@ -172,6 +198,8 @@ class Llama:
 
     @property
     def release(self) -> _Release | None:
+        if self.mistral:
+            return None
         sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
         same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
         return next(same, None)
@@ -183,8 +211,8 @@ class Llama:
         if given is not None:
             return _ContextLength(given, "", False)
         if stated is not None:
-            note = f"the context length of {stated:,} tokens is max_seq_len of params.json"
-            return _ContextLength(stated, note, False)
+            key = "max_position_embeddings" if self.mistral else "max_seq_len"
+            return _ContextLength(stated, f"the context length of {stated:,} tokens is {key} of params.json", False)
         if (release := self.release) is not None:
             like = f"that of {release.name}, which has these sizes, theta and scaling"
             note = f"the context length of {release.length:,} tokens is {like}; params.json states none"
@@ -226,14 +254,16 @@ class Llama:
 
     def to_config(self, to: str, dtype: torch.dtype, length: _ContextLength) -> Any:
         """Return the Hugging Face config of this model with weights in this pairing, which marks a guessed length."""
-        from transformers import LlamaConfig
+        from transformers import LlamaConfig, MistralConfig
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
         if self.factor is not None:
             rope |= {"rope_type": "llama3", "factor": self.factor} | _SCALING
-        begin, end = (128_000, 128_001) if self.vocab >= 128_256 else (1, 2)
-        return LlamaConfig(
-            architectures=["LlamaForCausalLM"],
+        rope |= self.yarn
+        begin, end = (128_000, 128_001) if self.vocab >= 128_256 and not self.mistral else (1, 2)
+        config_class = MistralConfig if self.mistral else LlamaConfig
+        return config_class(
+            architectures=["MistralForCausalLM" if self.mistral else "LlamaForCausalLM"],
             intermediate_size=self.ffn,
             max_position_embeddings=length.tokens,
             rope_parameters=rope,
@@ -242,6 +272,7 @@ class Llama:
             eos_token_id=end,
             dtype=str(dtype).removeprefix("torch."),
             **{hf: getattr(self, ours) for ours, _, hf in _SHARED_FIELDS},
+            **({"head_dim": self.head_dim, "sliding_window": self.sliding_window} if self.mistral else {}),
             **({GUESSED_LENGTH_KEY: length.tokens} if length.guessed else {}),
             **{PAIRING_KEY: to},
         )
@@ -251,7 +282,9 @@ class Llama:
         """The model by `read_params` and by the shapes of the tensors."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
-        return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied)
+        own = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
+        own |= {"mistral": any(key in params for key in _MISTRAL), "yarn": params.get("yarn", {})}
+        return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied, **own)
 
     @classmethod
     def from_config(cls, config: Any, where: str) -> Llama:
@@ -309,11 +342,17 @@ def read_params(path: Path) -> dict[str, Any]:
     where = f"params.json in {str(path.parent)!r}"
     if unknown := sorted(set(params) - set(_PARAMS)):
         raise CheckpointError(
-            f"{where} has {unknown[0]} = {params[unknown[0]]!r}, which no text model of Llama 1 to 3.3 has; "
-            f"known: {', '.join(_PARAMS)}"
+            f"{where} has {unknown[0]} = {short(repr(params[unknown[0]]))}, which no text model of Llama 1 to 3.3, nor a "
+            f"Mistral without experts, has; known: {', '.join(_PARAMS)}"
         )
     for key, value in params.items():
         kind = _PARAMS[key]
+        if key in _MISTRAL_VALUES and value != _MISTRAL_VALUES[key]:
+            raise CheckpointError(
+                f"{where}: {key} is {value!r}, and transformers' Mistral runs only {_MISTRAL_VALUES[key]!r}"
+            )
+        if key in ("model_type", "yarn"):
+            continue
         missing_size = key == "vocab_size" and value == -1
         number = type(value) in (int, kind) and (0 < value < 2**63 or missing_size)
         if not (type(value) is bool if kind is bool else number):
@@ -322,9 +361,27 @@ def read_params(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{where} lacks {missing[0]}")
     dim, heads, scaled = params["dim"], params["n_heads"], params.get("use_scaled_rope", False)
     kv_heads = params.get("n_kv_heads", heads)
-    if dim % heads or (dim // heads) % 2 or heads % kv_heads:
+    head_dim = params.get("head_dim", dim // heads)
+    if ("head_dim" not in params and dim % heads) or head_dim % 2 or heads % kv_heads:
         raise CheckpointError(f"{where}: dim {dim}, n_heads {heads} and n_kv_heads {kv_heads} contradict each other")
     if "rope_scaling_factor" in params and not scaled:
         raise CheckpointError(f"{where} has rope_scaling_factor, but not use_scaled_rope")
-    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": LLAMA_3_THETA if scaled else 1e4}
+    theta = LLAMA_3_THETA if scaled else 1e4
+    if any(key in params for key in _MISTRAL):
+        theta = 1e4 if params.get("sliding_window") else 1e6
+    if "yarn" in params:
+        params["yarn"] = _yarn_settings(params["yarn"], where)
+    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": theta}
     return usual | {"use_scaled_rope": scaled} | {key: _PARAMS[key](value) for key, value in params.items()}
+
+
+def _yarn_settings(yarn: Any, where: str) -> dict[str, Any]:
+    """The rope settings of transformers for a yarn in Mistral's params.json."""
+    numbers = {key: value for key, value in yarn.items() if key != "apply_scale"} if isinstance(yarn, dict) else None
+    known = numbers is not None and {"factor", "original_max_position_embeddings"} <= numbers.keys() <= _YARN.keys()
+    if numbers is None or not known or not all(type(value) in (int, float) and value > 0 for value in numbers.values()):
+        raise CheckpointError(f"{where}: yarn is {short(repr(yarn))}; it must give {', '.join(_YARN)} as numbers above 0")
+    settings = {"rope_type": "yarn", **{_YARN[key]: float(value) for key, value in numbers.items()}}
+    original = int(settings["original_max_position_embeddings"])
+    unscaled = {} if yarn.get("apply_scale", True) else {"attention_factor": 1.0}
+    return settings | {"original_max_position_embeddings": original} | unscaled

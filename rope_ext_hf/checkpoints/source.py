@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
-from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES
+from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES, mistral_format_files
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import FileStamps, copy_files, file_stamps, list_files, read_json, resolve_inside
 from rope_ext_hf.hub import loading, model_folder
@@ -100,12 +100,26 @@ class Source:
 
 
 def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
-    """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files."""
+    """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files.
+
+    Files in Mistral's own format count as weights: the index of weights that are not copied would lead nowhere, and
+    some programs would read params.json in place of the new config.json.
+    """
+    apart = mistral_format_files(folder)
     left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
     names = [name for name in list_files(folder) if name not in left_out]
-    skipped = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original"]
+    skipped = [
+        name
+        for name in names
+        if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in apart
+    ]
     copy_files(folder, [name for name in names if name not in skipped], staging)
     return tuple(skipped)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights that transformers would load."""
+    return any((folder / each).exists() for name in chain(*WEIGHT_FILES) for each in (name, _index_name(name)))
 
 
 def safetensors_name(name: str) -> str:

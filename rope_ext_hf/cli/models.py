@@ -236,6 +236,9 @@ def patch(
     out: Path = asked(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
     native: bool = asked(False, "Save in transformers' own form even where transformers then computes other results."),
     as_code: bool = asked(False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."),
+    keep_mistral_format: bool = asked(
+        False, "Also copy params.json and consolidated*.safetensors, from which vLLM runs the model without the method."
+    ),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a model folder whose config carries a method; weights are copied as they are.
@@ -247,7 +250,8 @@ def patch(
     """
     methods.check_single(required=True)
     publish.check()
-    description = write_patched(model, out, methods, source, native=native, as_code=as_code)
+    written: dict[str, Any] = {"native": native, "as_code": as_code, "keep_mistral_format": keep_mistral_format}
+    description = write_patched(model, out, methods, source, **written)
     print_text(
         json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
     )
@@ -262,9 +266,11 @@ def write_patched(
     *,
     native: bool = False,
     as_code: bool = False,
+    keep_mistral_format: bool = False,
     runs: Sequence[Run[Any]] = (),
 ) -> Description:
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
+    from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import foreign_errors
     from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
@@ -276,8 +282,19 @@ def write_patched(
         origin = made_from(model, **source.version)
         finish = partial(write_card, runs=runs, name=out.name, model=empty, **origin)
         with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish)
-        return _describe(empty, model, source)
+            save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish, keep_mistral_format)
+        description = _describe(empty, model, source)
+        if left := mistral_format_files(origin["source"]):
+            names = ", ".join(left)
+            note = (
+                f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it runs "
+                "the model from them, without the method."
+                if keep_mistral_format
+                else f"{names} are left out: they hold the model in Mistral's own format, from which vLLM would run it "
+                "without the method. --keep-mistral-format copies them too."
+            )
+            description = replace(description, notes=(*description.notes, note))
+        return description
 
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:

@@ -22,6 +22,11 @@ def linear(theta: float, dim: int, factor: float) -> list[float]:
     return [float(theta) ** (-index / dim) / factor for index in range(0, dim, 2)]
 
 
+def alpha_theta(theta: float, dim: int, alpha: float) -> float:
+    """The base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
+    return theta * alpha ** (dim / (dim - 2))
+
+
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:
     """longrope: every frequency divided by its own number."""
     return [float(theta) ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]

@@ -22,7 +22,8 @@ GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_inte
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
 REMAPPING_KEY = "remapping"  # the setting that holds a remapping method and the pairing of the model, as JSON text
-_SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
+_SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention", "main"})
+"""Keys of rope settings that are not for full-attention layers; "main" is DeepSeek V4's for its sliding-window layers."""
 
 
 def text_settings(config: Config) -> dict[str, Any]:
@@ -123,10 +124,10 @@ def length_setting(text: Config) -> int:
     return int(length)
 
 
-def rotated_dims(text: Config, settings: Config) -> int:
-    """Rotated dims per head."""
+def rotated_dims(text: Config, settings: Config, layer_type: str | None = "full_attention") -> int:
+    """Rotated dims per head of the layers of a type."""
     latent: Any = text.get("qk_rope_head_dim")  # latent attention rotates a part of its own
-    dims = latent or text.get("head_dim")
+    dims = latent or _head_dim(text, layer_type)
     if dims is None:
         dims = int(needed(text, "hidden_size") // needed(text, "num_attention_heads"))
     numeric = isinstance(dims, (int, float)) and not isinstance(dims, bool)
@@ -136,6 +137,18 @@ def rotated_dims(text: Config, settings: Config) -> int:
     if not numeric or not 2 <= dims <= 65536 or dims % 2:
         raise ServingError(f"an even number of dims per head rotates; the config gives {dims!r}")
     return int(dims)
+
+
+def _head_dim(text: Config, layer_type: str | None) -> Any:
+    """`head_dim` of the layers of a type: Gemma 4's full-attention layers have heads of another size, under two keys."""
+    types = text.get("layer_types")
+    first = types.index(layer_type) if isinstance(types, list | tuple) and layer_type in types else None
+    own = text.get("per_layer_config")
+    for index, values in own.items() if isinstance(own, Mapping) else ():  # "5", or "05" beside layers from 10 on
+        if str(index).isdecimal() and int(index) == first and isinstance(values, Mapping) and "head_dim" in values:
+            return values["head_dim"]
+    stated = text.get("global_head_dim") if layer_type == "full_attention" else None
+    return text.get("head_dim") if stated is None else stated
 
 
 def rope_divisors(settings: Config, key: str, dim: int) -> list[float]:
@@ -183,18 +196,20 @@ class Computed:
     notes: tuple[str, ...] = ()  # the settings that the engine passes over in this config, in sentences
     by_length: bool = False  # whether these are for inputs of this length alone, and shorter ones get others
 
-    def difference(self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float) -> str | None:
-        """The first difference from these frequencies and magnitudes, as text; None where all agree to 1e-6."""
+    def difference(
+        self, inv_freq: Sequence[float], attention_factor: float, softmax_scale: float, *, within: float = _EXACT
+    ) -> str | None:
+        """The first relative difference above `within` from these numbers, as text; None where all agree."""
         if len(inv_freq) != len(self.inv_freq):
             return f"it rotates {len(self.inv_freq)} pairs, not {len(inv_freq)}"
         worst = 0.0
         for a, b in zip(self.inv_freq, inv_freq, strict=True):
             worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
-        if worst > _EXACT:
+        if worst > within:
             return f"its frequencies differ by up to {worst:.2g}"
-        if not math.isclose(self.attention_factor, attention_factor, rel_tol=_EXACT):
+        if not math.isclose(self.attention_factor, attention_factor, rel_tol=within):
             return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
-        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=_EXACT):
+        if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=within):
             return f"its softmax scale would be multiplied by {self.softmax_scale:.6g} instead of {softmax_scale:.6g}"
         return None
 

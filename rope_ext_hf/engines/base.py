@@ -61,6 +61,7 @@ class Target:
     method: str  # for messages
     notes: tuple[str, ...] = ()  # the layers that the method does not reach, and what else a user must hear
     remapping: str | None = None  # a remapping method and the model's pairing, as JSON text for the plug-in
+    mistral_format: bool = False  # whether its folder holds params.json, Mistral's own format, beside config.json
 
     @functools.cached_property
     def model_type(self) -> str:
@@ -475,11 +476,13 @@ def other_engines() -> list[Engine]:
 
 # --- whether one engine computes what another one does ---------------------------------------------------------------
 
-_Expected = tuple[tuple[int, Computed], ...]
+Expected = tuple[tuple[int, Computed], ...]
 """Each with the length of inputs in tokens that it is for: long ones, then short ones if those differ."""
+_FLOAT32 = 4e-6
+"""The largest relative difference that computing frequencies in float32 leaves, as classes of transformers do."""
 
 
-def expected_of(reference: Engine, config: Config) -> _Expected:
+def expected_of(reference: Engine, config: Config) -> Expected:
     """Compute a config by an engine that follows every input, to compare others with."""
     longest = reference.computes(config)
     assert longest.length is not None
@@ -487,15 +490,15 @@ def expected_of(reference: Engine, config: Config) -> _Expected:
     return (longest.length, longest), *short
 
 
-def runs_otherwise(engine: Engine, expected: _Expected, config: Config) -> str | None:
-    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to 1e-6."""
+def runs_otherwise(engine: Engine, expected: Expected, config: Config) -> str | None:
+    """How an engine runs short or long inputs otherwise than expected, as text; None where both agree to float32."""
     ours = engine.computes(config, expected[0][0])
     if ours.by_length and len(expected) == 1:  # it follows the input, and the reference does not
         expected = (*expected, (1, expected[0][1]))
     for name, (tokens, theirs) in zip(("", "for short inputs "), expected, strict=False):
         if name and engine.follows_input:
             ours = engine.computes(config, tokens)
-        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale)
+        reason = ours.difference(theirs.inv_freq, theirs.attention_factor, theirs.softmax_scale, within=_FLOAT32)
         if reason is not None:
             return name + reason
     return None

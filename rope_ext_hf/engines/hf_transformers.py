@@ -6,15 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import linear, longrope_magnitude, plain, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import alpha_theta, linear, longrope_magnitude, plain, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 
 MLA_FAMILIES = frozenset(
     {"axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
-    | {"hy_v4", "hy_v4_vl_text", "kimi_k2", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "youtu"}
+    | {"hy_v4", "hy_v4_vl_text", "kimi_k2", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "sarvam_mla"}
+    | {"youtu"}
 )
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
+NTK_ALPHA_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
+"""Families whose dynamic scaling with `alpha` is one set of frequencies for all lengths."""
 
 
 def yarn_magnitude_by_config(settings: Config, factor: float) -> float:
@@ -80,6 +83,8 @@ class _Rules(ConfigEngine):
             rotated = int(needed(rope.settings, "partial_rotary_factor", 1.0) * rope.dim // 2)
             whole = linear(rope.theta, rope.dim, needed(rope.settings, "factor", 1.0))
             return rope.computed([value * (pair < rotated) for pair, value in enumerate(whole)])
+        if rope.kind == "dynamic" and rope.model_type in NTK_ALPHA_FAMILIES and rope.settings.get("alpha"):
+            return rope.computed(plain(alpha_theta(rope.theta, rope.dim, rope.number("alpha")), rope.dim))
         if rope.kind == "dynamic":
             note = "dynamic: the frequencies follow the longest input so far; these are for short inputs."
             return rope.computed(plain(rope.theta, rope.dim), 1.0, note)

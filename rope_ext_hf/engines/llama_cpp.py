@@ -1,8 +1,8 @@
 """llama.cpp, and the programs that run its GGUF files: ggml-org/llama.cpp, b11549.
 
 Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams, get_rope_factors),
-src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, and `ggml_rope_yarn_corr_dims` and `rope_yarn` of
-ggml; conversion/base.py writes the keys. Llama, Phi-3 and Qwen3 were compared with a build: tests/llama_cpp_engine.py.
+src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, mistral3.cpp, hunyuan-vl.cpp, and
+`ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3 and Qwen3 were compared with a build: tests/llama_cpp_engine.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.config_keys.keys import (
     Computed,
     Config,
@@ -37,10 +37,25 @@ _TENSORS = dict(ARCHITECTURES.values())  # the tensors by architecture
 _LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 _LOG_MULTIPLIERS = {"deepseek2": 0.1, "mistral3": 1.0}
 """The converter's multiple of mscale_all_dim, by architecture; the magnitude is divided by that of this mscale."""
+_READS_LOG_MULTIPLIER = frozenset({*_LOG_MULTIPLIERS, "deepseek32", "glm-dsa"})
+_READS_BETAS = frozenset({"mistral3"})  # from the file, whatever flags say; of other graphs in the table flags set them
+_FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the first one that is there; 0 stands for 1
+_ORIGINAL = "rope.scaling.original_context_length"
+_ALPHA = "rope.scaling.alpha"
+_READS_ALPHA = frozenset({"hunyuan-dense", "hunyuan_vl"})
+_WHOLE_HEADS = frozenset({"deci", "falcon", "llama", "llama-embed"})  # whose loader stops where a part of a head rotates
+_CONVERTED_LENGTH = 256 * 1024  # tokens that the converter states of a HunYuan with alpha, whatever its config has
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
 _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_factor")
-"""Keys that are read from files of Grok, some from those of Mistral 3, and from no others; flags set the betas."""
+"""Keys that are read from files of Grok, the betas also from those of Mistral 3, and from no others."""
+OF_SLIDING_LAYERS = ("rope.freq_base_swa", "rope.dimension_count_swa")
+"""Keys that change sliding-window layers alone."""
+_KNOWN = frozenset(
+    {"rope.dimension_count", "rope.dimension_sections", "rope.freq_base", "rope.scaling.type", "rope.scaling.attn_factor"}
+    | {"rope.scaling.finetuned", *_FACTORS, _ALPHA, _ORIGINAL, _LOG_MULTIPLIER, *_UNREAD, *OF_SLIDING_LAYERS}
+)
+"""The rope keys of LLM_KV_NAMES in src/llama-arch.cpp."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class FileRope:
     dim: int  # rotated dims per head
     keys: dict[str, Any]  # metadata without the architecture in front: "rope.freq_base", "rope.scaling.type", ...
     tensors: dict[str, tuple[float, ...]] = field(default_factory=dict)  # divisors by the name of the tensor
+    head_dim: int | None = None  # dims per head; None: not stated
 
 
 def converted(config: Config) -> FileRope:
@@ -92,9 +108,29 @@ def converted(config: Config) -> FileRope:
         }
         for name, key in zip(tensors, ("long_factor", "short_factor"), strict=True):
             divisors[name] = tuple(rope_divisors(settings, key, dim))
+    elif kind == "dynamic" and architecture.startswith("hunyuan"):
+        keys |= _hunyuan_keys(text, settings, architecture, dim)
     elif kind != "default":
         raise ServingError(f"the converter passes over the rope type {kind!r}")
-    return FileRope(architecture, dim, keys, divisors)
+    return FileRope(architecture, dim, keys, divisors, head_dim=dim)
+
+
+def _hunyuan_keys(text: Config, settings: Config, architecture: str, dim: int) -> dict[str, Any]:
+    """The keys of a HunYuan with `alpha`, whose converter stops at other numbers than those of published models."""
+    theta, length, moe = settings["rope_theta"], length_setting(text), architecture == "hunyuan-moe"
+    alpha = needed(settings, "alpha", None if moe else 50.0)
+    if theta != 10000 or length not in (32 * 1024, _CONVERTED_LENGTH) or (moe and (alpha, dim) != (1000, 128)):
+        raise ServingError(
+            f"its converter stops at a dynamic scaling with alpha {alpha:g}, theta {theta:g}, {dim} dims per head and a "
+            f"length of {length:,} tokens, which no published model has"
+        )
+    return {
+        "context_length": _CONVERTED_LENGTH,
+        "rope.freq_base": alpha_theta(theta, dim, alpha),
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1.0,
+        "rope.scaling.original_context_length": _CONVERTED_LENGTH,
+    }
 
 
 def _scaling_keys(settings: Config) -> dict[str, Any]:
@@ -121,26 +157,36 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     kind = keys.get("rope.scaling.type", "linear")
     if file.architecture not in _TENSORS:
         raise NotCheckedError(f"the graph of {file.architecture!r} was not checked")
-    if file.architecture in ("deepseek2", "deepseek32", "glm-dsa") and keys.get("rope.scaling.type", "none") != "none":
+    stated = next((key for key in _FACTORS if key in keys), None)
+    scaled = stated is not None and keys[stated] not in (0, 1)
+    if file.architecture in ("deepseek2", "deepseek32", "glm-dsa") and kind != "none" and (kind != "linear" or scaled):
         raise NotCheckedError(
             f"the graph of {file.architecture} mixes its YaRN into the softmax scale, by rules that changed often"
         )
+    if file.architecture in _WHOLE_HEADS and file.head_dim not in (None, file.dim):
+        raise ServingError(
+            f"rope.dimension_count is {file.dim} and a head has {file.head_dim} dims; for {file.architecture!r} llama.cpp "
+            "stops where they differ"
+        )
     trained = int(needed(keys, "context_length"))
     theta = needed(keys, "rope.freq_base", 10000.0)
+    if file.architecture in _READS_ALPHA and (alpha := keys.get(_ALPHA, 0)) != 0:
+        theta = alpha_theta(theta, file.head_dim or file.dim, needed({_ALPHA: alpha}, _ALPHA))
     if kind not in ("none", "linear", "yarn", "longrope"):
         raise ServingError(f"{kind!r} is no type of rope scaling in llama.cpp")
-    factor = 1.0 if kind == "none" else needed(keys, "rope.scaling.factor", 1.0)
-    original = needed(keys, "rope.scaling.original_context_length", trained)
+    factor = needed(keys, stated) if stated and scaled and kind != "none" else 1.0
+    original = needed(keys, _ORIGINAL) if keys.get(_ORIGINAL) else trained
     divisors = _divisors(file, kind, long=(length or trained) > original)
     magnitude = needed(keys, "rope.scaling.attn_factor", 1.0)
     if kind == "yarn":
-        fast, slow = [needed(keys, key, usual) if by_flags else usual for key, usual in _BETAS.items()]
+        read = by_flags or file.architecture in _READS_BETAS
+        fast, slow = [needed(keys, key, usual) if read else usual for key, usual in _BETAS.items()]
         inv_freq = yarn(theta, file.dim, factor, original, fast, slow)
-        magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, keys.get(_LOG_MULTIPLIER, 0.0))
+        log_multiplier = keys.get(_LOG_MULTIPLIER, 0.0) if file.architecture in _READS_LOG_MULTIPLIER else 0.0
+        magnitude *= yarn_magnitude(factor) / yarn_magnitude(factor, log_multiplier)
     else:
         inv_freq = linear(theta, file.dim, factor)
-    every_key_read = by_flags or not keys.keys() & _UNREAD
-    notes = () if every_key_read else _unread(file, kind, lambda *b: yarn(theta, file.dim, factor, original, *b))
+    notes = () if by_flags else _unread(file, kind, lambda *b: yarn(theta, file.dim, factor, original, *b))
     inv_freq = [value / divisor for value, divisor in zip(inv_freq, divisors, strict=True)]
     return Computed(tuple(inv_freq), magnitude, trained, notes=notes)
 
@@ -165,15 +211,27 @@ def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
     return divisors
 
 
+def _unread_keys(architecture: str) -> tuple[str, ...]:
+    """The keys that the graph of an architecture does not read from its file."""
+    read = [*_BETAS] if architecture in _READS_BETAS else []
+    unread = [key for key in _UNREAD if key not in read]
+    unread += [] if architecture in _READS_ALPHA else [_ALPHA]
+    return (*unread, *([] if architecture in _READS_LOG_MULTIPLIER else [_LOG_MULTIPLIER]))
+
+
 def _unread(file: FileRope, kind: str, ramp: Callable[[float, float], Sequence[float]]) -> tuple[str, ...]:
     """Sentences on keys that the graph does not read, and that would change what it computes."""
-    different = [key for key in _UNREAD if key in file.keys and file.keys[key] != _BETAS.get(key)]
+    unread = _unread_keys(file.architecture)
+    different = [key for key in unread if key in file.keys and file.keys[key] != _BETAS.get(key, 0)]
+    if kind != "yarn":
+        different = [key for key in different if key != _LOG_MULTIPLIER]
     if not _BETAS.keys().isdisjoint(different):
         stated = [file.keys.get(key, usual) for key, usual in _BETAS.items()]
         possible = all(type(value) in (int, float) and 0 < value < math.inf for value in stated)
         if possible and (kind != "yarn" or list(ramp(*stated)) == list(ramp(*_BETAS.values()))):
             different = [key for key in different if key not in _BETAS]
-    notes = []
+    strange = [key for key in file.keys if key.startswith("rope.") and key not in _KNOWN]
+    notes = [f"{key} is not a key of llama.cpp {_GGUFEngine.version}." for key in strange]
     for key in different:
         value = file.keys[key]
         shown = f"{value:g}" if isinstance(value, int | float) else short(str(value))
@@ -246,7 +304,11 @@ class _GGUFEngine(Engine):
             target,
             candidate.name,
             computed,
-            gguf_keys={f"{file.architecture}.{key}": v for key, v in file.keys.items() if key not in _UNREAD},
+            gguf_keys={
+                f"{file.architecture}.{key}": value
+                for key, value in file.keys.items()
+                if key not in _unread_keys(file.architecture)
+            },
             gguf_tensors=file.tensors,
             gguf_removed=candidate.removed,
             command=self.command(target),
@@ -337,7 +399,9 @@ def _flags(own: FileRope | None, file: FileRope, removed: tuple[str, ...], *, by
     """
     if own is None or file.tensors != own.tensors or not own.tensors.keys().isdisjoint(removed):
         return None
-    keys, arch, before = file.keys, file.architecture, own.keys | _BETAS  # those of the file are not read
+    keys, arch = file.keys, file.architecture
+    before = {key: value for key, value in own.keys.items() if key not in _unread_keys(arch)}
+    before |= {key: usual for key, usual in _BETAS.items() if key not in before}
     flags: list[str] = []
     names = {
         "rope.freq_base": "--rope-freq-base",

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.formulas import plain
+from rope_ext_hf.config_keys.formulas import alpha_theta, plain
 from rope_ext_hf.config_keys.keys import (
     GEOMETRY_KEYS,
     PLUGIN_TYPE,
@@ -67,6 +67,8 @@ class OverridingEngine(ConfigEngine):
     def other(self, rope: RopeKeys) -> Computed:
         if rope.kind == "proportional":
             raise NotCheckedError("its class for Gemma 4 was not checked")
+        if rope.kind == "dynamic" and "alpha" in rope.settings:  # DynamicNTKAlphaRotaryEmbedding of both
+            return rope.computed(plain(alpha_theta(rope.theta, rope.dim, rope.number("alpha")), rope.dim))
         return super().other(rope)
 
     def by_plugin(self, rope: RopeKeys, length: int | None, *, latent: bool) -> Computed:

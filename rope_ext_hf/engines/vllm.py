@@ -9,11 +9,11 @@ get_rope, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/mo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, plugin_settings
 from rope_ext_hf.engines.base import Encoding, NotCheckedError, ServingConfig, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
@@ -25,6 +25,9 @@ DEEPSEEK_FAMILIES = frozenset(_TABLE["deepseek"])
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES.union(_TABLE["interleaved"])
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
+HF_FORMAT = ("--config-format", "hf", "--load-format", "safetensors")
+"""Without these it reads params.json and consolidated*.safetensors where they lie beside config.json: `get_config` of
+transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py. It refuses --hf-overrides then."""
 _MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
 
 
@@ -43,6 +46,22 @@ def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
     key = "long" if served > original else "short"
     magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
     return replace(rope, table=rope.most).computed(rope.divided(f"{key}_factor"), magnitude)
+
+
+def of_mistral_params(params: Config, like: Computed) -> Computed:
+    """Compute params.json, Mistral's own format, as `_remap_mistral_yarn_args` of its configs/mistral.py hands it on.
+
+    `like`: the model by config.json, for the number of pairs.
+    """
+    theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
+    dim = int(needed(params, "head_dim", dim))
+    scaling = params.get("yarn")
+    if not isinstance(scaling, Mapping) or not scaling:
+        return Computed(tuple(plain(theta, dim)), 1.0, None)
+    factor, original = needed(scaling, "factor"), needed(scaling, "original_max_position_embeddings")
+    fast, slow = needed(scaling, "beta", 32.0), needed(scaling, "alpha", 1.0)
+    magnitude = yarn_magnitude(factor) if scaling.get("apply_scale", True) else 1.0
+    return Computed(tuple(yarn(theta, dim, factor, original, fast, slow)), magnitude, None)
 
 
 @register_engine("vllm")
@@ -68,7 +87,8 @@ class VLLM(OverridingEngine):
         return _VLLMWithPlugin()
 
     def start(self, target: Target) -> tuple[str, ...]:
-        return ("vllm", "serve", target.model, "--max-model-len", str(target.length))
+        command = ("vllm", "serve", target.model, "--max-model-len", str(target.length))
+        return (*command, *(HF_FORMAT if target.mistral_format else ()))
 
     def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
         if settings["rope_type"] != "yarn":

@@ -12,25 +12,30 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.config_keys.keys import Computed, rope_settings, text_settings, unread_settings
+from rope_ext_hf.config_keys.keys import Computed, length_setting, rope_settings, text_settings, unread_settings
 from rope_ext_hf.engines.base import (
     Engine,
+    Expected,
     NotCheckedError,
     expected_of,
     list_engines,
     reference_engine,
     runs_otherwise,
 )
-from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, file_computes
-from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_line, short
+from rope_ext_hf.downloads import mistral_format_files
+from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
+from rope_ext_hf.engines.vllm import HF_FORMAT, of_mistral_params
+from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
 from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
-from rope_ext_hf.patches.geometry import rope_of_layers
-from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
+from rope_ext_hf.patches.slots import first_scaled
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.serving.configs import refuse_adapter
 from rope_ext_hf.serving.gguf_files import read_file_rope
@@ -123,7 +128,26 @@ def audit(path: str | Path, *, revision: str | None = None) -> Audit:
         folder = model_folder(path, revision=revision, weights=False)
         refuse_adapter(path, folder)
         file = folder / "config.json"
-    return audit_config(read_json(file), str(file))
+    return _with_mistral_format(audit_config(read_json(file), str(file)), file.parent)
+
+
+def _with_mistral_format(report: Audit, folder: Path) -> Audit:
+    """The audit with what files in Mistral's own format beside config.json do: a problem where they say otherwise."""
+    reference, names = report.engines[0].computed, mistral_format_files(folder)
+    if "params.json" not in names or reference is None:
+        return report
+    options = " ".join(HF_FORMAT)
+    try:
+        theirs = of_mistral_params(read_json(folder / "params.json"), reference)
+        differs = theirs.difference(reference.inv_freq, reference.attention_factor, 1.0, within=1e-5)
+    except (RopeExtError, ArithmeticError) as error:
+        differs = one_line(error)
+    text = f"{', '.join(names)}: vLLM runs the model from these, and not from config.json"
+    if differs is None:
+        note = f"{text}; they have the same frequencies. {options} has it read config.json"
+        return replace(report, notes=(*report.notes, note))
+    problem = f"{text}; by them {differs}. Start it with {options}, or delete them (rope-ext patch leaves them out)"
+    return replace(report, problems=(*report.problems, problem))
 
 
 @foreign_errors("this config cannot be audited")
@@ -138,10 +162,8 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
         )
     problems = _problems(config)
     engines = [engine() for engine in list_engines().values() if not (engine.reference or engine.rules_of)]
-    reference = _report(reference_engine(), config)
-    against = reference_engine() if reference.computed is not None else None
-    most, note = _length_and_note(config)
-    reports = [_report(engine, config, against, most) for engine in engines]
+    reference, expected, most, note = _reference(config)
+    reports = [_report(engine, config, expected, most) for engine in engines]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
     plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
@@ -149,35 +171,61 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     return Audit(name, (reference, *reports), tuple(problems), (*filter(None, [note]), *notes))
 
 
-def _length_and_note(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
-    """The length in tokens that the model is for, and what its scaling does not reach; None: nothing, or not known."""
-    from transformers import AutoConfig
+def _reference(config: Mapping[str, Any]) -> tuple[_EngineReport, Expected | None, int | None, str | None]:
+    """The report on transformers, by the model's own class; what others are compared with; and of the model, if known,
+    the length in tokens that it is for and what its scaling does not reach.
+    """
+    from transformers import AutoConfig, __version__
 
     values = {key: copy.deepcopy(value) for key, value in config.items() if key != "model_type"}
     try:
-        with foreign_errors("this config cannot be read"):
-            text = AutoConfig.for_model(str(config.get("model_type")), **values).get_text_config()
-            nested = [key for key, value in text.rope_parameters.items() if isinstance(value, Mapping)]
-            layer_type = next((key for key in nested if key not in SLIDING), None)
-            described = rope_of_layers(text, layer_type)
-            scaled = not isinstance(described.method, Default)
-            return described.context_length, AttentionLayers(text).unrotated_note(described.method) if scaled else None
-    except RopeExtError:
-        return None, None
+        with foreign_errors("its class cannot be run"):
+            model = empty_model(AutoConfig.for_model(str(config.get("model_type")), **values))
+            slot, layer_type = None, None
+            try:
+                slot = first_scaled(find_slots(model))
+                layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
+                angles, own = ClassAngles(model, slot.module, slot.layout), slot.config
+            except UnsupportedModelError:  # it arranges its angles in a way that no patch could
+                [(_, _, module, own)] = rotary_modules(model)
+                angles = ClassAngles(model, module, None)
+            length, scale = length_setting(own.to_dict()), softmax_multiple(model)
+            numbers = [angles.at(layer_type, tokens) for tokens in (length, 1, 2 * length)]
+    except RopeExtError as error:
+        engine = reference_engine()
+        report = _report(engine, config)
+        if report.computed is None:
+            return report, None, None, None
+        why = f"Computed from the config alone, since {one_line(error)}."
+        report = replace(report, computed=replace(report.computed, notes=(*report.computed.notes, why)))
+        return report, expected_of(engine, config), None, None
+    long, short, longer = [Computed(*each, length, softmax_scale=scale) for each in numbers]
+    by_length = short.inv_freq != long.inv_freq or short.attention_factor != long.attention_factor
+    if by_length or longer.inv_freq != long.inv_freq:
+        note = f"The frequencies follow the longest input; these are for {length:,} tokens."
+        long = replace(long, by_length=by_length, notes=(note,))
+    report = _EngineReport(reference_engine().name, __version__, long)
+    expected = ((length, long), *(((1, short),) if by_length else ()))
+    if slot is None:
+        return report, expected, None, None
+    described = slot.as_loaded[layer_type]
+    unrotated = None if isinstance(described.method, Default) else slot.layers.unrotated_note(described.method)
+    return report, expected, described.context_length, unrotated
 
 
 def _report(
-    engine: Engine, config: Mapping[str, Any], reference: Engine | None = None, most: int | None = None
+    engine: Engine, config: Mapping[str, Any], expected: Expected | None = None, most: int | None = None
 ) -> _EngineReport:
-    """The numbers of an engine, and their difference from the reference; the model is for at most so many tokens."""
+    """The numbers of an engine, and how they differ from those expected; the model is for at most so many tokens."""
     report = _EngineReport(engine.name, engine.version, None, tried=engine.tried())
     try:
-        expected = None if reference is None else expected_of(reference, config)
         computed = engine.computes(config, expected[0][0] if expected else None)
         differs = runs_otherwise(engine, expected, config) if expected else None
         length = computed.length
         if not differs and length is not None and most is not None and length > most:
-            differs = f"it would serve {length:,} tokens, and the model is for {most:,}: the factor is applied twice"
+            twice = length == round(most * rope_settings(text_settings(config)).get("factor", 1.0))
+            differs = f"it would serve {length:,} tokens, and the model is for {most:,}"
+            differs += ": the factor is applied twice" if twice else ""
         caveat = engine.caveat(str(text_settings(config).get("model_type")))
         return replace(report, computed=computed, differs=differs, caveat=caveat)
     except NotCheckedError as error:
@@ -240,4 +288,6 @@ def _audit_gguf(path: Path) -> Audit:
     families = [name for name, (architecture, _) in ARCHITECTURES.items() if architecture == file.architecture]
     caveats = [engine.caveat(name) for name in families]
     report = _EngineReport(engine.name, engine.version, computed, differs, unknown, min(caveats, default=()))
-    return Audit(str(path), (report,), computed.notes if computed else ())
+    sliding = [key for key in OF_SLIDING_LAYERS if key in file.keys]
+    notes = [f"{key} is {file.keys[key]:g}: it changes sliding-window layers, which are not shown." for key in sliding]
+    return Audit(str(path), (report,), computed.notes if computed else (), tuple(notes))

@@ -9,6 +9,7 @@ import copy
 import json
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length
 from rope_ext_hf.config_keys.keys import length_setting
 from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, short, size_text
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, short, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, load_empty, model_folder, model_source, read_config
 from rope_ext_hf.methods.base import RopeMethod
@@ -66,14 +67,18 @@ class Model:
         specs: list[PatchSpec],  # the patches recorded in it, bottom first
         whole: Callable[[], Any] | None = None,  # makes the whole model, on the meta device if it is not in memory
         given: str = "",  # the name as the user gave it
+        mistral_format: bool = False,  # whether its folder holds params.json beside config.json
     ) -> None:
         self.name = self.folder = name  # the first as an engine takes it
-        self.given = given or name
+        self.given, self.mistral_format = given or name, mistral_format
         self.config, self.composite, self.specs = config, composite, specs
         self.whole = whole or partial(empty_model, config)
         self.layers = AttentionLayers(config)
         # the rotary embedding of the layers that a method applies to, and their types; [None]: all layers
-        self.described, self.layer_types = rope_of_config(self.layers)
+        slots = []
+        with suppress(CheckpointError, UnsupportedModelError):  # a class that is not here, or whose module stays
+            slots = find_slots(empty_model(config))
+        self.described, self.layer_types = rope_of_config(self.layers, slots)
 
     @cached_property
     def saved(self) -> dict[str, Any] | None:
@@ -95,14 +100,17 @@ def open_model(
         config = before_patches(config)
         composite = getattr(top, "text_config", None) is not None
         name = getattr(top, "_name_or_path", "") or "MODEL"
-        return Model(name, config, composite=composite, specs=specs, whole=lambda: model)
-    refuse_adapter(model, model_folder(model, revision=revision, weights=False))
+        twice = Path(name, "params.json").is_file()
+        return Model(name, config, composite=composite, specs=specs, whole=lambda: model, mistral_format=twice)
+    folder = model_folder(model, revision=revision, weights=False)
+    refuse_adapter(model, folder)
     whole, record = read_config(model, revision=revision, trust_remote_code=trust_remote_code)
     with foreign_errors(f"the config of {str(model)!r} could not be read"):
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         load = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
-        return Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load, given=str(model))
+        of_folder = {"given": str(model), "mistral_format": (folder / "params.json").is_file()}
+        return Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load, **of_folder)
 
 
 def needs_nothing(context_length: int, target_length: int, rule: str) -> str:
@@ -229,6 +237,7 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         method="the model as published" if changes_nothing else spec.method.label(),
         notes=() if changes_nothing else tuple([note for note in notes if note]),
         remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
+        mistral_format=model.mistral_format,
     )
 
 
@@ -366,7 +375,8 @@ def _by_folder(
     """The commands that write a patched folder and serve it with options, where the engine needs no overrides."""
     folder, stated = f"{Path(model).name}-{target.length}", json.loads(json.dumps(target.patched))
     try:
-        config = engine.config_for(replace(target, model=folder, config=stated, patched=stated))
+        patched = {"config": stated, "patched": stated, "mistral_format": False}  # `patch` leaves those files out
+        config = engine.config_for(replace(target, model=folder, **patched))
     except ServingError:
         return ()
     if config.overrides is not None or not config.command:

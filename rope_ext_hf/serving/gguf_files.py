@@ -84,10 +84,10 @@ def read_file_rope(path: Path) -> FileRope:
             for name, field in reader.fields.items()
             if name.startswith(prefix) and "tokenizer" not in name
         }
-        heads = values.get("attention.head_count", 0)
-        dim = values.get("rope.dimension_count") or values.get("attention.key_length")
-        if not dim and isinstance(heads, int) and heads:
-            dim = values.get("embedding_length", 0) // heads
+        heads, head_dim = values.get("attention.head_count", 0), values.get("attention.key_length")
+        if head_dim is None and isinstance(heads, int) and heads:
+            head_dim = values.get("embedding_length", 0) // heads or None
+        dim = values.get("rope.dimension_count", head_dim)
         if not isinstance(dim, int) or not 2 <= dim <= limit("head_dim") or dim % 2:
             raise CheckpointError(
                 f"the GGUF file {short(str(path))!r} states no even number of rotated dims up to {limit('head_dim'):,}"
@@ -98,7 +98,7 @@ def read_file_rope(path: Path) -> FileRope:
             for each in reader.tensors
             if each.name in _FACTORS
         }
-        return FileRope(architecture, dim, keys, tensors)
+        return FileRope(architecture, dim, keys, tensors, head_dim if isinstance(head_dim, int) else None)
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
@@ -124,7 +124,7 @@ def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) ->
     alignment = reader.get_field("general.alignment")
     if alignment is not None:
         writer.data_alignment = int(alignment.contents())
-    scaling = f"{architecture}.rope.scaling."
+    scaling = (f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear")  # the second is its former name
     for name, field in reader.fields.items():
         replaced = name in config.gguf_keys or (name.startswith(scaling) and bool(config.gguf_keys))
         if name.startswith("GGUF.") or name == "general.architecture" or replaced:

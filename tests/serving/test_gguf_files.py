@@ -173,7 +173,9 @@ def test_audit_of_hostile_numbers_ends(source: Path, tmp_path: Path, key: str, v
     writer.close()
     result = rope.audit(tmp_path / "in.gguf")
     assert str(result).startswith(str(tmp_path))
-    if key != "scaling.yarn_beta_fast" and not 0 < value < np.inf:
+    if key == "scaling.factor" and value == 0:
+        assert result.agrees  # llama.cpp takes a factor of 0 for 1
+    elif key != "scaling.yarn_beta_fast" and not 0 < value < np.inf:
         assert f"rope.{key} must be a number above 0" in unwrapped(result)
 
 
@@ -226,3 +228,114 @@ def test_betas_that_change_nothing_are_no_problem(source: Path, tmp_path: Path) 
         config.gguf_keys["llama.rope.scaling.yarn_beta_fast"] = beta
         rewrite(source, tmp_path / f"{beta}.gguf", config)
         assert rope.audit(tmp_path / f"{beta}.gguf").agrees == agrees
+
+
+# --- every rope key of the library, against llama.cpp's own C++ read by hand -----------------------------------------
+
+_ROPE_KEYS = [value for name, value in vars(gguf.Keys.Rope).items() if name.isupper()] + ["{arch}.rope.scale_linear"]
+_ARCHITECTURES = ("llama", "qwen2", "mistral3", "hunyuan-dense", "gemma3", "phi3")
+_VALUES: dict[str, list[Any]] = {
+    "type": ["none", "linear", "yarn"],
+    "finetuned": [True],
+    "dimension_count": [128],
+    "dimension_sections": [[16, 24, 24, 0]],
+    "original_context_length": [0, 8192],
+    "freq_base": [0.0, 500_000.0],
+}
+_SCALINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"scaling.factor": 4.0},
+    {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 4096},
+    {"scaling.type": "none", "scaling.factor": 4.0},
+)
+
+
+def _write(path: Path, architecture: str, keys: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(32768)
+    writer.add_embedding_length(512)
+    writer.add_head_count(4)
+    for name, value in keys.items():
+        kinds = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
+        kinds.get(type(value), writer.add_float32)(f"{architecture}.rope.{name}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+
+
+def _llama_cpp(architecture: str, keys: dict[str, Any]) -> tuple[list[float], float]:
+    """Frequencies and magnitude by load_hparams of llama-model.cpp, llama_context's constructor and ggml's rope_yarn."""
+    dim, train = 128, 32768
+    base = keys.get("freq_base", 10000.0)
+    original = keys.get("scaling.original_context_length", train) or train
+    kind = keys.get("scaling.type", "linear")
+    ropescale = keys["scaling.factor"] if "scaling.factor" in keys else keys.get("scale_linear", 0.0)
+    scale = 1.0 if ropescale == 0 else 1 / ropescale
+    alpha = keys.get("scaling.alpha", 0.0)
+    if architecture == "hunyuan-dense" and alpha > 0:  # src/models/hunyuan-vl.cpp
+        base *= alpha ** (dim / (dim - 2))
+    log_multiplier, fast, slow = 0.0, 32.0, 1.0
+    if architecture == "mistral3":  # src/models/mistral3.cpp
+        log_multiplier = keys.get("scaling.yarn_log_multiplier", 0.0)
+        fast, slow = keys.get("scaling.yarn_beta_fast", fast), keys.get("scaling.yarn_beta_slow", slow)
+    scale = 1.0 if kind == "none" else scale
+    mixed, magnitude, low, high = 0.0, 1.0, 0.0, 0.0
+    if kind == "yarn":
+        mixed = 1.0
+
+        def mscale(factor: float, number: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * number * np.log(factor) + 1
+
+        factor = 1 / scale
+        magnitude = mscale(factor, 1.0) / (mscale(factor, log_multiplier) if log_multiplier else 1.0)
+        low, high = (dim * np.log(original / (beta * 2 * np.pi)) / (2 * np.log(base)) for beta in (fast, slow))
+        low, high = max(0.0, np.floor(low)), min(dim - 1.0, np.ceil(high))
+    magnitude *= keys.get("scaling.attn_factor", 1.0)
+    frequencies = []
+    for pair in range(dim // 2):
+        theta = base ** (-2 * pair / dim)
+        ramp = (1 - min(1.0, max(0.0, (pair - low) / max(0.001, high - low)))) * mixed
+        frequencies.append(theta * scale * (1 - ramp) + theta * ramp)
+    return frequencies, magnitude
+
+
+@pytest.mark.parametrize("architecture", _ARCHITECTURES)
+@pytest.mark.parametrize("key", _ROPE_KEYS)
+def test_every_rope_key_of_a_file_moves_our_numbers_as_llama_cpp(key: str, architecture: str, tmp_path: Path) -> None:
+    name = key.removeprefix("{arch}.rope.")
+    last = name.rpartition(".")[2]
+    for number, scaling in enumerate(_SCALINGS):
+        for value in _VALUES.get(last, [0.0, 3.0]):
+            keys = scaling | {name: value}
+            _write(path := tmp_path / f"{number} {value}.gguf", architecture, keys)
+            result = rope.audit(path)
+            [report] = result.engines
+            nothing = name in ("freq_base", "scaling.attn_factor") and value == 0  # an infinite theta; no cos and sin
+            beta = architecture == "mistral3" and "beta" in name and keys.get("scaling.type") == "yarn" and value == 0
+            if nothing or beta:
+                assert f"rope.{name} must be a number above 0" in unwrapped(result)
+                continue
+            assert report.computed is not None, (keys, str(result))
+            frequencies, magnitude = _llama_cpp(architecture, keys)
+            np.testing.assert_allclose(report.computed.inv_freq, frequencies, rtol=1e-6, err_msg=str(keys))
+            assert report.computed.attention_factor == pytest.approx(magnitude, rel=1e-6), keys
+
+
+def test_a_key_that_llama_cpp_does_not_have_is_named(tmp_path: Path) -> None:
+    _write(tmp_path / "a.gguf", "llama", {"scaling.fator": 4.0, "freq_base_swa": 500.0, "scaling.alpha": 8.0})
+    result = rope.audit(tmp_path / "a.gguf")
+    assert sorted(result.problems) == [
+        "rope.scaling.alpha is 8, and not read for 'llama'.",
+        "rope.scaling.fator is not a key of llama.cpp b11549.",
+    ]
+    assert not result.agrees
+    assert result.notes == ("rope.freq_base_swa is 500: it changes sliding-window layers, which are not shown.",)
+
+
+def test_a_method_over_a_file_with_the_former_name_of_the_factor_replaces_it(tmp_path: Path) -> None:
+    _write(tmp_path / "a.gguf", "llama", {"scale_linear": 4.0, "dimension_count": 128})
+    assert read_file_rope(tmp_path / "a.gguf").keys["rope.scale_linear"] == 4
+    plain = find_engine("gguf").config_for(make_target(served_model("Mistral"), "theta", theta=2e6))
+    rewrite(tmp_path / "a.gguf", tmp_path / "b.gguf", plain)
+    assert "rope.scale_linear" not in read_file_rope(tmp_path / "b.gguf").keys
