@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
@@ -175,17 +175,21 @@ def detect_pairing(
     Packed weights and adapters alone stay undecided, as does a model that has learned next to nothing.
     """
     if isinstance(path_or_model, nn.Module):
-        weights = _weights_from_model(path_or_model)
+        weights = weights_from_model(path_or_model)
     else:
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
+    report = replace(detect_weights(weights), consumers=consumers(weights))
+    return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
+
+
+def detect_weights(weights: _Weights) -> PairingReport:
+    """Detect the pairing of queries and keys alone; weights that cannot be read leave it open."""
     report = PairingReport(weights.path, stated=weights.stated)
     try:
-        report = _of_attentions(weights, report, weights.attentions(), ("q", "k"))
+        return _of_attentions(weights, report, weights.attentions(), ("q", "k"))
     except CheckpointError as unreadable:
-        report = replace(report, reason=str(unreadable))
-    report = replace(report, consumers=consumers(weights))
-    return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
+        return replace(report, reason=str(unreadable))
 
 
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
@@ -472,7 +476,7 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale
 
 
-def _weights_from_model(model: Any) -> _Weights:
+def weights_from_model(model: Any) -> _Weights:
     rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return _Weights(
