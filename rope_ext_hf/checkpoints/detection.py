@@ -38,7 +38,7 @@ from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
-from rope_ext_hf.hub import leading_token, load_tokenizer, loading
+from rope_ext_hf.hub import leading_tokens, load_tokenizer, loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -304,12 +304,12 @@ def _compare_losses(weights: _Weights, text: str, tokenizer: PreTrainedTokenizer
     spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
     if len(spans) < 2:
         raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
-    if (first := leading_token(tokenizer)) is not None:
-        spans = torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
+    before = spans.new_tensor(leading_tokens(tokenizer)).expand(len(spans), -1)
+    spans, first = torch.cat([before, spans], 1), max(1, before.shape[1])
     with evaluating(model), torch.no_grad():
-        losses = {runs: _losses(model, spans)}
+        losses = {runs: _losses(model, spans, first)}
         with reordered(model, weights.tensors, runs):
-            losses[other_pairing(runs)] = _losses(model, spans)
+            losses[other_pairing(runs)] = _losses(model, spans, first)
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
     differences = losses["half"] - losses["interleaved"]
     error = float(differences.std()) / math.sqrt(len(differences))
@@ -317,16 +317,16 @@ def _compare_losses(weights: _Weights, text: str, tokenizer: PreTrainedTokenizer
     uniform = math.log(model.get_input_embeddings().weight.shape[0])
     learned = min(half, interleaved) <= uniform - _TEXT_MARGIN
     better = "half" if half < interleaved else "interleaved"
-    return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
+    return TextLosses(half, interleaved, error, spans[:, first:].numel(), better if clear and learned else None)
 
 
-def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
-    """Nats per token of each span (spans, tokens), without its first token: (spans,), float64."""
+def _losses(model: PreTrainedModel, spans: Tensor, first: int) -> Tensor:
+    """Nats per token of each span (spans, tokens), from the token at `first` on: (spans,), float64."""
     device = model.get_input_embeddings().weight.device
     with fixed_length(model, spans.shape[1]) if patched_slots(model) else nullcontext():
-        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, :-1] for span in spans)
+        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, first - 1 : -1] for span in spans)
         pairs = zip(logits, spans, strict=True)
-        losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
+        losses = [nn.functional.cross_entropy(made.float(), ids[first:].to(made.device)) for made, ids in pairs]
     return torch.stack([loss.cpu().double() for loss in losses])
 
 
