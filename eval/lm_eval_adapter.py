@@ -39,6 +39,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
+from rope_ext_hf.reading.documents import set_to
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.runs.identity import provenance
@@ -198,6 +199,19 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         # the last token is only predicted
         self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
+        # lm-eval reads an input once for all that continue it by a token, and takes others of the same input for such.
+        scored: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for _, context, continuation in requests:
+            scored[*context, *continuation[:-1]].add(len(continuation))
+        if self.logits_cache and any(len(counts) > 1 for counts in scored.values()):
+            with set_to(self, logits_cache=False):
+                return self._by_length(requests, disable_tqdm, override_bs)
+        return self._by_length(requests, disable_tqdm, override_bs)
+
+    def _by_length(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool, override_bs: int | None
+    ) -> list[tuple[float, bool]]:
+        """Score requests, those of one length together where the method follows it."""
         score: Callable[..., list[tuple[float, bool]]] = super()._loglikelihood_tokens
         if not self.follows_the_input:
             return score(requests, disable_tqdm, override_bs)
