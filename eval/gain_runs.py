@@ -28,7 +28,7 @@ from rope_ext_hf.eval.questions import Gain
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from rope_ext_hf.reading.documents import utf8_bytes
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, text_of
+from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_tokens, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
@@ -242,8 +242,8 @@ def plan_gain(
         raise MethodError(f"distance {distances[-1]} is not below the longest length, {lengths[-1]}")
     cells = [(length, distance) for length in lengths for distance in distances if distance < length]
 
-    prefix, ids_of = prefix_token(reader, None), partial(torch.tensor, dtype=torch.int64)
-    head = ids_of([] if prefix is None else [prefix])
+    ids_of = partial(torch.tensor, dtype=torch.int64)
+    head = ids_of(prefix_tokens(reader, None))
 
     @cache
     def tokens(text: str) -> Tensor:

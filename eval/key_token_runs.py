@@ -29,7 +29,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_token, tokenize
+from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_tokens, tokenize, with_prefix
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
@@ -73,12 +73,12 @@ def key_setting(longest: int, window: int | None = None) -> KeySetting:
 
 
 def find_key_tokens(
-    scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: int | None = None, length: int
+    scorer: TokenScorer, ids: Tensor, first: int, setting: KeySetting, *, prefix: tuple[int, ...] = (), length: int
 ) -> Tensor:
     """Find the key tokens from `first` on, (N - first,) bool; a token with no more than a window before it is none.
 
-    Windows begin every `stride` tokens from the first token on, as in the paper's code. `prefix` is the first of the
-    ids, (N,) int64, if there is one, and stands in place of the first one of a window. Length-dependent methods are
+    Windows begin every `stride` tokens from the first token on, as in the paper's code. `prefix` are the first of the
+    ids, (N,) int64, and stand in place of the first ones of a window. Length-dependent methods are
     held at `length` for the long context, in a window at its own; `first` is at least 1.
     """
     found = torch.zeros(len(ids) - first, dtype=torch.bool)
@@ -87,11 +87,9 @@ def find_key_tokens(
         return found
     long = scorer.losses(ids, begin, length=length)  # (N - begin,)
     for start in range((begin - setting.window) // setting.stride * setting.stride, len(ids), setting.stride):
-        window = ids[start : start + setting.window + setting.stride].clone()
+        window = with_prefix(ids, start, start + setting.window + setting.stride, prefix)
         if len(window) <= setting.window:
             break
-        if prefix is not None:
-            window[0] = prefix
         low, high = max(begin, start + setting.window), start + len(window)  # the tokens that it scores
         of_long = long[low - begin : high - begin]
         of_short = scorer.losses(window, low - start)
@@ -100,16 +98,13 @@ def find_key_tokens(
 
 
 def _keys_of_pass(
-    scorer: TokenScorer, document: Tensor, read: _Pass, prefix: int | None, setting: KeySetting, length: int
+    scorer: TokenScorer, document: Tensor, read: _Pass, prefix: tuple[int, ...], setting: KeySetting, length: int
 ) -> tuple[set[int], set[int]]:
     """The tokens of a document (tokens,) that a pass compares, and the key tokens among them; see `find_key_tokens`."""
     start, stop, first = read
-    ids, shift = document[start:stop].clone(), start
-    if prefix is not None and start:  # a pass from the middle of a document has it for its first token
-        ids[0] = prefix
-    elif prefix is not None:
-        ids, shift = torch.cat([ids.new_tensor([prefix]), ids]), -1
-    scored = max(first - shift, 1)
+    shift = start or -len(prefix)  # a pass from the middle of a document has the prefix for its first tokens
+    ids = with_prefix(document, shift, stop, prefix)
+    scored = max(first - shift, len(prefix), 1)
     keys = find_key_tokens(scorer, ids, scored, setting, prefix=prefix, length=length)
     compared = set(range(shift + max(scored, setting.window), stop))
     return compared, {shift + scored + place for place in keys.nonzero()[:, 0].tolist()}
@@ -280,13 +275,17 @@ class _KeyTokenMeasurement(Measurement):
     """The key tokens among those that a perplexity run scores, of which `length` is the longest length.
 
     The documents, as the evaluator's tokenizer cuts them, have passes (start, stop, first): tokens start to stop are
-    read, after `prefix` if there is one, and those from `first` on may be key tokens.
+    read, after `prefix`, and those from `first` on may be key tokens.
     """
 
     kind = "keys"
 
     def __init__(
-        self, documents: Sequence[tuple[Tokens, Sequence[_Pass]]], prefix: int | None, setting: KeySetting, length: int
+        self,
+        documents: Sequence[tuple[Tokens, Sequence[_Pass]]],
+        prefix: tuple[int, ...],
+        setting: KeySetting,
+        length: int,
     ) -> None:
         self.documents, self.prefix, self.setting, self.length = documents, prefix, setting, length
         self.items, self.all_cells = [document.name for document, _ in documents], [(length,)]
@@ -327,7 +326,7 @@ def plan_keys(
     read = plan.measurement.plan
     longest = read.lengths[-1]
     setting = key_setting(longest, window)
-    prefix = prefix_token(tokenizer, None)
+    prefix = prefix_tokens(tokenizer, None)
     documents: list[tuple[Tokens, list[_Pass]]] = []
     for document, spans in read.documents:
         places = _character_spans(document)

@@ -4,8 +4,9 @@
     results = evaluate(patch(model, "yarn", factor=8), tokenizer, tasks=["niah_single_1"], limit=50)
 
 lm-eval reads its length limit off `max_position_embeddings`, which does not describe a length-dependent method;
-sums bfloat16 log-probabilities; and pads batches, which hides from such a method how long each row is. `RopeHFLM` puts
-these three right and leaves everything else to lm-eval.
+sums bfloat16 log-probabilities; pads batches, which hides from such a method how long each row is; and begins texts in
+other ways than the tokenizer does (a second BOS, which it scores; EOS in place of GLM's two tokens). `RopeHFLM` puts
+these right and leaves everything else to lm-eval.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
+from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
@@ -37,6 +39,8 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
+from rope_ext_hf.reading.documents import set_to
+from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.runs.identity import provenance
 
@@ -72,8 +76,11 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
       no padding, and results do not depend on `batch_size`, which is then an upper bound.
     - Generation: the prompt's length plus the tokens that may follow, from the first token to the last, because keys
       in the cache keep the frequencies they were made with. One prompt at a time, whatever `batch_size` says.
-    - Rolling log-likelihoods: `max_length` for every span, as `perplexity(..., protocol="blocks")` does, so that
-      perplexities at one context length are comparable across documents.
+    - Rolling log-likelihoods: `max_length` for every span, in the spans of `perplexity(..., protocol="blocks")`, so
+      that perplexities at one context length are comparable across documents.
+
+    Every text begins with the tokens that the tokenizer puts before it, which are not scored, and does not end with
+    those that it puts after it.
 
     Inside `fixed_length(model, n)` that length holds for all of them, and batches are padded as lm-eval likes.
 
@@ -83,9 +90,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         method, factor, target_length, **params: as in `patch`; None leaves the model as it is.
         max_length: default: the extended length, or the trained one where that follows the input.
         batch_size: a number or "auto".
-        add_bos_token: as in HFLM: None does what the tokenizer does by itself. The exception is a tokenizer that ends
-            every text with EOS (T5's family, ByT5): lm-eval would score that EOS and, cutting a continuation by the
-            length of its context, leave out its first token. There None is False: text alone.
+        add_bos_token: False reads the text alone; None and True begin it as the tokenizer does by itself.
         softmax_dtype: of the log-softmax; float32 also where the model runs in bfloat16.
         loading: arguments of `from_pretrained` for a path: dtype, device_map, revision, trust_remote_code, ...
             Without a device_map the model goes to the GPU if there is one.
@@ -95,8 +100,8 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         cut: inputs so far that were longer than `max_length` leaves room for, whose beginning lm-eval cut off.
 
     Raises:
-        MethodError: a max_length above the extended length, an unknown method or parameter, parameters without a
-            method, or a tokenizer whose EOS cannot be left away without its BOS.
+        MethodError: a max_length above the extended length, an unknown method or parameter, or parameters without a
+            method.
         UnsupportedModelError: a model without rotary embeddings, or one whose own method follows the input inside
             transformers, where results would depend on earlier calls: patch it first.
         CheckpointError: no such folder.
@@ -146,6 +151,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             of_hub = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
             folder, options = tokenizer_source(source, **of_hub)
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        self._leading = [] if add_bos_token is False else list(leading_tokens(tokenizer))
         with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
             super().__init__(
                 pretrained=model,
@@ -153,7 +159,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
                 backend="causal",
                 max_length=length,
                 batch_size=batch_size,
-                add_bos_token=_add_bos_token(tokenizer, add_bos_token),
+                add_bos_token=add_bos_token,
                 softmax_dtype=softmax_dtype,
                 **(harness or {}),
             )
@@ -193,6 +199,19 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         # the last token is only predicted
         self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
+        # lm-eval reads an input once for all that continue it by a token, and takes others of the same input for such.
+        scored: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for _, context, continuation in requests:
+            scored[*context, *continuation[:-1]].add(len(continuation))
+        if self.logits_cache and any(len(counts) > 1 for counts in scored.values()):
+            with set_to(self, logits_cache=False):
+                return self._by_length(requests, disable_tqdm, override_bs)
+        return self._by_length(requests, disable_tqdm, override_bs)
+
+    def _by_length(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool, override_bs: int | None
+    ) -> list[tuple[float, bool]]:
+        """Score requests, those of one length together where the method follows it."""
         score: Callable[..., list[tuple[float, bool]]] = super()._loglikelihood_tokens
         if not self.follows_the_input:
             return score(requests, disable_tqdm, override_bs)
@@ -207,10 +226,65 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             by_index.update(zip(group, answers, strict=True))
         return [by_index[i] for i in range(len(requests))]
 
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        left_truncate_len: int | None = None,
+        **options: Any,
+    ) -> list[int]:
+        """The token ids of a text after those that the tokenizer begins with, unless it has them itself."""
+        ids: list[int] = super().tok_encode(string, add_special_tokens=False, **options)
+        if add_special_tokens is not False:
+            ids = [*self._leading, *_without(self._leading, ids)]
+        return ids[-left_truncate_len:] if left_truncate_len else ids
+
+    def tok_batch_encode(
+        self,
+        strings: list[str],
+        padding_side: str = "left",
+        left_truncate_len: int | None = None,
+        truncation: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """The token ids of texts and their mask, each (texts, longest)."""
+        rows = [self.tok_encode(string, left_truncate_len=left_truncate_len) for string in strings]
+        if truncation:
+            rows = [row[: self.tokenizer.model_max_length] for row in rows]
+        batch = self.tokenizer.pad({"input_ids": rows}, padding_side=padding_side, return_tensors="pt")
+        return batch["input_ids"], batch["attention_mask"]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """The log-likelihood of each continuation of its context, and whether it is the likeliest one."""
+        encoded = [
+            ((context, continuation), *(self._encode_pair if context else self._after_first)(context, continuation))
+            for context, continuation in (request.args for request in requests)
+        ]
+        return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
+
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, read in disjoint spans of `max_length` tokens."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for index, request in enumerate(requests):
+            first, ids = self._after_first("", request.args[0])
+            for span in blocks(len(ids), [self.max_length], ProtocolOptions(1, prefix=len(first))):
+                before = first if span.start < 0 else ids[span.start : span.score_from]
+                windows.append((None, before, ids[span.score_from : span.score_to]))
+                owners.append(index)
         with fixed_length(self.model, self.max_length) if self.follows_the_input else nullcontext():
-            return list(super().loglikelihood_rolling(requests, disable_tqdm))
+            answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
+        totals = [0.0] * len(requests)
+        for index, (of_window, _) in zip(owners, answers, strict=True):
+            totals[index] += of_window
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def _after_first(self, _context: str, text: str) -> tuple[list[int], list[int]]:
+        """A text without a context, and the tokens before it: the tokenizer's own, else BOS, else EOS."""
+        own = self._leading if self.custom_prefix_token_id is None else []
+        first = own or [self.prefix_token_id]
+        return first, _without(first, self.tok_encode(text, add_special_tokens=False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each prompt; MethodError: a task asks for more than `max_length`."""
@@ -256,18 +330,9 @@ def _max_length(model: PreTrainedModel, asked: int | None) -> int:
     return asked
 
 
-def _add_bos_token(tokenizer: PreTrainedTokenizerBase, asked: bool | None) -> bool | None:
-    """The add_special_tokens that HFLM hands to the tokenizer, so that no text ends with EOS (see RopeHFLM)."""
-    text: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole: list[int] = tokenizer("a")["input_ids"]
-    if asked is False or whole[len(whole) - len(text) :] == text:
-        return asked
-    if asked or whole[: len(text)] != text:
-        raise MethodError(
-            f"{type(tokenizer).__name__} ends every text with EOS, and lm-eval can only switch its BOS and EOS "
-            "together: set tokenizer.add_eos_token = False, or add_bos_token=False to have neither"
-        )
-    return False
+def _without(first: list[int], ids: list[int]) -> list[int]:
+    """Leave out the first tokens of a text that has them in so many letters, as chat templates do."""
+    return ids[len(first) :] if ids[: len(first)] == first else ids
 
 
 def evaluate(

@@ -281,7 +281,7 @@ class PerplexityMeasurement(Measurement):
     def __init__(self, plan: EvalPlan, keys: Sequence[Tensor] | None = None, keys_from: str = "") -> None:
         self.plan, self.keys, self.keys_from = plan, keys, keys_from
         self.items = [document.name for document, _ in plan.documents]
-        targets, stride, bos = plan.options.targets, plan.options.stride, plan.prefix is not None
+        targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
         self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
         self.passes = plan.passes
         # a token that counts for two lengths counts twice

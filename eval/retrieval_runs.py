@@ -25,7 +25,7 @@ from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_token, tokenize
+from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_tokens, tokenize
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult
@@ -291,7 +291,7 @@ def make_trials(
     Distractors have as many tokens as the right answer, so that none is likelier for its length. The answers to the
     other keys are among them, where they have. MethodError: a tokenizer without enough answers of one length.
     """
-    prefix = prefix_token(tokenizer, None)
+    prefix = prefix_tokens(tokenizer, None)
     made = []
     for index in range(trials):
         rng = random.Random(f"{seed} {index}")
@@ -300,7 +300,7 @@ def make_trials(
         places = [*depths, *(rng.random() for _ in range(keys - len(depths)))]
         others = other_answers(task, drawn, rng, wording=index)
         question, answers = _question_and_answers(tokenizer, drawn, others, distractors)
-        head = ([] if prefix is None else [prefix]) + encode(tokenizer, drawn.head)
+        head = [*prefix, *encode(tokenizer, drawn.head)]
         made.append(
             _Trial(
                 head=torch.tensor(head, dtype=torch.int64),

@@ -22,7 +22,7 @@ from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_token, text_of
+from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_tokens, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, method_key
@@ -355,9 +355,8 @@ class _Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
-        prefix = prefix_token(tokenizer, None)
-        self.first = [] if chat or prefix is None else [prefix]
-        self.reserved = template_tokens(tokenizer) if chat else 0
+        self.first = () if chat else prefix_tokens(tokenizer, None)
+        self.reserved = template_tokens(tokenizer) if chat else max(0, len(self.first) - 1)  # suites do not count BOS
 
     def __call__(self, sample: Sample, candidates: Sequence[str], extra: int) -> _TaskPrompt:
         text = (_as_message(self.tokenizer, sample.prompt) if self.chat else sample.prompt) + sample.prefix

@@ -273,10 +273,13 @@ def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
     return [*tokens, value] if isinstance(value, dict) and "content" in value else tokens
 
 
-def leading_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The BOS token of a tokenizer that puts one before every text; None for others."""
-    token: int | None = tokenizer.bos_token_id
-    return token if token is not None and list(tokenizer("a")["input_ids"])[:1] == [token] else None
+def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that a tokenizer puts before every text: BOS, `[CLS]`, `[gMASK]<sop>` of GLM; often none."""
+    whole, text = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
+    starts = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
+    if (start := next(starts, None)) is None:  # with its special tokens the text is cut differently
+        start = int(tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id])
+    return tuple(whole[:start])
 
 
 @contextmanager

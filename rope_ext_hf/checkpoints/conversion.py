@@ -10,6 +10,7 @@ Weight files are copied in ranges of bytes inside the kernel; tensors that rotat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rope_ext_hf.checkpoints.detection import consumers, weights_from_source
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
+from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
 from rope_ext_hf.checkpoints.weight_files import (
     SafetensorsFile,
@@ -64,11 +66,12 @@ def convert_checkpoint(
         dst: the new folder. All other files of the source are copied, except weights in further formats.
         to: "half", "interleaved", or "meta" for a Llama in Meta's format.
         source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else what the family's
-            transformers class runs.
+            transformers class runs, unless the weights themselves contradict it (see `detect_pairing`).
         force: convert although the weights are already in that pairing by the config.
         resume: continue an interrupted conversion; finished files are compared with what they should be.
         verify: before the folder gets its name, compare the attention scores of a few layers of source and copy, each
-            under the rotation of its pairing, and if two models fit into memory their logits.
+            under the rotation of its pairing, and if two models fit into memory their logits. Where the weights do not
+            tell which pairing the source is in, the report says so.
         model_parallel: parts to write, for "meta".
         context_length: the length in tokens that a source in Meta's format is for. Default: max_seq_len of its
             params.json, else that of the released model with its sizes, else a guess, which is warned of.
@@ -81,7 +84,7 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: something in the source is missing, contradictory or unknown (before anything is written), the
-            weights are in that pairing already, or the verification failed.
+            weights are in that pairing already, they contradict the config, or the verification failed.
         FileError: a destination that exists or lies in the source, a source that changes meanwhile, a full disk.
         UnsupportedModelError: a family that the table does not list.
 
@@ -97,28 +100,33 @@ def convert_checkpoint(
     if isinstance(source, MetaSource):
         if to == "meta":
             raise CheckpointError(f"{str(src)!r} is in Meta's format already")
-        if source_pairing not in (None, "interleaved"):
-            raise CheckpointError(f"weights in Meta's format are interleaved, got source_pairing={source_pairing!r}")
         if context_length is not None:
             whole("context_length", context_length, error=CheckpointError)
-        conversion: Conversion = MetaImport(source, dst, to, context_length=context_length)
     elif context_length is not None:
         raise CheckpointError(
             f"context_length is for weights in Meta's format; {str(src)!r} states its own as max_position_embeddings "
             "in config.json"
         )
+    settled = pairing_of_source(source, src, dst, to, stated=source_pairing, force=force, verify=verify)
+    conversion: Conversion
+    if isinstance(source, MetaSource):
+        conversion = MetaImport(source, dst, to, now=settled.pairing, context_length=context_length)
     elif to == "meta":
-        conversion = MetaExport(source, dst, model_parallel=model_parallel, source_pairing=source_pairing)
+        conversion = MetaExport(source, dst, now=settled.pairing, model_parallel=model_parallel)
     else:
-        conversion = _PairingConversion(source, dst, to, source_pairing=source_pairing, force=force)
-    return conversion.run(resume=resume, verify=verify, progress=progress)
+        conversion = _PairingConversion(source, dst, to)
+    if settled.is_contradicted:
+        conversion.warnings += (settled.warning,)
+    notes = tuple(dict.fromkeys([*conversion.report.notes, *conversion.warnings]))
+    conversion.report = replace(conversion.report, source_pairing=str(settled), notes=notes)
+    report = conversion.run(resume=resume, verify=verify, progress=progress)
+    return replace(report, verified=f"{report.verified}; {settled.limits}") if verify else report
 
 
 class _PairingConversion(Conversion):
     """A copy of a checkpoint whose weights are in the other pairing."""
 
-    def __init__(self, source: Source, dst: Path, to: str, *, source_pairing: str | None, force: bool) -> None:
-        _check_pairing(source, to, source_pairing, force)
+    def __init__(self, source: Source, dst: Path, to: str) -> None:
         self.source, self.to, self.layouts = source, to, source.layouts()
         self.folder, self.inputs, self.plan = source.folder, source.inputs, {"to": to}
         loads_natively = class_pairing(source.config, after=to) == to
@@ -206,18 +214,3 @@ class _PairingConversion(Conversion):
                     part[key] = with_pairing(value, self.to)
         write_json(staging / name, config | {PAIRING_KEY: self.to})
         copy_mode(self.source.folder / name, staging / name)
-
-
-def _check_pairing(source: Source, to: str, source_pairing: str | None, force: bool) -> None:
-    now = source_pairing or source.pairing
-    if now is None:
-        raise CheckpointError(
-            f"the family table has no pairing for {source.tensors.model_type!r}, and the config does not state one; "
-            "state the pairing of the weights (source_pairing, --from)"
-        )
-    if now == to and not force:
-        reason = "as stated" if source_pairing else "by the config or the family"
-        raise CheckpointError(
-            f"the weights in {str(source.folder)!r} are {to} already, {reason}; to convert them "
-            "nevertheless, use force (force=True, --force)"
-        )

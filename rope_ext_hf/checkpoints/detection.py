@@ -33,12 +33,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.live_model import reordered
 from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, evenly_spaced
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
-from rope_ext_hf.hub import leading_token, load_tokenizer, loading
+from rope_ext_hf.hub import leading_tokens, load_tokenizer, loading
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.attention_interface import evaluating
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -175,17 +175,21 @@ def detect_pairing(
     Packed weights and adapters alone stay undecided, as does a model that has learned next to nothing.
     """
     if isinstance(path_or_model, nn.Module):
-        weights = _weights_from_model(path_or_model)
+        weights = weights_from_model(path_or_model)
     else:
         source = open_checkpoint(path_or_model, revision=revision, trust_remote_code=trust_remote_code)
         weights = weights_from_source(source, str(path_or_model), trust_remote_code=trust_remote_code)
+    report = replace(detect_weights(weights), consumers=consumers(weights))
+    return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
+
+
+def detect_weights(weights: _Weights) -> PairingReport:
+    """Detect the pairing of queries and keys alone; weights that cannot be read leave it open."""
     report = PairingReport(weights.path, stated=weights.stated)
     try:
-        report = _of_attentions(weights, report, weights.attentions(), ("q", "k"))
+        return _of_attentions(weights, report, weights.attentions(), ("q", "k"))
     except CheckpointError as unreadable:
-        report = replace(report, reason=str(unreadable))
-    report = replace(report, consumers=consumers(weights))
-    return report if text is None else combine_evidence(report, _compare_losses(weights, text, tokenizer))
+        return replace(report, reason=str(unreadable))
 
 
 def scores(query: Tensor, key: Tensor, inv_freq: Tensor) -> Tensor:
@@ -300,12 +304,12 @@ def _compare_losses(weights: _Weights, text: str, tokenizer: PreTrainedTokenizer
     spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]
     if len(spans) < 2:
         raise CorpusError(f"the text has {len(ids)} tokens; at least {2 * length} are needed")
-    if (first := leading_token(tokenizer)) is not None:
-        spans = torch.cat([spans.new_full((len(spans), 1), first), spans], 1)
+    before = spans.new_tensor(leading_tokens(tokenizer)).expand(len(spans), -1)
+    spans, first = torch.cat([before, spans], 1), max(1, before.shape[1])
     with evaluating(model), torch.no_grad():
-        losses = {runs: _losses(model, spans)}
+        losses = {runs: _losses(model, spans, first)}
         with reordered(model, weights.tensors, runs):
-            losses[other_pairing(runs)] = _losses(model, spans)
+            losses[other_pairing(runs)] = _losses(model, spans, first)
     half, interleaved = float(losses["half"].mean()), float(losses["interleaved"].mean())
     differences = losses["half"] - losses["interleaved"]
     error = float(differences.std()) / math.sqrt(len(differences))
@@ -313,16 +317,16 @@ def _compare_losses(weights: _Weights, text: str, tokenizer: PreTrainedTokenizer
     uniform = math.log(model.get_input_embeddings().weight.shape[0])
     learned = min(half, interleaved) <= uniform - _TEXT_MARGIN
     better = "half" if half < interleaved else "interleaved"
-    return TextLosses(half, interleaved, error, spans[:, 1:].numel(), better if clear and learned else None)
+    return TextLosses(half, interleaved, error, spans[:, first:].numel(), better if clear and learned else None)
 
 
-def _losses(model: PreTrainedModel, spans: Tensor) -> Tensor:
-    """Nats per token of each span (spans, tokens), without its first token: (spans,), float64."""
+def _losses(model: PreTrainedModel, spans: Tensor, first: int) -> Tensor:
+    """Nats per token of each span (spans, tokens), from the token at `first` on: (spans,), float64."""
     device = model.get_input_embeddings().weight.device
     with fixed_length(model, spans.shape[1]) if patched_slots(model) else nullcontext():
-        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, :-1] for span in spans)
+        logits = (model(input_ids=span[None].to(device), use_cache=False).logits[0, first - 1 : -1] for span in spans)
         pairs = zip(logits, spans, strict=True)
-        losses = [nn.functional.cross_entropy(made.float(), ids[1:].to(made.device)) for made, ids in pairs]
+        losses = [nn.functional.cross_entropy(made.float(), ids[first:].to(made.device)) for made, ids in pairs]
     return torch.stack([loss.cpu().double() for loss in losses])
 
 
@@ -472,7 +476,7 @@ def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return weight * scale
 
 
-def _weights_from_model(model: Any) -> _Weights:
+def weights_from_model(model: Any) -> _Weights:
     rotary = checkpoint_geometry(model)
     tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
     return _Weights(

@@ -104,18 +104,21 @@ class MetaSource:
         # in tokens, by params.json, which usually has none
         self.stated_length: int | None = params.get("max_position_embeddings", params.get("max_seq_len"))
 
-    def view(self, to: str = "interleaved") -> TensorView:
-        """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing."""
+    def view(self, to: str = "interleaved", now: str = "interleaved") -> TensorView:
+        """The whole tensors that a Hugging Face folder of this model holds, by their names there, in this pairing.
+
+        now: the pairing that they are in here.
+        """
         tied = {OUTPUT} if self.llama.tied else {}
         weights = {weight.hf: weight for weight in self.llama.weights(self.split) if weight.meta not in tied}
         first = self.parts[0].tensors
         return TensorView(
             {name: TensorInfo.from_shape(first[w.meta].dtype, w.shape) for name, w in weights.items()},
-            lambda name: weights[name].to_pairing(self._read(weights[name]), "interleaved", to),
+            lambda name: weights[name].to_pairing(self._read(weights[name]), now, to),
         )
 
     def _read(self, weight: Weight) -> Tensor:
-        """Read a whole tensor; rows that rotate are interleaved."""
+        """Read a whole tensor as it is stored."""
         if weight.split is None or len(self.parts) == 1:
             return self.parts[0].read(weight.meta)
         tensor = torch.empty(weight.shape, dtype=TORCH_DTYPES[self.parts[0].tensors[weight.meta].dtype])
@@ -219,12 +222,12 @@ def _tied(parts: tuple[_Part, ...], split: int) -> bool:
 
 
 class MetaImport(Conversion):
-    """A Hugging Face folder of a model in Meta's format; in "interleaved" no row moves."""
+    """A Hugging Face folder of a model in Meta's format, whose weights are in the pairing `now`."""
 
-    def __init__(self, source: MetaSource, dst: Path, to: str, *, context_length: int | None) -> None:
-        self.source, self.to, self.view = source, to, source.view(to)
+    def __init__(self, source: MetaSource, dst: Path, to: str, *, now: str, context_length: int | None) -> None:
+        self.source, self.to, self.now, self.view = source, to, now, source.view(to, now)
         self.folder, self.inputs = source.folder, source.inputs
-        self.plan = {"to": to, "max_shard_bytes": MAX_SHARD_BYTES}
+        self.plan = {"to": to, "source_pairing": now, "max_shard_bytes": MAX_SHARD_BYTES}
         length = source.llama.context_length(context_length, source.stated_length)
         self.config = source.llama.to_config(to, TORCH_DTYPES[self.view.tensors[HF_EMBEDDING].dtype], length)
         not_run = (
@@ -236,7 +239,7 @@ class MetaImport(Conversion):
             path=str(dst),
             source="meta",
             to=to,
-            converted=2 * source.llama.layers if to == "half" else 0,
+            converted=2 * source.llama.layers if to != now else 0,
             tensors=len(self.view.tensors),
             bytes=size_of(self.view.tensors),
             loads_natively=to == "half",
@@ -270,7 +273,7 @@ class MetaImport(Conversion):
     def verify(self, staging: Path) -> str:
         copy = TensorView.from_files(map(SafetensorsFile, sorted(staging.glob("*.safetensors"))))
         tensors = RotaryTensors(self.config, self.source.llama.head_dim)
-        return compare_views(tensors, self.source.view(), copy, "interleaved", self.to)
+        return compare_views(tensors, self.source.view(self.now, self.now), copy, self.now, self.to)
 
 
 class MetaExport(Conversion):
@@ -279,7 +282,7 @@ class MetaExport(Conversion):
     All parts, one for each process of Meta's code, are written at the same time, so an interruption costs all of them.
     """
 
-    def __init__(self, source: Source, dst: Path, *, model_parallel: int, source_pairing: str | None) -> None:
+    def __init__(self, source: Source, dst: Path, *, now: str, model_parallel: int) -> None:
         where = f"{str(source.folder)!r} cannot be written in Meta's format:"
         if source.is_adapter:
             raise CheckpointError(f"{where} it is an adapter; merge it into its model first")
@@ -292,7 +295,7 @@ class MetaExport(Conversion):
         for size in ("kv_heads", "ffn", "vocab"):  # heads and dim are multiples of kv_heads
             if (number := getattr(self.llama, size)) % model_parallel:
                 raise CheckpointError(f"{size} {number} cannot be divided among {model_parallel} parts")
-        self.now = source_pairing or source.pairing or "half"
+        self.now = now
         self.infos = {
             name: TensorInfo.from_shape(source.view.tensors[weight.hf].dtype, weight.part_shape(self.count))
             for name, weight in self.weights.items()

@@ -24,6 +24,7 @@ class ConversionReport(Report):
         tensors: all tensors.
         bytes: size of the weights.
         loads_natively: whether the family's transformers class runs the new pairing.
+        source_pairing: the pairing that the weights were taken for, what it rests on, and what they show of it.
         skipped_files: files of the source that hold weights in another format, which were not copied.
         verified: what `verify` compared; None: nothing.
         notes: further remarks for whoever uses the new folder.
@@ -36,6 +37,7 @@ class ConversionReport(Report):
     tensors: int
     bytes: int
     loads_natively: bool
+    source_pairing: str = ""
     skipped_files: tuple[str, ...] = ()
     verified: str | None = None
     notes: tuple[str, ...] = ()
@@ -45,6 +47,8 @@ class ConversionReport(Report):
             f"{self.path}: {self.source} -> {self.to}",
             f"  tensors          {self.converted:,} of {self.tensors:,} reordered, {self.bytes / 1e9:.2f} GB in all",
         ]
+        if self.source_pairing:
+            lines.append(f"  source           {self.source_pairing}")
         if self.verified:
             lines.append(f"  verified         {self.verified}")
         if self.skipped_files:

@@ -38,9 +38,9 @@ class Source:
         list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
         self.is_adapter = _names_adapter(next(iter(self.files)))
         self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
-        adapter = find_adapter(folder) if self.is_adapter else None
-        self.config = _read_config(folder, adapter, trust_remote_code)
-        pairing = (adapter and adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
+        self.adapter = find_adapter(folder) if self.is_adapter else None
+        self.config = _read_config(folder, self.adapter, trust_remote_code)
+        pairing = (self.adapter and self.adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
         if pairing not in (None, *PAIRINGS):
             raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
         self.model: PreTrainedModel | None = None  # on the meta device; None: transformers has no class of its family

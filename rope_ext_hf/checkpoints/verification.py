@@ -17,13 +17,14 @@ import psutil
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.live_model import convert
+from rope_ext_hf.checkpoints.reordering import reorder
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, ScaleBlocks, evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
@@ -97,7 +98,7 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
         if runs is None:
             return "logits not compared: the pairing that its class runs is unknown"
         if runs != pairing:
-            convert(model, runs, source_pairing=pairing)
+            reorder(model, RotaryTensors(model.config, checkpoint_geometry(model).dim), runs)
         ids = torch.arange(3, 3 + _TOKENS * 8)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits.float())

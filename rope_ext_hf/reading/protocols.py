@@ -5,8 +5,8 @@
      Span(length=8, start=0, stop=8, score_from=6, score_to=8, context=8)]
 
 A protocol is a pure generator of spans. Its arguments are the number of tokens of a document, the context lengths
-(ascending) and `ProtocolOptions`. Position -1 stands for the prefix token (BOS) before a document, see `Protocol`. To
-add a protocol, write the generator and decorate it with `register_protocol`: the command line, its help, tables,
+(ascending) and `ProtocolOptions`. Position -1 stands for the prefix (BOS) before a document, see `Protocol`. To add a
+protocol, write the generator and decorate it with `register_protocol`: the command line, its help, tables,
 reports and the contract tests read the registry.
 """
 
@@ -35,10 +35,15 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class ProtocolOptions:
-    """Options of the protocols, in tokens: `targets` scored per span, `stride` between the starts of spans."""
+    """Options of the protocols, in tokens: `targets` scored per span, `stride` between the starts of spans.
+
+    `prefix` is the number of tokens that position -1 stands for, which a protocol with a prefix before the document may
+    have to make room for.
+    """
 
     targets: int
     stride: int = 256
+    prefix: int = 1
 
 
 DefaultPrefix = Literal["added", "bos", "bos or eos", "none"]
@@ -53,10 +58,11 @@ class Protocol:
         name: the name in Python and on the command line.
         spans: (tokens of a document, ascending lengths, options) -> spans.
         description: one line for help texts and tables.
-        prefix: where the BOS token stands. "span": first in every span; a document is cut as if it began with BOS, and
-            a span from its middle has BOS in place of its first token. "document": once, before the first token.
-        default_prefix: which token that is by default. "added": BOS where the tokenizer adds it to every text; "bos":
-            BOS where the tokenizer has one; "bos or eos": BOS, else EOS; "none": no token.
+        prefix: where the tokens before a text stand, most often BOS. "span": first in every span; a document is cut as
+            if it began with them, and a span from its middle has them in place of its first tokens. "document": once,
+            before the first token.
+        default_prefix: which tokens those are by default. "added": those that the tokenizer puts before every text;
+            "bos": those, else BOS where the tokenizer has one; "bos or eos": those, else BOS, else EOS; "none": none.
         uses_targets: `options.targets` matters.
         uses_stride: `options.stride` matters.
         same_targets: the scored tokens are the same at every length.
@@ -177,14 +183,15 @@ def stream(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Ite
 def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """Every token scored once, in disjoint runs of N targets after one token of context (lm-evaluation-harness).
 
-    The first run begins after the prefix token; the last one, if shorter, gets earlier tokens up to N of input. Where
-    a tokenizer adds BOS itself, the harness reads and scores that one after its own prefix; add_bos_token=False there
-    gives the numbers of this protocol.
+    The first run begins after the prefix; the last one, if shorter, gets earlier tokens up to N of input. A prefix of
+    several tokens (GLM) leaves the first run fewer targets. Where a tokenizer adds BOS itself, the harness reads and
+    scores that one after its own prefix; `rope-ext lm-eval` does not.
     """
     for length in lengths:
-        for first in range(0, tokens, length):
-            stop = min(first + length, tokens)
-            yield Span(length, max(-1, stop - length - 1), stop, first, stop, length)
+        room = length + 1 - options.prefix  # targets of the first run
+        for first in [0, *range(room, tokens, length)] if tokens else ():
+            stop = min(first + length if first else room, tokens)
+            yield Span(length, max(0, stop - length - 1) if first else -1, stop, first, stop, length)
 
 
 @register_protocol("position")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
-from rope_ext_hf.hub import leading_token, load_tokenizer
+from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
 from rope_ext_hf.reading.preflight import sliding_window_warning
@@ -102,7 +102,7 @@ class EvalPlan:
     protocol: Protocol
     lengths: tuple[int, ...]  # ascending context lengths
     options: ProtocolOptions
-    prefix: int | None  # the token id that stands first in each span, or before each document, see `Protocol`; or None
+    prefix: tuple[int, ...]  # token ids that stand first in each span, or before each document, see `Protocol`
     # every document with anything to read, and its spans in reading order
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
     left_out: int  # documents too short for the lengths
@@ -116,13 +116,8 @@ class EvalPlan:
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
         """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
-        ids = document.ids[max(start, 0) : stop].clone()
-        if start < 0:
-            assert self.prefix is not None
-            return torch.cat([ids.new_tensor([self.prefix]), ids]), -1
-        if self.prefix is not None and self.protocol.prefix == "span":
-            ids[0] = self.prefix
-        return ids, start
+        has_prefix = start < 0 or self.protocol.prefix == "span"
+        return with_prefix(document.ids, start, stop, self.prefix if has_prefix else ()), start
 
 
 def make_plan(
@@ -143,19 +138,27 @@ def make_plan(
     for name, value in (("stride", stride), ("max_spans", max_spans)):
         if value is not None:
             whole(name, value)
-    options = ProtocolOptions(scored, stride)
-    prefix = prefix_token(tokenizer, bos, chosen.default_prefix)
-    before = int(prefix is not None and chosen.prefix == "span")  # places that the cut has before the first token
+    prefix = prefix_tokens(tokenizer, bos, chosen.default_prefix)
+    options = ProtocolOptions(scored, stride, max(1, len(prefix)))
+    least = ordered[0] - (scored if chosen.uses_targets else 1)  # tokens that no span of the shortest length scores
+    if least < len(prefix):
+        raise MethodError(
+            f"{len(prefix)} tokens stand before every text ({', '.join(map(str, prefix))}), and the shortest length, "
+            f"{ordered[0]}, leaves {least}; give longer lengths, fewer targets, or bos=False (--no-bos)"
+        )
+    before = len(prefix) if chosen.prefix == "span" else 0  # places that the cut has before the first token
     cut: list[tuple[Tokens, list[Span]]] = []
     for document in documents:
         spans = list(chosen.spans(before + len(document.ids), ordered, options))
-        if before:
-            spans = [
-                Span(s.length, s.start - 1, s.stop - 1, s.score_from - 1, s.score_to - 1, s.context) for s in spans
-            ]
-        if prefix is None:  # nothing stands before the first token, so it cannot be scored
-            spans = [s if s.start >= 0 else s._replace(start=0, score_from=max(1, s.score_from)) for s in spans]
-        cut.append((document, [span for span in spans if span.score_from < span.score_to]))
+        if chosen.prefix == "document":  # position -1 stands for all that is before the first token
+            spans = [s if s.start >= 0 else s._replace(start=-len(prefix)) for s in spans]
+        moved = (
+            Span(s.length, s.start - before, s.stop - before, s.score_from - before, s.score_to - before, s.context)
+            for s in spans
+        )
+        # A span scores no token of the prefix, nor its own first token, before which nothing stands.
+        read = [s._replace(score_from=max(s.score_from, s.start + max(1, before), 0)) for s in moved]
+        cut.append((document, [span for span in read if span.score_from < span.score_to]))
     left_out += sum([not spans for _, spans in cut])
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
@@ -185,29 +188,33 @@ def _subsample(
     return kept
 
 
-def prefix_token(
+def prefix_tokens(
     tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, default: DefaultPrefix = "added"
-) -> int | None:
-    """The token id that an input begins with, or None.
+) -> tuple[int, ...]:
+    """The token ids that an input begins with.
 
-    With `bos` it is the BOS token, with False none, with None the one of `default`, see `Protocol.default_prefix`.
+    With `bos` those that the tokenizer puts before every text, else its BOS token; with False none; with None those of
+    `default`, see `Protocol.default_prefix`.
     """
-    if bos is False or (bos is None and tokenizer is None):
-        return None
+    if bos is False or (bos is None and (tokenizer is None or default == "none")):
+        return ()
     if tokenizer is None:
         raise MethodError("bos=True needs a tokenizer")
+    if (leading := leading_tokens(tokenizer)) or (bos is None and default == "added"):
+        return leading
     token: int | None = tokenizer.bos_token_id
-    if bos is None:
-        by_default: dict[DefaultPrefix, int | None] = {
-            "added": leading_token(tokenizer),
-            "bos": token,
-            "bos or eos": tokenizer.eos_token_id if token is None else token,
-            "none": None,
-        }
-        return by_default[default]
-    if token is None:
-        raise MethodError(f"bos=True, but {type(tokenizer).__name__} has no BOS token")
-    return token
+    if token is None and bos is None and default == "bos or eos":
+        token = tokenizer.eos_token_id
+    if token is None and bos:
+        raise MethodError(
+            f"bos=True, but {type(tokenizer).__name__} puts no tokens before a text and has no BOS token; leave out bos"
+        )
+    return () if token is None else (token,)
+
+
+def with_prefix(ids: Tensor, start: int, stop: int, prefix: tuple[int, ...]) -> Tensor:
+    """Tokens start to stop of a document (tokens,), the first of them replaced by the prefix; start may be negative."""
+    return torch.cat([ids.new_tensor(prefix), ids[max(start + len(prefix), 0) : stop]])
 
 
 def prepare(

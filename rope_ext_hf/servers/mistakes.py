@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary

@@ -38,7 +38,7 @@ from rope_ext_hf.methods.static import Factors
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.spans import prefix_token
+from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.suites.statements import RETRIEVALS
@@ -83,8 +83,7 @@ def text_passages(
     documents: Sequence[Tokens], length: int, count: int, tokenizer: PreTrainedTokenizerBase, targets: int
 ) -> list[Passage]:
     """At most `count` passages of the target length, evenly from all documents; their last `targets` tokens count."""
-    prefix = prefix_token(tokenizer, None)
-    before = [] if prefix is None else [prefix]
+    before = prefix_tokens(tokenizer, None)
     parts = pieces(documents, length - len(before), count)
     if len(parts) < LEAST_READ:
         raise CorpusError(

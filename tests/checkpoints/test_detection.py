@@ -23,6 +23,7 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.support.checkpoint_folders import watch_reads
 from tests.support.models import FAMILIES, ROTATING, build, build_known, plant_pairs
+from tests.support.planted_pairs import PLANTED, planted, separate
 
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
 
@@ -232,51 +233,10 @@ def test_two_dims_are_one_pair_either_way() -> None:
 # --- planted pairs: that the right rows of every kind of tensor are looked at -----------------------------------------
 
 
-def _separate(attention: Any) -> tuple[Tensor, Tensor]:
-    """q_proj of 4 heads, k_proj of 2, heads of 16."""
-    return attention.q_proj.weight.view(2, 2, 16, 64), attention.k_proj.weight.view(2, 16, 64)
-
-
-def _partly(attention: Any) -> tuple[Tensor, Tensor]:
-    """The first 8 of 16 dims."""
-    queries, keys = _separate(attention)
-    return queries[:, :, :8], keys[:, :8]
-
-
-def _fused(attention: Any) -> tuple[Tensor, Tensor]:
-    """4 query heads, then 2 key heads, then the values."""
-    weight = attention.qkv_proj.weight
-    return weight[:64].view(2, 2, 16, 64), weight[64:96].view(2, 16, 64)
-
-
-def _grouped(attention: Any) -> tuple[Tensor, Tensor]:
-    """Query, key and value of one head after another; 8 of 16 dims rotate."""
-    heads = attention.query_key_value.weight.view(4, 3, 16, 64)
-    return heads[:, :1, :8], heads[:, 1, :8]
-
-
-PLANTED: dict[str, Callable[[Any], tuple[Tensor, Tensor]]] = {
-    "llama": _separate,
-    "qwen3": _separate,
-    "olmo2": _separate,
-    "gemma2": _separate,
-    "cohere": _separate,
-    "glm": _partly,
-    "phi3": _fused,
-    "gpt_neox": _grouped,
-}
-
-
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_pairs_are_found(name: str, pairing: str) -> None:
-    model = build(name, num_hidden_layers=4)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms of queries and keys that are not one
-                parameter.add_(0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(5)))
-        for layer in model.base_model.layers:
-            plant_pairs(*PLANTED[name](layer.attention if name == "gpt_neox" else layer.self_attn), pairing)
+    model = planted(name, pairing)
     report = rope.detect_pairing(model)
     assert report.pairing == pairing
     assert report.confidence > 0.9999
@@ -327,7 +287,7 @@ def test_a_norm_does_what_its_family_does() -> None:
     model = build("gemma2", num_hidden_layers=4)
     with torch.no_grad():
         for layer in model.model.layers:
-            queries, keys = _separate(layer.self_attn)
+            queries, keys = separate(layer.self_attn)
             layer.input_layernorm.weight[:32] = -1.0
             plant_pairs(queries[..., 32:], keys[..., 32:], "half")
             queries[..., :32] = 50 * torch.randn(queries[..., :32].shape)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.live_model import reordered
+from rope_ext_hf.checkpoints.reordering import reordered
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.patches.geometry import checkpoint_geometry

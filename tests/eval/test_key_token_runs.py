@@ -57,7 +57,8 @@ def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride
     setting = KeySetting(window, stride, gain=-0.02, likely=-4.6)
     expected = naive_key_tokens(model, ids, window, stride, -0.02, -4.6, bos)
     for first in (1, window, count - 7):
-        found = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=bos, length=count)
+        prefix = () if bos is None else (bos,)
+        found = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=prefix, length=count)
         assert [first + place for place in found.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
     assert bool(expected) == (window < count)
 

@@ -227,12 +227,65 @@ def test_refusals(tokenizer: Any) -> None:
         written(harness(load(), tokenizer), ["a"], room=256)
 
 
-@pytest.mark.parametrize(("template", "given"), [("$A", [4]), ("<s> $A", [0, 4]), ("$A </s>", [4])])
-def test_bos_as_the_tokenizer_does_and_never_eos(template: str, given: list[int]) -> None:
-    lm = harness(build("llama"), words(template))
+TEMPLATES = {
+    "$A": [4],
+    "<s> $A": [0, 4],
+    "$A </s>": [4],
+    "<s> $A </s>": [0, 4],
+    "[gMASK] <sop> $A": [5, 6, 4],
+    "[CLS] $A [SEP]": [7, 4],
+}
+
+
+@pytest.mark.parametrize("asked", [None, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_what_the_tokenizer_begins_with_and_never_what_it_ends_with(template: str, asked: bool | None) -> None:
+    given = TEMPLATES[template]
+    lm = harness(build("llama"), words(template), add_bos_token=asked)
     assert lm.tok_encode("a") == given
-    assert lm.tok_batch_encode(["a"])[0].tolist() == [given]
+    assert lm.tok_encode(template.partition("$A")[0] + "a") == given  # as chat templates write it
+    assert lm.tok_encode("a a a", left_truncate_len=2) == [4, 4]
+    ids, mask = lm.tok_batch_encode(["a", "a a"])
+    assert ids.tolist() == [[3, *given], [*given, 4]]
+    assert mask.tolist() == [[0, *[1] * len(given)], [1] * (len(given) + 1)]
     assert harness(build("llama"), words(template), add_bos_token=False).tok_encode("a") == [4]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_no_token_before_a_text_is_scored(template: str) -> None:
+    """Neither BOS a second time (lm-eval #3333) nor GLM's two; by hand, and as `blocks` has it."""
+    model, tokenizer = build("llama"), words(template)
+    text = " ".join(["a"] * 20)
+    before = TEMPLATES[template][:-1] or [0]  # lm-eval's own choice where the tokenizer puts none: BOS
+    room = 8 + 1 - len(before)
+    windows = [([*before, *[4] * room], len(before)), ([4] * 9, 1), ([4] * 9, 9 - (20 - room - 8))]
+    expected = sum(token_log_likelihood(model, ids, first) for ids, first in windows)
+    lm = harness(model, tokenizer, max_length=8, batch_size=2)
+    (answer,) = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0)], disable_tqdm=True)
+    assert answer == pytest.approx(expected, rel=1e-5)
+    (result,) = perplexity(model, [text], lengths=[8], protocol="blocks", tokenizer=tokenizer)
+    assert answer == pytest.approx(-result.documents[0].nats, rel=1e-5)
+    (nats, _), (after, _) = lm.loglikelihood(
+        [Instance("loglikelihood", {}, pair, 0) for pair in (("", "a a"), ("a", " a"))], disable_tqdm=True
+    )
+    assert nats == pytest.approx(token_log_likelihood(model, [*before, 4, 4], len(before)), rel=1e-5)
+    given = TEMPLATES[template]
+    assert after == pytest.approx(token_log_likelihood(model, [*given, 4], len(given)), rel=1e-5)
+
+
+def token_log_likelihood(model: Any, ids: list[int], first: int) -> float:
+    """The sum over the tokens from `first` on, in one forward, without any code of this package."""
+    with torch.no_grad():
+        likely = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    return float(sum(likely[i - 1, ids[i]].item() for i in range(first, len(ids))))
+
+
+def test_an_empty_text_has_no_loss() -> None:
+    lm = harness(build("llama"), words("<s> $A"), max_length=8)
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0) for text in ("", "a")]
+    empty, one = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    assert empty == 0.0
+    assert one < 0.0
 
 
 @pytest.mark.slow
@@ -248,19 +301,17 @@ def test_the_model_of_lm_eval_scores_the_eos_of_the_bundled_tokenizer(tokenizer:
     assert without == pytest.approx(expected, abs=1e-4)
 
 
-def test_a_tokenizer_whose_eos_comes_with_its_bos_is_refused() -> None:
-    for template, asked in (("<s> $A </s>", None), ("<s> $A </s>", True), ("$A </s>", True)):
-        with pytest.raises(rope.MethodError, match="ends every text with EOS"):
-            harness(build("llama"), words(template), add_bos_token=asked)
-
-
 def words(template: str) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    fast = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3, "a": 4}, unk_token="<unk>"))
+    special = ("<s>", "</s>", "<unk>", "<pad>", "[gMASK]", "<sop>", "[CLS]", "[SEP]")
+    known = {"<s>": 0, "</s>": 1, "<unk>": 2, "<pad>": 3, "a": 4, "[gMASK]": 5, "<sop>": 6, "[CLS]": 7, "[SEP]": 8}
+    fast = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[(name, known[name]) for name in special]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=fast, bos_token="<s>", eos_token="</s>", unk_token="<unk>", pad_token="<pad>"
     )

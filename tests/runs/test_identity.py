@@ -153,12 +153,12 @@ def test_the_text_and_the_prefix_count_not_only_the_ids_that_are_read() -> None:
     """Another tokenizer may give the same ids to more bytes, or begin with another token."""
     model, given = build("llama"), documents()
 
-    def fingerprint(given: list[Tokens], prefix: int | None = None) -> str:
+    def fingerprint(given: list[Tokens], prefix: tuple[int, ...] = ()) -> str:
         plan = prepare(model, given, lengths=[64, 128], bos=False)
         return PerplexityMeasurement(replace(plan, prefix=prefix)).fingerprint()
 
     wider = [replace(document, ends=tuple(2 * end for end in document.ends)) for document in given]
-    assert len({fingerprint(given), fingerprint(wider), fingerprint(given, 1), fingerprint(given, 2)}) == 4
+    assert len({fingerprint(given), fingerprint(wider), fingerprint(given, (1,)), fingerprint(given, (2,))}) == 4
     assert fingerprint(given) == fingerprint(documents())
 
 

@@ -310,7 +310,7 @@ def test_spans_begin_as_the_tokenizer_begins_texts(
         return read(self, *args, **kwargs)
 
     monkeypatch.setattr(Reader, "read", spy)
-    monkeypatch.setattr("rope_ext_hf.reading.spans.leading_token", lambda tokenizer: 5)
+    monkeypatch.setattr("rope_ext_hf.reading.spans.leading_tokens", lambda tokenizer: (5,))
     search(small, tmp_path / "run", **QUICK, trials=1, most_lost=9.0)
     assert all(int(passage.ids[0]) == 5 and len(passage.ids) == LONG for passage in readers[0].passages)
     (settings,) = (tmp_path / "run" / "measured").glob("*/run.json")

@@ -1,0 +1,57 @@
+"""Reorder the rotated rows of a loaded model's parameters, in place, one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
+from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.rotary.pairing import other_pairing
+
+
+def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
+    """Reorder every rotated row from the other pairing to this one; nothing moves where one of them cannot."""
+    with torch.no_grad():
+        for parameter, layout in _rotated_parameters(model, tensors):
+            parameter.copy_(layout.to_pairing(parameter.detach(), to))
+
+
+def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
+    """Every parameter and buffer of a model with rotated rows, and its layout."""
+    rotated = []
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        layout = tensors.find(name, parameter.shape)
+        if layout is None:
+            continue
+        if hasattr(parameter, "quant_state"):
+            raise CheckpointError(f"{name!r} is packed by bitsandbytes; convert the checkpoint before it is quantised")
+        if is_traceable_wrapper_subclass(parameter.data) and not hasattr(parameter.data, "full_tensor"):  # of a DTensor
+            kind = type(parameter.data).__name__
+            raise CheckpointError(f"{name!r} is packed ({kind}); convert the checkpoint before it is quantised")
+        if parameter.is_meta:
+            raise CheckpointError(f"{name!r} is offloaded to disk; convert the folder instead (convert_checkpoint)")
+        rotated.append((parameter, layout))
+    return rotated
+
+
+@contextmanager
+def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
+    """Inside, rotated rows stand as if they had been converted from the other pairing to this one; then as before."""
+    rotated = _rotated_parameters(model, tensors)
+    moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
+    try:
+        with torch.no_grad():
+            for tensor, layout in rotated:
+                converted = layout.to_pairing(tensor.detach(), to)
+                moved.append((tensor, layout))
+                tensor.copy_(converted)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, layout in moved:
+                tensor.copy_(layout.to_pairing(tensor.detach(), other_pairing(to)))
