@@ -200,7 +200,7 @@ def _layer(
     name = type(at_near.module).__name__
     if at_near.refused:
         raise UnsupportedModelError(
-            f"{name} has {at_near.refused}, which remapping methods do not support; use a frequency method, such as yarn"
+            f"{name} has {at_near.refused}, which remapping methods do not support; use a frequency method (yarn, ntk)"
         )
     for record in records:
         if not (record.key.isfinite().all() and record.query.isfinite().all()):
