@@ -276,7 +276,7 @@ def _run(
             setattr(slot.parent, slot.attribute, module)
         try:
             decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run on four tokens without a cache, which a remapping method needs "
                 f"to find out how it attends: {one_line(error)}"
