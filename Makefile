@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-newest | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
+# make demo | test | test-fast | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
@@ -8,7 +8,7 @@ RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
 
-.PHONY: demo test test-fast test-all test-newest test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -29,6 +29,14 @@ NEWEST := transformers accelerate peft trl lm-eval datasets safetensors huggingf
 test-newest: build/newest/ready
 	build/newest/bin/pip install -q --upgrade $(TORCH) $(NEWEST) -e '.[eval,dev]'
 	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n 2 --dist loadscope -m "not slow"
+
+# The releases that test-newest would take and that are newer than those pinned; nothing where there are none.
+newer-releases: .venv/ready
+	@mkdir -p build
+	@$(RUN)/pip install -q --dry-run --upgrade --upgrade-strategy eager --report build/newer.json $(TORCH) $(NEWEST) \
+		-e '.[eval,dev]'
+	@$(RUN)/python -c "import json; each = json.load(open('build/newer.json'))['install']; \
+		print(*(f'{p[\"metadata\"][\"name\"]}=={p[\"metadata\"][\"version\"]}' for p in each if not p['is_direct']))"
 
 build/newest/ready: Makefile
 	$(PYTHON) -m venv build/newest

@@ -202,7 +202,7 @@ def _layer(
     name = type(at_near.module).__name__
     if at_near.refused:
         raise UnsupportedModelError(
-            f"{name} has {at_near.refused}, which remapping methods do not support; use a frequency method, e.g. yarn"
+            f"{name} has {at_near.refused}, which remapping methods do not support; use a frequency method (yarn, ntk)"
         )
     for record in records:
         if not (record.key.isfinite().all() and record.query.isfinite().all()):
@@ -278,7 +278,7 @@ def _run(
             setattr(slot.parent, slot.attribute, module)
         try:
             decoder(input_ids=ids, position_ids=positions, use_cache=False)
-        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        except (TypeError, RuntimeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise UnsupportedModelError(
                 f"{type(decoder).__name__} does not run on four tokens without a cache, which a remapping method needs "
                 f"to find out how it attends: {one_line(error)}"

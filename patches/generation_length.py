@@ -1,4 +1,4 @@
-"""The length in a generation config, which follows a patch as max_position_embeddings does.
+"""Lengths beside the config, which follow a patch as max_position_embeddings does.
 
 Some models state their context length as `max_length` in generation_config.json (Llama 2: 4096). Then `generate` refuses
 longer prompts, whatever the model can read.
@@ -48,16 +48,32 @@ class _GenerationLength:
             self.model.generation_config = self.swap.original
 
 
+class _EmbeddedLength:
+    """The length to which a model of sentence-transformers cuts its texts; `remove` puts the one before back."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        self.model, self.before, self.written = model, model.max_seq_length, length
+        model.max_seq_length = length
+
+    def remove(self) -> None:
+        if self.model.max_seq_length == self.written:  # else its user has chosen another one
+            self.model.max_seq_length = self.before
+
+
 def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
     """Give a model, and every model inside it, a generation config for the extended length.
 
-    The slot keeps the way back.
+    So, too, the `max_seq_length` of a model of sentence-transformers around it. The slot keeps the way back.
     """
     for module in model.modules():
         stated = getattr(module.__dict__.get("generation_config"), "max_length", None)
         if (length := _extended(stated, slot.state)) is not None:
             slot.hooks.append(_GenerationLength(module, length))
             slot.state.record[_KEY] = {"before": stated, "written": length}
+        if isinstance(getattr(type(module), "max_seq_length", None), property):
+            length = _extended(module.max_seq_length, slot.state)  # type: ignore[arg-type]
+            if length is not None:
+                slot.hooks.append(_EmbeddedLength(module, length))
 
 
 def restore_generation_length(model: Any, record: Mapping[str, Any]) -> None:

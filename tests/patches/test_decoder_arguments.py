@@ -254,7 +254,7 @@ class Placed(nn.Module):
         """A decoder of transformers 5.0."""
 
 
-class Counting(DynamicCache):
+class Counting(DynamicCache):  # type: ignore[misc]
     """A cache that counts three tokens, as a static one of 5.0 whose other keys are zero."""
 
     counted: Any = torch.tensor(3)
@@ -264,7 +264,7 @@ class Counting(DynamicCache):
 
 
 def test_the_tokens_in_a_cache_are_those_before_the_place_that_is_given() -> None:
-    call = {"past_key_values": Counting(), "cache_position": torch.tensor([5, 6])}
+    call: dict[str, Any] = {"past_key_values": Counting(), "cache_position": torch.tensor([5, 6])}
     assert past_length(Placed(), call) == 5
     assert past_length(Placed(), call | {"cache_position": None}) == 3
     assert past_length(Placed(), call | {"past_key_values": None}) == 0
