@@ -8,15 +8,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, reported, signed
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, duration, one_line
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
@@ -30,11 +31,15 @@ from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_l
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
+from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
 from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
@@ -196,6 +201,8 @@ class _Planner:
     def methods(self) -> list[MethodAdvice]:
         """Every method that states when to use it."""
         known = list_methods().items()
+        if self._small is None:
+            self.refusal = "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
         return [self._method(name, cls.guidance) for name, cls in known if cls.guidance is not None]
 
     def _method(self, name: str, guidance: Guidance) -> MethodAdvice:
@@ -206,8 +213,11 @@ class _Planner:
         try:
             method = resolve_method(name, self.rotary, target_length=self.target_length)
             method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
+            self._check(name)
         except MethodError as error:
             why = guidance.unmeasured or one_line(error)
+        except UnsupportedModelError as error:
+            why = one_line(error)
         else:
             kind = _kind(method)
             models = [model.name for model in helped(rises)]
@@ -228,6 +238,18 @@ class _Planner:
             engines=engines,
             refusals=refusals,
         )
+
+    @cached_property
+    def _small(self) -> PreTrainedModel | None:
+        return stand_in(self.opened.config)
+
+    def _check(self, name: str) -> None:
+        """Raise the error with which `patch` would refuse a method on this model, where a small one can tell."""
+        if self._small is None:
+            return
+        error = refusal(self._small, name, target_length=self.target_length, **self.underneath)
+        if error is not None:
+            raise error
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
         if not rises:
