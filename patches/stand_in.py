@@ -7,8 +7,10 @@ cache, a norm after the rotation, a mask of its own. That depends on its class a
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -24,11 +26,16 @@ _SPREAD = 0.2  # of random weights: attention then prefers some keys
 _MOST_PARAMETERS = 50_000_000
 
 
-def stand_in(config: Any) -> PreTrainedModel | None:
-    """Return a small random model of the class and the kinds of layers of a text config; None: it cannot be built."""
+@lru_cache(maxsize=4)
+def stand_in(config: str) -> PreTrainedModel | None:
+    """Return a small random model of the class and the kinds of layers of a text config, which is given as JSON.
+
+    None: it cannot be built.
+    """
+    values = json.loads(config)
     for narrow in (True, False):  # some classes want as many heads as they have
         try:
-            small = AutoConfig.for_model(**_small(config.to_dict(), narrow=narrow))
+            small = AutoConfig.for_model(**_small(values, narrow=narrow))
             if sum(each.numel() for each in empty_model(small).parameters()) > _MOST_PARAMETERS:
                 continue
             loader = class_to_load(small)
@@ -50,8 +57,20 @@ def _perturbed(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def refusal(model: PreTrainedModel, method: str, **arguments: Any) -> Exception | None:
-    """Return the error with which `patch` refuses a method on a model; None: it does not. The model stays as it is."""
+def refusal(config: Any, method: str, **arguments: Any) -> Exception | None:
+    """Return the error with which `patch` refuses a method on a model of a text config; None: it does not, or no small
+    model can be built to try it on.
+    """
+    return _refusal(config.to_json_string(use_diff=False), method, tuple(sorted(arguments.items())))
+
+
+@lru_cache(maxsize=1024)
+def _refusal(config: str, method: str, arguments: tuple[tuple[str, Any], ...]) -> Exception | None:
+    model = stand_in(config)
+    return None if model is None else _refused(model, method, **dict(arguments))
+
+
+def _refused(model: PreTrainedModel, method: str, **arguments: Any) -> Exception | None:
     with warnings.catch_warnings(action="ignore"):
         try:
             apply_plan(plan_patch(model, method, **arguments))

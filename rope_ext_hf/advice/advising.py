@@ -8,9 +8,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -37,9 +36,6 @@ from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_
 from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
 _OWN_PROCESS = reference_engine().name
@@ -201,7 +197,7 @@ class _Planner:
     def methods(self) -> list[MethodAdvice]:
         """Every method that states when to use it."""
         known = list_methods().items()
-        if self._small is None:
+        if stand_in(self.opened.config.to_json_string(use_diff=False)) is None:
             self.refusal = "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
         return [self._method(name, cls.guidance) for name, cls in known if cls.guidance is not None]
 
@@ -212,7 +208,7 @@ class _Planner:
         kind, short, models = "", "", list[str]()
         try:
             method = resolve_method(name, self.rotary, target_length=self.target_length)
-            method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
+            method = bind_to(method, self.rotary, self.opened.config, self.target_length)
             self._check(name)
         except MethodError as error:
             why = guidance.unmeasured or one_line(error)
@@ -239,15 +235,9 @@ class _Planner:
             refusals=refusals,
         )
 
-    @cached_property
-    def _small(self) -> PreTrainedModel | None:
-        return stand_in(self.opened.config)
-
     def _check(self, name: str) -> None:
         """Raise the error with which `patch` would refuse a method on this model, where a small one can tell."""
-        if self._small is None:
-            return
-        error = refusal(self._small, name, target_length=self.target_length, **self.underneath)
+        error = refusal(self.opened.config, name, target_length=self.target_length, **self.underneath)
         if error is not None:
             raise error
 

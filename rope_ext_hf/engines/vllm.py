@@ -117,6 +117,8 @@ class VLLM(OverridingEngine):
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         rope = RopeKeys.of(config, length)
+        if rope.text.get("dual_chunk_attention_config"):  # get_rope takes it before any rope type
+            raise NotCheckedError("it runs dual chunk attention here, by a rotary class that was not checked")
         if rope.model_type in self.table["theta_inside"]:
             inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
             settings = {**rope.settings, "rope_theta": needed(inside, "rope_theta", 10000.0, above=1.0)}

@@ -170,7 +170,7 @@ def make_targets(
             raise MethodError(f"{nothing} Leave the method out (--method) to serve the model as it is")
         resolved = resolve_method(chosen, rotary, factor=factor, target_length=target_length, **params)
         length = target_length or stated_length(resolved, rotary, factor)
-        bound = bind_to(resolved, rotary, config.model_type, length)
+        bound = bind_to(resolved, rotary, config, length)
         spec = PatchSpec(bound, rotary, length or bound.extended_length(rotary))
     label = spec.method.label()
     if isinstance(spec.method, RemappingMethod):
