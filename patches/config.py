@@ -175,9 +175,11 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
     if by_dual_chunks:
-        rule = f"dual_chunk_attention_config: the original length of that attention, which transformers does not run; {rule}"
+        rule = f"dual_chunk_attention_config: the original length of attention which transformers does not run; {rule}"
     if rope_type == "yarn" and settings.get("attn_factor", 1) != 1 and settings.get("attention_factor") is None:
-        dropped = f"attn_factor {settings['attn_factor']!r} of its yarn is not read by transformers, and is by some engines"
+        dropped = (
+            f"attn_factor {settings['attn_factor']!r} of its yarn is not read by transformers, and is by some engines"
+        )
         note = f"{note} {dropped}: state it as attention_factor, times 0.1 ln s + 1, to have it everywhere.".strip()
     if getattr(config, GUESSED_LENGTH_KEY, None) == most:
         rule += ", which is a guess: the weights come from Meta's format, which states no length"

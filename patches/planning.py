@@ -178,8 +178,8 @@ def _gguf_note(model: nn.Module) -> str | None:
     if not files:
         return None
     return (
-        f"This model was loaded from a GGUF file ({', '.join(files)}), of which transformers drops a linear or yarn scaling: "
-        "`rope-ext audit FILE.gguf` shows what it states. Where it has one, load the model from its config.json instead."
+        f"This model was loaded from a GGUF file ({', '.join(files)}), of which transformers drops a linear or yarn "
+        "scaling: `rope-ext audit FILE.gguf` shows what it states. With one, load the model from its config.json."
     )
 
 

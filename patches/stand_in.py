@@ -1,7 +1,7 @@
-"""A small model with weights in place of one whose weights are not at hand, so that it can be asked what can be patched.
+"""A small model with weights in place of one whose weights are not at hand, to try what can be patched.
 
-Remapping methods and those that follow the length are refused by what a model computes: the order of its keys in the
-cache, a norm after the rotation, a mask of its own. That depends on its class and its kinds of layers, not on its sizes.
+Remapping methods and those that follow the length are refused by what a model computes: the order of its keys in a
+cache, a norm after the rotation, a mask of its own. That depends on its class and kinds of layers, not on its sizes.
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _small(values: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
         if "kv_lora_rank" in values:  # latent attention has a key for every query
             sizes |= {"num_key_value_heads": fewer, "q_lora_rank": _WIDTH, "kv_lora_rank": _WIDTH}
         sizes |= {"index_n_heads": fewer}
-        small |= {key: value for key, value in sizes.items() if values.get(key) or (key == "head_dim" and key in values)}
+        small |= {
+            key: value for key, value in sizes.items() if values.get(key) or (key == "head_dim" and key in values)
+        }
     small |= {key: _INNER_WIDTH for key, value in values.items() if key.endswith("intermediate_size") and value}
     small |= {key: value for key, value in _TOKEN_IDS.items() if key in values}
     small |= {"initializer_range": _SPREAD} if "initializer_range" in values else {}

@@ -198,7 +198,9 @@ class _Planner:
         """Every method that states when to use it."""
         known = list_methods().items()
         if stand_in(self.opened.config.to_json_string(use_diff=False)) is None:
-            self.refusal = "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
+            self.refusal = (
+                "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
+            )
         return [self._method(name, cls.guidance) for name, cls in known if cls.guidance is not None]
 
     def _method(self, name: str, guidance: Guidance) -> MethodAdvice:

@@ -55,7 +55,9 @@ def test_advice_and_audit_take_the_trained_length() -> None:
     assert "dual chunk attention" in str(vllm.unknown)
 
 
-@pytest.mark.parametrize("stated", [None, {}, 5, {"original_max_position_embeddings": "long"}, STATED | {"local_size": 0}])
+@pytest.mark.parametrize(
+    "stated", [None, {}, 5, {"original_max_position_embeddings": "long"}, STATED | {"local_size": 0}]
+)
 def test_other_values_leave_the_model_as_it_is(stated: Any) -> None:
     model = stating("qwen2", stated)
     whole = 256 if isinstance(stated, dict) and stated.get("local_size") == 0 else 1000
@@ -93,8 +95,18 @@ def test_a_model_out_of_a_gguf_file_says_that_its_scaling_was_dropped(kind: str,
     writer.add_tokenizer_model("llama")
     writer.add_token_list([f"t{number}" for number in range(8)])
     shapes = {"token_embd": (8, 64), "output_norm": (64,), "output": (8, 64), "blk.0.attn_norm": (64,)}
-    shapes |= {"blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64), "blk.0.attn_output": (64, 64)}
-    shapes |= {"blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64), "blk.0.ffn_down": (64, 96), "blk.0.ffn_norm": (64,)}
+    shapes |= {
+        "blk.0.attn_q": (64, 64),
+        "blk.0.attn_k": (32, 64),
+        "blk.0.attn_v": (32, 64),
+        "blk.0.attn_output": (64, 64),
+    }
+    shapes |= {
+        "blk.0.ffn_gate": (96, 64),
+        "blk.0.ffn_up": (96, 64),
+        "blk.0.ffn_down": (64, 96),
+        "blk.0.ffn_norm": (64,),
+    }
     for name, shape in shapes.items():
         writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
     for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
