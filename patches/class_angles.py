@@ -52,7 +52,7 @@ def softmax_multiple(model: nn.Module) -> float:
     for module in model.modules():
         scaling, dim = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
         if isinstance(scaling, float) and isinstance(dim, int) and hasattr(module, "kv_lora_rank"):
-            return scaling * dim**0.5
+            return scaling * float(dim**0.5)
     return 1.0
 
 

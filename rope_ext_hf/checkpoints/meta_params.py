@@ -282,7 +282,7 @@ class Llama:
         """The model by `read_params` and by the shapes of the tensors."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
-        own = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
+        own: dict[str, Any] = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
         own |= {"mistral": any(key in params for key in _MISTRAL), "yarn": params.get("yarn", {})}
         return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied, **own)
 
@@ -383,7 +383,7 @@ def _yarn_settings(yarn: Any, where: str) -> dict[str, Any]:
         raise CheckpointError(
             f"{where}: yarn is {short(repr(yarn))}; it must give {', '.join(_YARN)} as numbers above 0"
         )
-    settings = {"rope_type": "yarn", **{_YARN[key]: float(value) for key, value in numbers.items()}}
+    settings: dict[str, Any] = {"rope_type": "yarn", **{_YARN[key]: float(value) for key, value in numbers.items()}}
     original = int(settings["original_max_position_embeddings"])
     unscaled = {} if yarn.get("apply_scale", True) else {"attention_factor": 1.0}
     return settings | {"original_max_position_embeddings": original} | unscaled

@@ -41,11 +41,10 @@ class DualChunk(RemappingMethod):
     def as_stated(self, config: Any, limit: int) -> Self:
         """The sizes of `dual_chunk_attention_config` (Qwen2.5-1M): chunks of chunk_size less local_size tokens."""
         stated = getattr(config, "dual_chunk_attention_config", None)
-        sizes = [stated.get(key) for key in ("chunk_size", "local_size")] if isinstance(stated, Mapping) else [None]
-        given = self.chunk is not None or self.window is not None
-        if given or not all(isinstance(size, int) for size in sizes) or not 0 < sizes[1] < sizes[0] <= limit:
+        size, local = (stated.get(key) if isinstance(stated, Mapping) else None for key in ("chunk_size", "local_size"))
+        if self.chunk is not None or self.window is not None or type(size) is not int or type(local) is not int:
             return self
-        return replace(self, chunk=sizes[0] - sizes[1], window=sizes[1])
+        return replace(self, chunk=size - local, window=local) if 0 < local < size <= limit else self
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         chunk = self.chunk or 3 * limit // 4

@@ -109,7 +109,7 @@ def open_model(
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         load = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
-        of_folder = {"given": str(model), "mistral_format": (folder / "params.json").is_file()}
+        of_folder: dict[str, Any] = {"given": str(model), "mistral_format": (folder / "params.json").is_file()}
         return Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load, **of_folder)
 
 
