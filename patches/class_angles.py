@@ -1,7 +1,7 @@
 """What a model's own rotary class computes at a length of input, measured by running it.
 
-The class is run on the CPU, on buffers of its own, so that a model on the meta device can be asked, too. A config that is
-read a second time may be read otherwise than the class reads it; this cannot.
+The class is run on the CPU, on buffers of its own, so that a model on the meta device can be asked, too. A second
+reading of the config may differ from that of the class; this cannot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ClassAngles:
     def at(self, layer_type: LayerType, length: int) -> tuple[tuple[float, ...], float]:
         """Return frequencies and magnitude of a layer type for an input of `length` tokens, at least 2.
 
-        They are read from cos and sin at position 1, which float32 holds to its full precision for every frequency up to
+        They are read from cos and sin at position 1, which float32 holds to its full precision for any frequency up to
         pi, however slow; of a module that arranges its angles in another way, from its buffer, in descending order.
         """
         # A class that follows the length changes its buffers.
@@ -52,7 +52,7 @@ def softmax_multiple(model: nn.Module) -> float:
     for module in model.modules():
         scaling, dim = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
         if isinstance(scaling, float) and isinstance(dim, int) and hasattr(module, "kv_lora_rank"):
-            return scaling * dim**0.5
+            return scaling * float(dim**0.5)
     return 1.0
 
 

@@ -129,7 +129,9 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
             f"the config of this {config.model_type!r} model has no max_position_embeddings, so the length it was "
             "trained with is not known; set it in the config"
         )
-    most = int(most)
+    most, dual = int(most), _dual_chunk_length(config)
+    if by_dual_chunks := dual is not None and dual < most:
+        most = dual
     rotated_pairs = None
     if rope_type == "proportional":
         rotated_pairs = int(settings.get("partial_rotary_factor", 1.0) * dim // 2)
@@ -172,10 +174,24 @@ def read_rope(config: Any, dim: int, layer_type: str | None = None) -> ConfigRop
         context_length, rule = round(most * factor), f"linear: max_position_embeddings {most:,} x the factor {factor:g}"
     else:
         context_length, rule = _context_length(rope_type, most, original, factor)
+    if by_dual_chunks:
+        rule = f"dual_chunk_attention_config: the original length of attention which transformers does not run; {rule}"
+    if rope_type == "yarn" and settings.get("attn_factor", 1) != 1 and settings.get("attention_factor") is None:
+        dropped = (
+            f"attn_factor {settings['attn_factor']!r} of its yarn is not read by transformers, and is by some engines"
+        )
+        note = f"{note} {dropped}: state it as attention_factor, times 0.1 ln s + 1, to have it everywhere.".strip()
     if getattr(config, GUESSED_LENGTH_KEY, None) == most:
         rule += ", which is a guess: the weights come from Meta's format, which states no length"
     plain = Rotary(dim, theta, original, rotated_pairs)
     return ConfigRope(plain, resolve_method(name, plain, **given), context_length, rule, note)
+
+
+def _dual_chunk_length(config: Any) -> int | None:
+    """The trained length in tokens of a model that states dual chunk attention (Qwen2.5-1M) for longer inputs."""
+    stated = getattr(config, "dual_chunk_attention_config", None)
+    length = stated.get("original_max_position_embeddings") if isinstance(stated, Mapping) else None
+    return length if type(length) is int and length > 0 else None
 
 
 def _context_length(rope_type: str, most: int, original: int, factor: float) -> tuple[int, str]:

@@ -43,13 +43,13 @@ class BaseRope:
 
     rotary: Rotary  # scalings included
     rule: str  # which reading of the config gave its context length
-    model_type: str
+    config: Any  # the text config without patches
     live: tuple[PatchSpec, ...] = ()  # the live patches that stay underneath, bottom first
     saved: tuple[PatchSpec, ...] = ()  # those, or the patches of a saved folder
 
     def bind(self, method: RopeMethod, length: int) -> RopeMethod:
         """The method with every parameter that was not given filled in for inputs of this length, as `patch` does."""
-        return bind_to(method, self.rotary, self.model_type, length)
+        return bind_to(method, self.rotary, self.config, length)
 
 
 def base_rope(
@@ -84,7 +84,7 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
         rotary, rule = _with_context_length(rotary, given), "context_length, as given"
     elif over == "own" and rotary.own is None and (published := published_length(config, rotary.context_length)):
         rotary, rule = _with_context_length(rotary, published), "as published"
-    return BaseRope(rotary, rule, config.model_type)
+    return BaseRope(rotary, rule, config)
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
@@ -100,7 +100,7 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
     length = context_length or top.target_length or top.method.extended_length(top.rotary) or top.rotary.context_length
     rule = "context_length, as given" if context_length else "the extended length of the present patch"
     rotary = top.rotary.scaled(top.method, context_length=length)
-    return BaseRope(rotary, rule, slots[0].config.model_type, live, saved)
+    return BaseRope(rotary, rule, slots[0].config, live, saved)
 
 
 def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
@@ -159,10 +159,11 @@ def before_patches(config: Any) -> Any:
     return before
 
 
-def bind_to(method: RopeMethod, rotary: Rotary, model_type: str, target_length: int | None) -> RopeMethod:
+def bind_to(method: RopeMethod, rotary: Rotary, config: Any, target_length: int | None) -> RopeMethod:
     if not isinstance(method, RemappingMethod):
         return method
-    return method.bind(rotary, target_length, own_temperature=family(model_type).own_temperature)
+    stated = method.as_stated(config, rotary.context_length)
+    return stated.bind(rotary, target_length, own_temperature=family(config.model_type).own_temperature)
 
 
 def stated_length(method: RopeMethod, rotary: Rotary, factor: float | None) -> int | None:

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -129,7 +130,7 @@ def _plan(
             f"over='patched' keeps the layers of the present patch, {saved[-1].layers or 'the default'}; got layers="
             f"{spec.layers}"
         )
-    bound = bind_to(spec.method, spec.rotary, config.model_type, spec.target_length)
+    bound = bind_to(spec.method, spec.rotary, config, spec.target_length)
     spec = replace(spec, method=bound, target_length=spec.target_length or bound.extended_length(spec.rotary))
     _check_method(model, slots, spec)
     attention: list[tuple[nn.Module, Layer]] = []
@@ -151,6 +152,7 @@ def _plan(
         sliding,
         slots[0].layers.unrotated_note(spec.method),
         *[slots[0].as_loaded[layer_type].note for layer_type in slots[0].scaled_layers],
+        _gguf_note(model),
     ]
     state = PatchState(
         spec,
@@ -162,6 +164,26 @@ def _plan(
         below=live,
     )
     return PatchPlan(model, state, tuple(slots), tuple(attention))
+
+
+def _gguf_note(model: nn.Module) -> str | None:
+    """What a model that was loaded from a GGUF file lacks, as a sentence; None: it was loaded from something else.
+
+    transformers keeps no trace of `gguf_file`, but in the name of the folder, which then holds no config.json. It reads
+    rope.freq_base, and a scaling for gpt-oss alone (integrations/ggml.py, modeling_gguf_pytorch_utils.py).
+    """
+    config: Any = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", None)
+    folder = Path(name) if name else None
+    if folder is None or not folder.is_dir() or (folder / "config.json").exists() or config.model_type == "gpt_oss":
+        return None
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    if not files:
+        return None
+    return (
+        f"This model was loaded from a GGUF file ({', '.join(files)}), of which transformers drops a linear or yarn "
+        "scaling: `rope-ext audit FILE.gguf` shows what it states. With one, load the model from its config.json."
+    )
 
 
 def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:

@@ -69,7 +69,7 @@ def download(
 
 
 def mistral_format_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files in Mistral's own format, from which some programs run it before config.json."""
+    """Return the names of a folder's files in Mistral's own format, which some programs read before config.json."""
     return sorted({file.name for pattern in _MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, reported, signed
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, duration, one_line
+from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, duration, one_line
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
@@ -30,6 +30,7 @@ from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_l
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
+from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
 from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
@@ -196,6 +197,10 @@ class _Planner:
     def methods(self) -> list[MethodAdvice]:
         """Every method that states when to use it."""
         known = list_methods().items()
+        if stand_in(self.opened.config.to_json_string(use_diff=False)) is None:
+            self.refusal = (
+                "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
+            )
         return [self._method(name, cls.guidance) for name, cls in known if cls.guidance is not None]
 
     def _method(self, name: str, guidance: Guidance) -> MethodAdvice:
@@ -205,9 +210,12 @@ class _Planner:
         kind, short, models = "", "", list[str]()
         try:
             method = resolve_method(name, self.rotary, target_length=self.target_length)
-            method = bind_to(method, self.rotary, self.opened.config.model_type, self.target_length)
+            method = bind_to(method, self.rotary, self.opened.config, self.target_length)
+            self._check(name)
         except MethodError as error:
             why = guidance.unmeasured or one_line(error)
+        except UnsupportedModelError as error:
+            why = one_line(error)
         else:
             kind = _kind(method)
             models = [model.name for model in helped(rises)]
@@ -228,6 +236,12 @@ class _Planner:
             engines=engines,
             refusals=refusals,
         )
+
+    def _check(self, name: str) -> None:
+        """Raise the error with which `patch` would refuse a method on this model, where a small one can tell."""
+        error = refusal(self.opened.config, name, target_length=self.target_length, **self.underneath)
+        if error is not None:
+            raise error
 
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
         if not rises:

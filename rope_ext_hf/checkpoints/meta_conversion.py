@@ -97,7 +97,8 @@ class MetaSource:
         ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
         if params.get("hidden_dim", ffn) != ffn:
             raise CheckpointError(
-                f"params.json in {str(folder)!r} has hidden_dim {params['hidden_dim']}; w1 of the first layer has {ffn} rows"
+                f"params.json in {str(folder)!r} has hidden_dim {params['hidden_dim']}; w1 of the first layer "
+                f"has {ffn} rows"
             )
         _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(self.split))
         self.llama = Llama.from_params(params, vocab, ffn, _tied(parts, self.split))

@@ -282,7 +282,7 @@ class Llama:
         """The model by `read_params` and by the shapes of the tensors."""
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
-        own = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
+        own: dict[str, Any] = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
         own |= {"mistral": any(key in params for key in _MISTRAL), "yarn": params.get("yarn", {})}
         return cls(**shared, ffn=ffn, theta=params["rope_theta"], factor=factor, tied=tied, **own)
 
@@ -342,8 +342,8 @@ def read_params(path: Path) -> dict[str, Any]:
     where = f"params.json in {str(path.parent)!r}"
     if unknown := sorted(set(params) - set(_PARAMS)):
         raise CheckpointError(
-            f"{where} has {unknown[0]} = {short(repr(params[unknown[0]]))}, which no text model of Llama 1 to 3.3, nor a "
-            f"Mistral without experts, has; known: {', '.join(_PARAMS)}"
+            f"{where} has {unknown[0]} = {short(repr(params[unknown[0]]))}, which no text model of Llama 1 to 3.3, nor "
+            f"a Mistral without experts, has; known: {', '.join(_PARAMS)}"
         )
     for key, value in params.items():
         kind = _PARAMS[key]
@@ -380,8 +380,10 @@ def _yarn_settings(yarn: Any, where: str) -> dict[str, Any]:
     numbers = {key: value for key, value in yarn.items() if key != "apply_scale"} if isinstance(yarn, dict) else None
     known = numbers is not None and {"factor", "original_max_position_embeddings"} <= numbers.keys() <= _YARN.keys()
     if numbers is None or not known or not all(type(value) in (int, float) and value > 0 for value in numbers.values()):
-        raise CheckpointError(f"{where}: yarn is {short(repr(yarn))}; it must give {', '.join(_YARN)} as numbers above 0")
-    settings = {"rope_type": "yarn", **{_YARN[key]: float(value) for key, value in numbers.items()}}
+        raise CheckpointError(
+            f"{where}: yarn is {short(repr(yarn))}; it must give {', '.join(_YARN)} as numbers above 0"
+        )
+    settings: dict[str, Any] = {"rope_type": "yarn", **{_YARN[key]: float(value) for key, value in numbers.items()}}
     original = int(settings["original_max_position_embeddings"])
     unscaled = {} if yarn.get("apply_scale", True) else {"attention_factor": 1.0}
     return settings | {"original_max_position_embeddings": original} | unscaled

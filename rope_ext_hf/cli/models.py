@@ -287,8 +287,8 @@ def write_patched(
         if left := mistral_format_files(origin["source"]):
             names = ", ".join(left)
             note = (
-                f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it runs "
-                "the model from them, without the method."
+                f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it "
+                "runs the model from them, without the method."
                 if keep_mistral_format
                 else f"{names} are left out: they hold the model in Mistral's own format, from which vLLM would run it "
                 "without the method. --keep-mistral-format copies them too."

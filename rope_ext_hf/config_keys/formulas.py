@@ -24,7 +24,7 @@ def linear(theta: float, dim: int, factor: float) -> list[float]:
 
 def alpha_theta(theta: float, dim: int, alpha: float) -> float:
     """The base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
-    return theta * alpha ** (dim / (dim - 2))
+    return theta * float(alpha ** (dim / (dim - 2)))
 
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:

@@ -23,7 +23,7 @@ PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
 REMAPPING_KEY = "remapping"  # the setting that holds a remapping method and the pairing of the model, as JSON text
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention", "main"})
-"""Keys of rope settings that are not for full-attention layers; "main" is DeepSeek V4's for its sliding-window layers."""
+"""Keys of rope settings of other layers than full-attention ones; "main" is that of DeepSeek V4's sliding windows."""
 
 
 def text_settings(config: Config) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def rotated_dims(text: Config, settings: Config, layer_type: str | None = "full_
 
 
 def _head_dim(text: Config, layer_type: str | None) -> Any:
-    """`head_dim` of the layers of a type: Gemma 4's full-attention layers have heads of another size, under two keys."""
+    """`head_dim` of the layers of a type: Gemma 4's full-attention layers have heads of another size, by two keys."""
     types = text.get("layer_types")
     first = types.index(layer_type) if isinstance(types, list | tuple) and layer_type in types else None
     own = text.get("per_layer_config")

@@ -12,7 +12,16 @@ from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Targ
 
 MLA_FAMILIES = frozenset(
     {"axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
-    | {"hy_v4", "hy_v4_vl_text", "kimi_k2", "longcat_flash", "minicpm3", "mistral4", "mistral_large4_text", "sarvam_mla"}
+    | {
+        "hy_v4",
+        "hy_v4_vl_text",
+        "kimi_k2",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "mistral_large4_text",
+        "sarvam_mla",
+    }
     | {"youtu"}
 )
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""

@@ -2,7 +2,8 @@
 
 Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams, get_rope_factors),
 src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, mistral3.cpp, hunyuan-vl.cpp, and
-`ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3 and Qwen3 were compared with a build: tests/llama_cpp_engine.py.
+`ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3 and
+Qwen3 were compared with a build: tests/llama_cpp_engine.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import (
+    alpha_theta,
+    linear,
+    llama3,
+    longrope_magnitude,
+    plain,
+    yarn,
+    yarn_magnitude,
+)
 from rope_ext_hf.config_keys.keys import (
     Computed,
     Config,
@@ -43,7 +52,9 @@ _FACTORS = ("rope.scaling.factor", "rope.scale_linear")  # the first one that is
 _ORIGINAL = "rope.scaling.original_context_length"
 _ALPHA = "rope.scaling.alpha"
 _READS_ALPHA = frozenset({"hunyuan-dense", "hunyuan_vl"})
-_WHOLE_HEADS = frozenset({"deci", "falcon", "llama", "llama-embed"})  # whose loader stops where a part of a head rotates
+_WHOLE_HEADS = frozenset(
+    {"deci", "falcon", "llama", "llama-embed"}
+)  # whose loader stops where a part of a head rotates
 _CONVERTED_LENGTH = 256 * 1024  # tokens that the converter states of a HunYuan with alpha, whatever its config has
 _FACTOR_LISTS = ("rope_factors_long.weight", "rope_factors_short.weight")
 _BETAS = {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0}
@@ -52,7 +63,13 @@ _UNREAD = (*_BETAS, "rope.scaling.yarn_ext_factor", "rope.scaling.yarn_attn_fact
 OF_SLIDING_LAYERS = ("rope.freq_base_swa", "rope.dimension_count_swa")
 """Keys that change sliding-window layers alone."""
 _KNOWN = frozenset(
-    {"rope.dimension_count", "rope.dimension_sections", "rope.freq_base", "rope.scaling.type", "rope.scaling.attn_factor"}
+    {
+        "rope.dimension_count",
+        "rope.dimension_sections",
+        "rope.freq_base",
+        "rope.scaling.type",
+        "rope.scaling.attn_factor",
+    }
     | {"rope.scaling.finetuned", *_FACTORS, _ALPHA, _ORIGINAL, _LOG_MULTIPLIER, *_UNREAD, *OF_SLIDING_LAYERS}
 )
 """The rope keys of LLM_KV_NAMES in src/llama-arch.cpp."""
@@ -121,8 +138,8 @@ def _hunyuan_keys(text: Config, settings: Config, architecture: str, dim: int) -
     alpha = needed(settings, "alpha", None if moe else 50.0)
     if theta != 10000 or length not in (32 * 1024, _CONVERTED_LENGTH) or (moe and (alpha, dim) != (1000, 128)):
         raise ServingError(
-            f"its converter stops at a dynamic scaling with alpha {alpha:g}, theta {theta:g}, {dim} dims per head and a "
-            f"length of {length:,} tokens, which no published model has"
+            f"its converter stops at a dynamic scaling with alpha {alpha:g}, theta {theta:g}, {dim} dims per head and "
+            f"a length of {length:,} tokens, which no published model has"
         )
     return {
         "context_length": _CONVERTED_LENGTH,
@@ -165,8 +182,8 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
         )
     if file.architecture in _WHOLE_HEADS and file.head_dim not in (None, file.dim):
         raise ServingError(
-            f"rope.dimension_count is {file.dim} and a head has {file.head_dim} dims; for {file.architecture!r} llama.cpp "
-            "stops where they differ"
+            f"rope.dimension_count is {file.dim} and a head has {file.head_dim} dims; for {file.architecture!r} "
+            "llama.cpp stops where they differ"
         )
     trained = int(needed(keys, "context_length"))
     theta = needed(keys, "rope.freq_base", 10000.0)

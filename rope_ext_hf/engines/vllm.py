@@ -27,7 +27,7 @@ _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn",
 """Rope types whose max_position_embeddings is not multiplied by the factor."""
 HF_FORMAT = ("--config-format", "hf", "--load-format", "safetensors")
 """Without these it reads params.json and consolidated*.safetensors where they lie beside config.json: `get_config` of
-transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py. It refuses --hf-overrides then."""
+transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py. It refuses overrides then."""
 _MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
 
 
@@ -117,6 +117,8 @@ class VLLM(OverridingEngine):
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         rope = RopeKeys.of(config, length)
+        if rope.text.get("dual_chunk_attention_config"):  # get_rope takes it before any rope type
+            raise NotCheckedError("it runs dual chunk attention here, by a rotary class that was not checked")
         if rope.model_type in self.table["theta_inside"]:
             inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
             settings = {**rope.settings, "rope_theta": needed(inside, "rope_theta", 10000.0, above=1.0)}

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -37,6 +37,14 @@ class DualChunk(RemappingMethod):
 
     chunk: int | None = None
     window: int | None = None
+
+    def as_stated(self, config: Any, limit: int) -> Self:
+        """The sizes of `dual_chunk_attention_config` (Qwen2.5-1M): chunks of chunk_size less local_size tokens."""
+        stated = getattr(config, "dual_chunk_attention_config", None)
+        size, local = (stated.get(key) if isinstance(stated, Mapping) else None for key in ("chunk_size", "local_size"))
+        if self.chunk is not None or self.window is not None or type(size) is not int or type(local) is not int:
+            return self
+        return replace(self, chunk=size - local, window=local) if 0 < local < size <= limit else self
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         chunk = self.chunk or 3 * limit // 4

@@ -193,6 +193,10 @@ class RemappingMethod(RopeMethod, AttentionRule):
         bound = replace(self, max_distance=max_distance, temperature=temperature)
         return bound.with_defaults(max_distance, target_length)
 
+    def as_stated(self, config: Any, limit: int) -> Self:
+        """The method with parameters that the config of a model states for it, which `limit` tokens allow."""
+        return self
+
     @abstractmethod
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         """The method with its own parameters filled in; `max_distance` and `temperature` are filled in already.

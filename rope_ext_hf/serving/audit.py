@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.config_keys.keys import Computed, length_setting, rope_settings, text_settings, unread_settings
+from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.engines.base import (
     Engine,
     Expected,
@@ -22,7 +23,6 @@ from rope_ext_hf.engines.base import (
     reference_engine,
     runs_otherwise,
 )
-from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.engines.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, UnsupportedModelError, one_line, short

@@ -109,7 +109,7 @@ def open_model(
         text = whole.get_text_config()
         specs = saved_specs(record) if record is not None else []
         load = partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code)
-        of_folder = {"given": str(model), "mistral_format": (folder / "params.json").is_file()}
+        of_folder: dict[str, Any] = {"given": str(model), "mistral_format": (folder / "params.json").is_file()}
         return Model(model_source(model), text, composite=text is not whole, specs=specs, whole=load, **of_folder)
 
 
@@ -170,7 +170,7 @@ def make_targets(
             raise MethodError(f"{nothing} Leave the method out (--method) to serve the model as it is")
         resolved = resolve_method(chosen, rotary, factor=factor, target_length=target_length, **params)
         length = target_length or stated_length(resolved, rotary, factor)
-        bound = bind_to(resolved, rotary, config.model_type, length)
+        bound = bind_to(resolved, rotary, config, length)
         spec = PatchSpec(bound, rotary, length or bound.extended_length(rotary))
     label = spec.method.label()
     if isinstance(spec.method, RemappingMethod):

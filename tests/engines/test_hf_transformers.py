@@ -18,7 +18,7 @@ def test_the_families_with_a_softmax_scale_are_those_of_the_family_table() -> No
     of_remote_code = {"kimi_k2"}
     assert MLA_FAMILIES - of_remote_code == {name for name, known in families().items() if known.softmax_mscale}
     assert DEEPSEEK_FAMILIES < MLA_FAMILIES
-    assert NTK_ALPHA_FAMILIES == {name for name, known in families().items() if known.alpha_is_ntk}
+    assert {name for name, known in families().items() if known.alpha_is_ntk} == NTK_ALPHA_FAMILIES
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def numbers(model: Any, layer_type: str, length: int) -> tuple[list[float], floa
 
 
 def compare(model_type: str, forms: Any) -> list[str]:
-    """How audit and serve-config differ from living models of a family, in lines; SKIPPED counts what cannot be built."""
+    """How audit and serve-config differ from living models of a family, but for scalings that it refuses."""
     entry = next(each for each in every_model.entries() if each.model_type == model_type)
     every_model.stand_in_for_timm()
     kind = transformers.CONFIG_MAPPING[model_type]

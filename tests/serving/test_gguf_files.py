@@ -265,7 +265,7 @@ def _write(path: Path, architecture: str, keys: dict[str, Any]) -> None:
 
 
 def _llama_cpp(architecture: str, keys: dict[str, Any]) -> tuple[list[float], float]:
-    """Frequencies and magnitude by load_hparams of llama-model.cpp, llama_context's constructor and ggml's rope_yarn."""
+    """Frequencies and magnitude by load_hparams of llama-model.cpp, the constructor of llama_context and rope_yarn."""
     dim, train = 128, 32768
     base = keys.get("freq_base", 10000.0)
     original = keys.get("scaling.original_context_length", train) or train

@@ -30,7 +30,7 @@ def mistral(head_dim: int = 32, **settings: Any) -> Any:
     """A random Mistral of two layers in evaluation mode."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": FFN, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "head_dim": head_dim}
-    usual = {"max_position_embeddings": 256, "sliding_window": None, "initializer_range": 0.2}
+    usual: dict[str, Any] = {"max_position_embeddings": 256, "sliding_window": None, "initializer_range": 0.2}
     usual["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

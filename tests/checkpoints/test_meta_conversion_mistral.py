@@ -27,7 +27,8 @@ OPTIONS = "--config-format hf --load-format safetensors"
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(IDS).logits
+        out: torch.Tensor = model(IDS).logits
+    return out
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_audit_names_the_other_format(both: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [None, "linear", "ntk", "yarn", "by-parts"])
 def test_vllm_is_started_on_config_json(both: Path, tmp_path: Path, method: str | None) -> None:
-    factor = {} if method is None else {"factor": 4.0}
+    factor: dict[str, Any] = {} if method is None else {"factor": 4.0}
     served = rope.serving_config(both, "vllm", method, **factor)
     assert OPTIONS in " ".join(served.command)
     assert not any("--config-format" in command for command in served.by_folder)  # a patched folder has one format

@@ -1,0 +1,116 @@
+"""A small model with weights in place of one whose weights are not at hand, to try what can be patched.
+
+Remapping methods and those that follow the length are refused by what a model computes: the order of its keys in a
+cache, a norm after the rotation, a mask of its own. That depends on its class and kinds of layers, not on its sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.patches.loading import class_to_load, empty_model
+from rope_ext_hf.patches.planning import apply_plan, plan_patch, take_off
+
+_VOCABULARY, _WIDTH, _INNER_WIDTH, _HEADS = 128, 64, 16, 4
+_TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": _VOCABULARY}
+_SPREAD = 0.2  # of random weights: attention then prefers some keys
+_MOST_PARAMETERS = 50_000_000
+
+
+@lru_cache(maxsize=4)
+def stand_in(config: str) -> PreTrainedModel | None:
+    """Return a small random model of the class and the kinds of layers of a text config, which is given as JSON.
+
+    None: it cannot be built.
+    """
+    values = json.loads(config)
+    for narrow in (True, False):  # some classes want as many heads as they have
+        try:
+            small = AutoConfig.for_model(**_small(values, narrow=narrow))
+            if sum(each.numel() for each in empty_model(small).parameters()) > _MOST_PARAMETERS:
+                continue
+            loader = class_to_load(small)
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+                torch.manual_seed(0)
+                model = loader.from_config(small) if hasattr(loader, "_model_mapping") else loader._from_config(small)
+        except Exception:  # classes raise anything where sizes depend on each other in a way of their own
+            continue
+        return _perturbed(model.float().eval())
+    return None
+
+
+@torch.no_grad()
+def _perturbed(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with other weights in its norms than ones, under which a norm and a rotation could change places."""
+    draws = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
+    return model
+
+
+def refusal(config: Any, method: str, **arguments: Any) -> Exception | None:
+    """Return the error with which `patch` refuses a method on a model of a text config; None: it does not, or no small
+    model can be built to try it on.
+    """
+    return _refusal(config.to_json_string(use_diff=False), method, tuple(sorted(arguments.items())))
+
+
+@lru_cache(maxsize=1024)
+def _refusal(config: str, method: str, arguments: tuple[tuple[str, Any], ...]) -> Exception | None:
+    model = stand_in(config)
+    return None if model is None else _refused(model, method, **dict(arguments))
+
+
+def _refused(model: PreTrainedModel, method: str, **arguments: Any) -> Exception | None:
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            apply_plan(plan_patch(model, method, **arguments))
+        except (MethodError, UnsupportedModelError) as error:
+            return error
+        take_off(model)
+    return None
+
+
+def _small(values: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
+    """A config with fewer layers, tokens and inner widths; `narrow`: and fewer heads, of the same size."""
+    small = {key: copy.deepcopy(value) for key, value in values.items() if key != "transformers_version"}
+    layers = values["num_hidden_layers"]
+    if narrow:
+        heads = values["num_attention_heads"]
+        head_dim = values.get("head_dim") or values["hidden_size"] // heads
+        fewer = max(1, min(_HEADS, heads // (values.get("num_key_value_heads") or heads)))
+        width = _WIDTH if values.get("head_dim") else fewer * head_dim
+        sizes = {"num_attention_heads": fewer, "num_key_value_heads": 1, "head_dim": head_dim, "hidden_size": width}
+        if "kv_lora_rank" in values:  # latent attention has a key for every query
+            sizes |= {"num_key_value_heads": fewer, "q_lora_rank": _WIDTH, "kv_lora_rank": _WIDTH}
+        sizes |= {"index_n_heads": fewer}
+        small |= {
+            key: value for key, value in sizes.items() if values.get(key) or (key == "head_dim" and key in values)
+        }
+    small |= {key: _INNER_WIDTH for key, value in values.items() if key.endswith("intermediate_size") and value}
+    small |= {key: value for key, value in _TOKEN_IDS.items() if key in values}
+    small |= {"initializer_range": _SPREAD} if "initializer_range" in values else {}
+    # so many layers that each kind is there; lists and tables state something of each
+    by_layer = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
+    kinds = list(zip(*map(_hashable, by_layer), strict=True)) or [()] * layers
+    count = min(layers, max(2, 1 + max(kinds.index(kind) for kind in set(kinds))))
+    small["num_hidden_layers"] = count
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == layers:
+            small[key] = value[:count]
+    if isinstance(own := values.get("per_layer_config"), Mapping):
+        small["per_layer_config"] = {key: value for key, value in own.items() if int(key) < count}
+    return small
+
+
+def _hashable(values: list[Any]) -> list[str]:
+    return [repr(value) for value in values]
