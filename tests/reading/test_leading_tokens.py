@@ -16,7 +16,7 @@ from tests.support.models import build
 
 TEXT = "How much is the cheese? It is much, and the mice pay in kind; nobody counts. " * 2
 ROWS = [
-    {"context": f"{i} Then {TEXT[i : 90 + i]}", "evidence": "Then ", "question": " So?", "answer": f" {i}"}
+    {"context": f"{i}. Say {i}. {TEXT[i : 90 + i]}", "evidence": f"Say {i}. ", "question": " So?", "answer": f" {i}"}
     for i in range(3)
 ]
 
@@ -74,7 +74,7 @@ def test_perplexity_of_every_protocol(template: str, protocol: str, bos: bool | 
     if protocol == "blocks" and bos is None and not own:
         by_protocol = [tokenizer.eos_token_id]
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    passes = [each for each in reads if len(each) > 1]
+    passes = [each for each in reads if len(each) > 12]  # a trial of the model reads fewer before
     assert passes
     assert max(map(len, passes)) <= 32
     if PROTOCOLS[protocol].prefix == "span":
@@ -106,9 +106,9 @@ def test_matched_has_the_same_targets_at_every_length_or_says_that_none_fit() ->
 
 QUESTIONS: dict[str, Any] = {
     "passkey": Passkey(lengths=[256], depths=[0.5], trials=2, distractors=1, haystack=[TEXT], task="passkey"),
-    "tasks": Tasks(lengths=[512], suite="json-kv", samples=2, score="rank"),
+    "tasks": Tasks(lengths=[768], suite="json-kv", samples=2, score="rank"),
     "gain": Gain(lengths=[256], distances=[64], data=ROWS, samples=2),
-    "ppl": Perplexity(lengths=[64], data=[TEXT], max_spans=2),
+    "ppl": Perplexity(lengths=[128], data=[TEXT], max_spans=2),
 }
 
 
@@ -116,9 +116,11 @@ QUESTIONS: dict[str, Any] = {
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_measurement(template: str, name: str) -> None:
     model, reads = model_and_reads()
-    measure(model, QUESTIONS[name], tokenizer=byte_tokenizer(template), chunk=1024)
+    measure(model, QUESTIONS[name], tokenizer=byte_tokenizer(template), chunk=2048)
     own = begins(template)
-    prompts = [each for each in reads if len(each) > 40]
+    prompts = [
+        each for each in reads if len(each) > 80
+    ]  # answers, and what is read after a shared beginning, are shorter
     assert prompts
     assert all(each[: len(own)] == own and each[len(own)] >= len(SPECIAL) for each in prompts)
     assert max(map(len, prompts)) <= QUESTIONS[name].lengths[0]
