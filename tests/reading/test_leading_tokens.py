@@ -118,9 +118,7 @@ def test_every_measurement(template: str, name: str) -> None:
     model, reads = model_and_reads()
     measure(model, QUESTIONS[name], tokenizer=byte_tokenizer(template), chunk=2048)
     own = begins(template)
-    prompts = [
-        each for each in reads if len(each) > 80
-    ]  # answers, and what is read after a shared beginning, are shorter
+    prompts = [each for each in reads if len(each) > 80]  # answers and continued prompts are shorter
     assert prompts
     assert all(each[: len(own)] == own and each[len(own)] >= len(SPECIAL) for each in prompts)
     assert max(map(len, prompts)) <= QUESTIONS[name].lengths[0]
