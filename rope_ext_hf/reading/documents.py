@@ -223,7 +223,7 @@ def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[s
 def read_beginning(file: Path, characters: int) -> str:
     """The first characters of a file of text."""
     with file.open(**_TEXT) as stream:
-        return stream.read(characters)
+        return str(stream.read(characters))
 
 
 def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:

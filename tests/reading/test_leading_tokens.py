@@ -45,7 +45,7 @@ def begins(template: str) -> list[int]:
 def loss(model: Any, ids: list[int], first: int) -> float:
     with torch.no_grad():
         likely = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
-    return -sum(likely[i - 1, ids[i]].item() for i in range(first, len(ids))) / (len(ids) - first)
+    return -float(sum(likely[i - 1, ids[i]].item() for i in range(first, len(ids)))) / (len(ids) - first)
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
