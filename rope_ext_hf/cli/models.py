@@ -401,14 +401,14 @@ def detect(
     """
     from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
     from rope_ext_hf.hub import foreign_errors, model_source
+    from rope_ext_hf.reading.documents import read_beginning
 
     sample = None
     if text is not None:
         with foreign_errors(f"the text {short(str(text))!r} cannot be read"):
             if not text.is_file():  # a device may have no end, a pipe may never begin
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")
-            with text.open(encoding="utf-8") as file:
-                sample = file.read(TEXT_CHARACTERS)
+            sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)
     print_text(json_text(report.to_dict()) if as_json else str(report))
 

@@ -75,7 +75,7 @@ def load(
     | string | documents |
     |---|---|
     | `stdlib` | the held-out modules of Python's standard library |
-    | `FILE` | a UTF-8 text file, whatever its name: one; also `.gz`, `.zst` |
+    | `FILE` | a UTF-8 text file, whatever its name, line ends as they stand: one; also `.gz`, `.zst` |
     | `FILE.jsonl`, `.ndjson`, `.json` | one per line, or per item of the one list; also `.gz`, `.zst` |
     | `FILE.parquet` | one per row, read by the package `pyarrow` |
     | `FOLDER` | of all such files under it (text: .txt .md .rst .py), sorted; not hidden ones nor links out of it |
@@ -273,6 +273,7 @@ def stdlib_held_out() -> list[Document]:
     """The held-out modules this Python installation has (some distributions split a few off), in `HELD_OUT`'s order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = {name: root / f"{name}.py" for name in HELD_OUT}
+    # Line ends are \n on every platform, so that everybody measures the same text.
     documents = [Document(name, file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()]
     if not documents:
         raise CorpusError(f"no source of the standard library found in {root}; give a text file with --data FILE")

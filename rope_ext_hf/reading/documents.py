@@ -35,6 +35,8 @@ _MAX_TOKEN_ID = 2**31 - 1
 _FREE_EXPANSION = 64 * 2**20  # bytes
 _PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
 _PROSE = (".txt", ".md", ".rst", ".py")  # what counts as text in a folder; named alone, a file may be called anything
+_TEXT: dict[str, Any] = {"encoding": "utf-8-sig", "newline": ""}
+"""How files of text are opened: line ends stay as they are, and a byte-order mark is no part of the text."""
 _TEXT_TYPES = ("string", "large_string", "string_view")
 
 
@@ -214,8 +216,14 @@ def set_to(module: Any, **values: Any) -> Iterator[None]:
 
 
 def _prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
-    with io.TextIOWrapper(stream, encoding="utf-8-sig") as decoded:  # a byte-order mark is no part of the text
+    with io.TextIOWrapper(stream, **_TEXT) as decoded:
         yield "", decoded.read()
+
+
+def read_beginning(file: Path, characters: int) -> str:
+    """The first characters of a file of text."""
+    with file.open(**_TEXT) as stream:
+        return str(stream.read(characters))
 
 
 def _json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
