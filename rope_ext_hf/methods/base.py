@@ -111,6 +111,11 @@ class Rotary:
         return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
 
     @property
+    def own_frequencies(self) -> tuple[float, ...]:
+        """`inv_freq` of a rotary embedding with a scaling, as numbers, which a trace keeps as they are."""
+        return self._underneath[0]
+
+    @property
     def attention_factor(self) -> float:
         """a, the attention factor underneath; 1 for a plain model."""
         return 1.0 if self.own is None else self._underneath[1]
@@ -120,7 +125,7 @@ class Rotary:
 
         Where those depend on the length of the input, the ones of long inputs.
         """
-        return self.theta_inv_freq(device=device) if self.own is None else constant(self._underneath[0], device)
+        return self.theta_inv_freq(device=device) if self.own is None else constant(self.own_frequencies, device)
 
     def theta_inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
         """theta_i = b^(-2i/d), (..., dim // 2) float64, for this base or for bases (..., 1)."""
