@@ -1,4 +1,4 @@
-"""What runs a patched model around its forward: autocast, tracing, prefix tuning, continuous batching, sharded weights."""
+"""Code around the forward of a patched model: autocast, compiling, tracing, prefix tuning, continuous batching."""
 
 from __future__ import annotations
 
@@ -71,3 +71,12 @@ def test_continuous_batching_is_refused_before_it_begins(method: str) -> None:
     with pytest.raises(LengthError, match=r"continuous batching .* rope_ext_hf\.fixed_length"):
         model.generate_batch([[3, 4, 5]], generation_config=settings)
     assert "init_continuous_batching" not in vars(rope.unpatch(model))
+
+
+def test_a_sticky_patch_of_inference_mode_is_trained_on() -> None:
+    model, ids = build("llama"), tokens(60)
+    with torch.inference_mode():
+        rope.patch(model, "dynamic-ntk", growth="even", sticky=True)
+        model(tokens(2 * TRAINED))
+    model(ids, labels=ids).loss.backward()
+    assert rope.reset(model) is model
