@@ -107,6 +107,8 @@ def check_weights(model: nn.Module, decoder: nn.Module) -> None:
     """Raise NotTriedError where running a few tokens would need weights that are elsewhere, or other processes."""
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise NotTriedError("the weights of the model are not in memory")
+    if any(not parameter.numel() and hasattr(parameter, "ds_shape") for parameter in model.parameters()):  # ZeRO-3
+        raise NotTriedError("the weights of the model are sharded over devices")
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is not None and any(isinstance(each, sharding.DTensor) for each in decoder.parameters()):
         raise NotTriedError("the weights of the model are sharded over devices")

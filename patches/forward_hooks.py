@@ -47,6 +47,12 @@ class DecoderHooks(ABC):
         """Make the arguments of a call the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
+        by_length = [table.method for table in tables_of(self.slots) if getattr(table.method, "by_length", False)]
+        if by_length and torch.jit.is_tracing():
+            raise UnsupportedModelError(
+                f"{by_length[0].name} sees positions by the length of each input, and torch.jit.trace would keep those "
+                "of its example for all inputs; trace a model under a frequency method, such as yarn"
+            )
         context = ForwardContext.from_call(decoder, call, self.axes)
         if context is not None:
             if self.kernels is not None and context.new_tokens.shape[0] > 1:

@@ -1,7 +1,7 @@
 """Lengths beside the config, which follow a patch as max_position_embeddings does.
 
-Some models state their context length as `max_length` in generation_config.json (Llama 2: 4096). Then `generate` refuses
-longer prompts, whatever the model can read.
+Some models state their context length as `max_length` in generation_config.json (Llama 2: 4096). `generate` then
+refuses longer prompts, whatever the model can read.
 """
 
 from __future__ import annotations

@@ -370,6 +370,35 @@ class _PlannedGenerate:
         return config
 
 
+class _CheckedBatching:
+    """`init_continuous_batching` of one model, refused while its frequencies follow the length of the input.
+
+    Forwards of continuous batching run in a thread, whose errors reach a log and not the caller.
+    """
+
+    def __init__(self, model: Any, slots: Sequence[PatchedSlot]) -> None:
+        self.model, self.slots = model, slots
+        model.__dict__["init_continuous_batching"] = self
+
+    def remove(self) -> None:
+        self.model.__dict__.pop("init_continuous_batching", None)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(table.length_dependent for table in tables_of(self.slots)):
+            raise LengthError(
+                "continuous batching holds parts of many inputs in one cache, whose keys cannot follow the length of "
+                f"each. {_REMEDY}"
+            )
+        return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
+
+
+def check_batching(model: nn.Module, slots: Sequence[PatchedSlot]) -> None:
+    """Have continuous batching of a model, and of every model inside it, refused; the first slot keeps the way back."""
+    for module in model.modules():
+        if hasattr(type(module), "init_continuous_batching"):
+            slots[0].hooks.append(_CheckedBatching(module, slots))
+
+
 def install_generate(model: nn.Module, slot: PatchedSlot) -> None:
     """Have `generate` of a model, and of every model inside it, note lengths; the slot keeps the way back."""
     from transformers import GenerationMixin

@@ -45,7 +45,7 @@ from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_
 from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, install_generate
+from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, check_batching, install_generate
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
@@ -285,6 +285,8 @@ def apply_plan(plan: PatchPlan) -> None:
     if hooks is not None:
         _try_with_a_cache(plan, hooks)
     _install(plan, modules, hooks)
+    if hooks is not None and issubclass(hooks, LengthHooks):
+        check_batching(model, modules)
     if hooks is ProfileHooks:
         install_generate(model, modules[0])
     attach_saving(model, modules[0])

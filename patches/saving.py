@@ -192,8 +192,8 @@ def _rewrite_config(
 ) -> None:
     """Put the rope settings and the length of the record in a config.json where every program reads them.
 
-    The record gets the fingerprint of the model, and `more`. `name`: what warnings, of engines known to run another model from it,
-    call the folder, which gets its name later.
+    The record gets the fingerprint of the model, and `more`. `name`: what warnings, of engines known to run another
+    model from it, call the folder, which gets its name later.
     """
     file, state, fingerprint = folder / "config.json", patched_slots(model)[0].state, fingerprint_record(model)
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -280,6 +280,20 @@ class PatchedSlot(nn.Module):
             self.before_use(self)
         return self
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move the module; fill the replaced one anew where it comes off the meta device, as `to_empty` does not."""
+        empty = {name for name, buffer in self.replaced.named_buffers() if buffer.device.type == "meta"}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        buffers = {name: buffer for name, buffer in self.replaced.named_buffers() if name in empty}
+        config = self.replaced.__dict__.get("config")
+        if config is not None and any(buffer.device.type != "meta" for buffer in buffers.values()):
+            with torch.device("cpu"):
+                filled = dict(type(self.replaced)(config).named_buffers())
+            for name, buffer in buffers.items():
+                if buffer.device.type != "meta" and name in filled and filled[name].shape == buffer.shape:
+                    buffer.data.copy_(filled[name])
+        return self
+
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         angles = self.tables[layer_type or "all"](x, position_ids)
         if self._kept_length is None:

@@ -161,7 +161,8 @@ def join_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
     order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
     weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
-    return (weights @ out.permute(*order, 3)).permute(*back, 3), lse.logsumexp(0, keepdim=True)
+    joined = (weights @ out.permute(*order, 3)).to(out.dtype)  # autocast multiplies in a shorter dtype
+    return joined.permute(*back, 3), lse.logsumexp(0, keepdim=True)
 
 
 def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Three:

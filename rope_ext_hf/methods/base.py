@@ -61,6 +61,7 @@ class Rotary:
     trained_length: int
     rotated_pairs: int | None = None
     own: TrainedScaling | None = None
+    _underneath: ClassVar[tuple[tuple[float, ...], float]]  # of `own`: its frequencies and attention factor
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
@@ -75,6 +76,8 @@ class Rotary:
             )
         if self.own is not None and self.own.rotary.plain_geometry != self.plain_geometry:
             raise MethodError(f"the scaling underneath belongs to another rotary embedding: {self.own.rotary}")
+        if self.own is not None:  # numbers that no trace could compute; no field, since they follow from `own`
+            object.__setattr__(self, "_underneath", _underneath(self))
 
     @property
     def plain_geometry(self) -> tuple[int, float, int, int | None]:
@@ -108,16 +111,21 @@ class Rotary:
         return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
 
     @property
+    def own_frequencies(self) -> tuple[float, ...]:
+        """`inv_freq` of a rotary embedding with a scaling, as numbers, which a trace keeps as they are."""
+        return self._underneath[0]
+
+    @property
     def attention_factor(self) -> float:
         """a, the attention factor underneath; 1 for a plain model."""
-        return 1.0 if self.own is None else _underneath(self)[1]
+        return 1.0 if self.own is None else self._underneath[1]
 
     def inv_freq(self, device: torch.device | str = "cpu") -> Tensor:
         """w_i in radians per position, (dim // 2,) float64: the frequencies that a method changes.
 
         Where those depend on the length of the input, the ones of long inputs.
         """
-        return self.theta_inv_freq(device=device) if self.own is None else constant(_underneath(self)[0], device)
+        return self.theta_inv_freq(device=device) if self.own is None else constant(self.own_frequencies, device)
 
     def theta_inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
         """theta_i = b^(-2i/d), (..., dim // 2) float64, for this base or for bases (..., 1)."""

@@ -139,8 +139,8 @@ def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
     if rotary.own is None:
         return rotary.dim * math.log(rotary.trained_length / (TWO_PI * cycles)) / (2 * math.log(rotary.theta))
     slope = 2 * math.log(rotary.theta) / rotary.dim
-    pairs = rotary.inv_freq()[: rotary.rotated_pairs]
-    excess: list[float] = ((rotary.context_length * pairs / TWO_PI).log() - math.log(cycles)).tolist()
+    turns = [rotary.context_length * w / TWO_PI for w in rotary.own_frequencies[: rotary.rotated_pairs]]
+    excess = [math.log(each / cycles) if each > 0 else -math.inf for each in turns]
     if excess[0] <= 0:
         return excess[0] / slope
     for index, (before, after) in enumerate(pairwise(excess)):

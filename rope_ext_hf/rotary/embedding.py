@@ -134,7 +134,9 @@ class RotaryEmbedding(nn.Module):
         for name in (name for name, used in buffers.items() if used):
             self.register_buffer(name, torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
-            self.register_buffer("longest_seen", torch.zeros((), dtype=torch.int64, device="cpu"), persistent=False)
+            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
+                longest_seen = torch.zeros((), dtype=torch.int64, device="cpu")
+            self.register_buffer("longest_seen", longest_seen, persistent=False)
         if self.method.trainable:
             self.trained = nn.Parameter(self._initial_values())
         self._set_length(None)

@@ -348,7 +348,9 @@ def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
     if stored is None:
         raise LengthError(
             f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
-            "under a static method, or by other code, and cannot be continued: fill a new cache with this model"
+            "under a static method, or by other code, and cannot be continued: fill a new cache with this model. "
+            "Prefix tuning of PEFT begins every forward with such keys: use LoRA under this method, or prefix tuning "
+            "under a static one, such as yarn"
         )
     if stored.origin is not origin and stored.origin != origin:
         before, now = stored.origin.differences(origin)

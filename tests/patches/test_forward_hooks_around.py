@@ -1,0 +1,82 @@
+"""Code around the forward of a patched model: autocast, compiling, tracing, prefix tuning, continuous batching."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GenerationConfig
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import LengthError, UnsupportedModelError
+from tests.support.models import TRAINED, build, logits, tokens
+
+PLAIN = {"rope_theta": 10000.0, "original_max_position_embeddings": TRAINED // 2, "factor": 2.0}
+SCALINGS = {
+    "llama3": PLAIN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": PLAIN | {"rope_type": "yarn"},
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "glm", "gpt_oss"])
+@pytest.mark.parametrize("method", ["stairs", "rerope", "dca"])
+def test_a_cache_of_float32_is_continued_under_autocast(method: str, name: str) -> None:
+    model, ids = rope.patch(build(name), method), tokens(150)
+    expected = logits(model, ids)[:, -1]
+    with torch.no_grad():
+        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        with torch.autocast("cpu", torch.bfloat16):
+            actual = model(ids[:, -1:], past_key_values=cache).logits[:, -1].float()
+    assert (actual - expected).norm() / expected.norm() < 0.05
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("method", ["dynamic-yarn", "dynamic-ntk"])
+def test_one_graph_over_a_scaling(method: str, scaling: str) -> None:
+    torch._dynamo.reset()
+    model, ids = rope.patch(build("llama", SCALINGS[scaling]), method), tokens(3 * TRAINED)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled, logits(model, ids), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["dynamic-self-extend", "jet-long"])
+def test_a_trace_of_positions_by_length_is_refused(method: str) -> None:
+    model = rope.patch(build("llama"), method)
+
+    class Logits(nn.Module):
+        def forward(self, ids: torch.Tensor) -> Any:
+            return model(input_ids=ids, use_cache=False).logits
+
+    with pytest.raises(UnsupportedModelError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(Logits(), (tokens(80),), check_trace=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("method", ["dynamic-yarn", "dynamic-ntk", "rerope", "stairs", "dynamic-self-extend"])
+def test_prefix_tuning_is_named(method: str) -> None:
+    peft = pytest.importorskip("peft")
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    model = peft.get_peft_model(rope.patch(build("llama"), method), prefix)
+    with pytest.raises(LengthError, match=r"Prefix tuning of PEFT .* use LoRA"):
+        model(input_ids=tokens(70), attention_mask=torch.ones(1, 70, dtype=torch.long))
+
+
+@pytest.mark.parametrize("method", ["dynamic-yarn", "dynamic-ntk"])
+def test_continuous_batching_is_refused_before_it_begins(method: str) -> None:
+    model = rope.patch(build("llama"), method)
+    settings = GenerationConfig(max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    with pytest.raises(LengthError, match=r"continuous batching .* rope_ext_hf\.fixed_length"):
+        model.generate_batch([[3, 4, 5]], generation_config=settings)
+    assert "init_continuous_batching" not in vars(rope.unpatch(model))
+
+
+def test_a_sticky_patch_of_inference_mode_is_trained_on() -> None:
+    model, ids = build("llama"), tokens(60)
+    with torch.inference_mode():
+        rope.patch(model, "dynamic-ntk", growth="even", sticky=True)
+        model(tokens(2 * TRAINED))
+    model(ids, labels=ids).loss.backward()
+    assert rope.reset(model) is model
