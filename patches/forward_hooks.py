@@ -48,7 +48,7 @@ class DecoderHooks(ABC):
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
         by_length = [table.method for table in tables_of(self.slots) if getattr(table.method, "by_length", False)]
-        if by_length and torch.jit.is_tracing():
+        if by_length and torch._C._get_tracing_state() is not None:  # torch.jit.trace runs this forward
             raise UnsupportedModelError(
                 f"{by_length[0].name} sees positions by the length of each input, and torch.jit.trace would keep those "
                 "of its example for all inputs; trace a model under a frequency method, such as yarn"

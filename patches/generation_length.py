@@ -71,7 +71,7 @@ def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
             slot.hooks.append(_GenerationLength(module, length))
             slot.state.record[_KEY] = {"before": stated, "written": length}
         if isinstance(getattr(type(module), "max_seq_length", None), property):
-            length = _extended(module.max_seq_length, slot.state)  # type: ignore[arg-type]
+            length = _extended(module.max_seq_length, slot.state)
             if length is not None:
                 slot.hooks.append(_EmbeddedLength(module, length))
 

@@ -207,7 +207,7 @@ def _rewrite_config(
             else:
                 spelled = saved[PATCH_KEY].pop("former")
                 part |= {key: value for key, value in saved.items() if key not in spelled}
-            part[PATCH_KEY] |= fingerprint | more
+            part[PATCH_KEY] |= {**fingerprint, **more}
             if disagreeing:
                 warnings.warn(
                     f"{', '.join(disagreeing)} would load {str(name or folder)!r} without an error and run another "

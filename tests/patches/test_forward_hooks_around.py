@@ -13,8 +13,8 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
 from tests.support.models import TRAINED, build, logits, tokens
 
-PLAIN = {"rope_theta": 10000.0, "original_max_position_embeddings": TRAINED // 2, "factor": 2.0}
-SCALINGS = {
+PLAIN: dict[str, Any] = {"rope_theta": 10000.0, "original_max_position_embeddings": TRAINED // 2, "factor": 2.0}
+SCALINGS: dict[str, dict[str, Any]] = {
     "llama3": PLAIN | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "yarn": PLAIN | {"rope_type": "yarn"},
 }
@@ -38,8 +38,9 @@ def test_one_graph_over_a_scaling(method: str, scaling: str) -> None:
     torch._dynamo.reset()
     model, ids = rope.patch(build("llama", SCALINGS[scaling]), method), tokens(3 * TRAINED)
     with torch.no_grad():
-        compiled = torch.compile(model, backend="eager", fullgraph=True)(ids, use_cache=False).logits
-    torch.testing.assert_close(compiled, logits(model, ids), atol=1e-5, rtol=1e-5)
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        actual = compiled(ids, use_cache=False).logits
+    torch.testing.assert_close(actual, logits(model, ids), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["dynamic-self-extend", "jet-long"])
@@ -51,7 +52,7 @@ def test_a_trace_of_positions_by_length_is_refused(method: str) -> None:
             return model(input_ids=ids, use_cache=False).logits
 
     with pytest.raises(UnsupportedModelError, match=r"torch\.jit\.trace"):
-        torch.jit.trace(Logits(), (tokens(80),), check_trace=False)
+        torch.jit.trace(Logits(), (tokens(80),), check_trace=False)  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
