@@ -155,7 +155,16 @@ class HookedForward:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.replaced or type(self.module).forward.__get__(self.module))
+        return inspect.signature(self._visible)
+
+    @property
+    def __code__(self) -> Any:
+        return self._visible.__code__  # torch.export names its place in the source
+
+    @property
+    def _visible(self) -> Any:
+        """The forward that this one stands for, to code that looks at it."""
+        return self.replaced or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.module:  # accelerate binds the forward that it takes out of its float32 wrapper
