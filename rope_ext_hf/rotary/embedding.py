@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary, constant
+from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary, constant, may_keep_tensors
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
@@ -126,13 +126,12 @@ class RotaryEmbedding(nn.Module):
         self.cast = cast
         self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)
         self._fixed_by: int | None = None  # the thread inside `at_length`
-        # The frequencies are kept twice. `_values`, Python integers, hold them for good; the buffer `frequency` is
-        # their copy on the device, made again whenever the module is moved, because `to_empty` does not fill buffers.
+        # The frequencies are kept twice. `_values`, Python integers, hold them for good; `frequency` is their copy on
+        # the device. It is no buffer: an average of models with their buffers (SWA, EMA) would round its integers as
+        # floating-point numbers, and `to_empty` would leave it without values.
         self._values: tuple[int, ...] = ()
         self.profiles = self._list_profiles()
-        buffers = {"frequency": True, "profile_frequencies": bool(self.profiles), "axes": axis_of_pair is not None}
-        for name in (name for name, used in buffers.items() if used):
-            self.register_buffer(name, torch.empty(0, dtype=torch.int64, device="cpu"), persistent=False)
+        self._device = torch.device("cpu")
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
                 longest_seen = torch.zeros((), dtype=torch.int64, device="cpu")
@@ -195,7 +194,7 @@ class RotaryEmbedding(nn.Module):
         inv_freq, self.attention_factor = self._at(length)
         self._values = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
-        self._refresh_buffer()
+        self._place(self._device)
 
     def _at(self, length: int | None) -> Frequencies:
         return self.method.frequencies(self.rotary, length)
@@ -212,14 +211,20 @@ class RotaryEmbedding(nn.Module):
             profiles.append((end, self._at(end)))
         return tuple(profiles)
 
-    def _refresh_buffer(self) -> None:
-        if (device := self.frequency.device).type != "meta":
-            self.frequency = constant(self._values, device, torch.int64)
-            if self.profiles:
-                values = [value for _, each in self.profiles for value in fixed_point(each.inv_freq).tolist()]
-                self.profile_frequencies = constant(tuple(values), device, torch.int64).view(len(self.profiles), -1)
-            if self.axis_of_pair is not None:
-                self.axes = constant(self.axis_of_pair, device, torch.int64)
+    def _place(self, device: torch.device) -> None:
+        """Put the tables of integers onto a device; on the meta device they have no values, like all tensors there."""
+        self._device = device
+        self.frequency = constant(self._values, device, torch.int64)
+        if self.profiles:
+            values = [value for _, each in self.profiles for value in fixed_point(each.inv_freq).tolist()]
+            self.profile_frequencies = constant(tuple(values), device, torch.int64).view(len(self.profiles), -1)
+        if self.axis_of_pair is not None:
+            self.axes = constant(self.axis_of_pair, device, torch.int64)
+
+    def _follow(self, device: torch.device) -> None:
+        """Put the tables where a forward runs, if nothing has moved this module there (hooks of accelerate)."""
+        if self._device != device and device.type != "meta" and may_keep_tensors():
+            self._place(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
         # What is learned or remembered stays as it was, float32 too, whatever `fn` makes of it: a cast, or `to_empty`.
@@ -232,7 +237,7 @@ class RotaryEmbedding(nn.Module):
         for name, value in kept.items():
             if (after := getattr(self, name)).device.type != "meta":
                 after.data = value.to(after.device)
-        self._refresh_buffer()
+        self._place(fn(torch.empty(0, dtype=torch.int64, device=self._device)).device)
         return self
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -306,6 +311,7 @@ class RotaryEmbedding(nn.Module):
         """
         if position_ids.is_floating_point():
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
+        self._follow(x.device)
         position_ids = position_ids.to(x.device)
         positions = position_ids[..., None]  # that each pair is rotated by, (batch, length, dim // 2), or 1: of all
         if self.axis_of_pair is not None and position_ids.ndim > 2:

@@ -65,7 +65,7 @@ def state_of_table(table: nn.Module) -> ForwardState | None:
     """The state that a rotary module reads: of the innermost forward it belongs to, or a module it is a replica of."""
     for state in running():
         for each in state.tables:
-            if each.identity is table.identity:
+            if getattr(each, "identity", each) is getattr(table, "identity", table):
                 return state
     return None
 
