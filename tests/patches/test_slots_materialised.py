@@ -52,8 +52,8 @@ def test_a_remapping_method_is_patched_again_once_weights_are_there(name: str, m
 
 AVERAGES: dict[str, dict[str, Any]] = {
     "SWA": {},
-    "EMA": {"multi_avg_fn": get_ema_multi_avg_fn(0.999)},
-    "EMA, one tensor at a time": {"avg_fn": get_ema_avg_fn(0.9)},
+    "EMA": {"multi_avg_fn": get_ema_multi_avg_fn(0.999)},  # type: ignore[no-untyped-call]
+    "EMA, one tensor at a time": {"avg_fn": get_ema_avg_fn(0.9)},  # type: ignore[no-untyped-call]
 }
 
 
