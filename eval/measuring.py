@@ -128,7 +128,7 @@ def passkey(
 
     Every prompt is read once, in fixed memory; its `distractors + 1` answers of a few tokens each start from its cache.
     Nothing is generated: greedy decoding gives the right answer exactly if each of its tokens is the likeliest after
-    those before. A chat template is not applied. Losses that are not finite count as the worst.
+    those before. A chat template is not applied. UnsupportedModelError: the model gives NaN in place of losses.
 
     Args:
         progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.

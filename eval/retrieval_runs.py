@@ -24,7 +24,7 @@ from rope_ext_hf.eval.questions import Passkey
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_tokens, tokenize
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
@@ -259,12 +259,12 @@ class _RetrievalMeasurement(Measurement):
             exact = torch.equal(likeliest[0], trial.answers[0])
             read = length
             progress(trial.tail if again else length)
+            check_numbers(losses, length)
             yield cell, TrialScore(exact, _rank(losses.double().sum(-1))), scorer.take_cost()
 
 
 def _rank(losses: Tensor) -> float:
     """The rank of the first of some losses, lowest best; ties count as half a rank."""
-    losses = losses.nan_to_num(nan=math.inf, posinf=math.inf)
     others = losses[1:]
     return 1 + float((others < losses[0]).sum()) + float((others == losses[0]).sum()) / 2
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_tokens, text_of
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
@@ -227,7 +227,7 @@ def _ranks_first(scorer: TokenScorer, prompt: _TaskPrompt) -> float:
     answers = torch.stack([torch.cat([ids, ids[-1:].expand(longest - len(ids))]).long() for ids in prompt.candidates])
     losses, _ = scorer.candidates(prompt.ids.long(), answers)  # (candidates, longest)
     means = torch.stack([row[: len(ids)].double().mean() for row, ids in zip(losses, prompt.candidates, strict=True)])
-    means = means.nan_to_num(nan=math.inf, posinf=math.inf)
+    check_numbers(means, prompt.tokens)
     return float(means[0] <= means.min()) / int((means == means.min()).sum())
 
 

@@ -63,6 +63,19 @@ def rounding_tolerance(dtype: torch.dtype) -> float:
     return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
 
 
+def check_numbers(values: Tensor, tokens: int) -> None:
+    """Check that a model gave numbers after so many tokens, where answers are ranked or decoded by them.
+
+    Raises:
+        UnsupportedModelError: some are NaN, which would be counted as a wrong answer or as one by luck.
+    """
+    if bool(values.isnan().any()):
+        raise UnsupportedModelError(
+            f"the model gives NaN in place of numbers after {tokens:,} tokens: its weights are damaged, or its dtype "
+            "is too narrow for it, as float16 may be; try dtype float32 (--dtype float32)"
+        )
+
+
 class TokenScorer:
     """Per-token losses of a causal language model.
 
@@ -213,7 +226,9 @@ class TokenScorer:
             else:
                 logits = self._last_logits(torch.cat([ids, ids[-1:]]), 1)
             likeliest = logits[-1].argmax()
-            if (token := int(likeliest)) in stop:
+            token = int(likeliest)
+            check_numbers(logits[-1, token], len(ids))  # argmax takes what is no number for the largest
+            if token in stop:
                 return
             yield token
             ids = torch.cat([ids, likeliest[None].to(ids)])

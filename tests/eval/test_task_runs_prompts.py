@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
+from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.eval import tasks
 from rope_ext_hf.eval.questions import Tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
@@ -60,6 +61,14 @@ class KeyValue(Suite):
 def key_value(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(base._SUITES, KeyValue.name, KeyValue())
     return KeyValue.name
+
+
+@pytest.mark.parametrize("score", ["generate", "rank"])
+def test_a_model_without_numbers_has_no_score(key_value: str, score: str) -> None:
+    model = load_model("reference", dtype="float32")
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    with pytest.raises(UnsupportedModelError, match="gives NaN in place of numbers"):
+        tasks(model, suite=key_value, lengths=[200], samples=2, score=score)
 
 
 def test_a_suite_is_known_by_the_name_of_its_file() -> None:
