@@ -137,10 +137,10 @@ class _MaskHooks:
 class _Entering(ForwardState):
     """A module whose hooks have run, or shall not run: the next call of its `forward` is the bare one."""
 
-    forward: HookedForward | None = None
+    forward: _HookedForward | None = None
 
 
-class HookedForward:
+class _HookedForward:
     """The `forward` of a hooked module, which runs the hooks itself where it is called directly.
 
     torch runs hooks in `module(...)` alone, and other libraries call `module.forward(...)` (sentence-transformers, and
@@ -231,7 +231,7 @@ def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[Patch
             if "attention_mask" in inspect.signature(type(modules[outside]).forward).parameters:
                 hooked.append((modules[outside], _MaskHooks()))
         for module, hooks in hooked:
-            forward = HookedForward(module, hooks)
+            forward = _HookedForward(module, hooks)
             slots[0].hooks += [
                 module.register_forward_pre_hook(hooks.pre_forward, with_kwargs=True),
                 module.register_forward_pre_hook(forward.enter),

@@ -267,7 +267,8 @@ def over_rotary(
     """Every method asked for, with every factor, before it is bound to a model, and its extended length."""
     for name in choice.method:
         parameters = _parameters_for(name, choice)
-        beyond = [length for length in lengths if length > rotary.context_length and accepts_factor(name)]
+        takes_factor = not isinstance(name, RopeMethod) and accepts_factor(name)
+        beyond = [length for length in lengths if length > rotary.context_length and takes_factor]
         given: list[tuple[float | None, int | None]] = [(factor, None) for factor in choice.factor]
         if isinstance(name, RopeMethod):
             given = [(None, None)]

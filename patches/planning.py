@@ -353,7 +353,8 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[Decode
         setattr(slot.parent, slot.attribute, module)
         if "config" in slot.module.__dict__:
             slot.module.config = slot.config  # the replaced module keeps the config it was built from
-            module.config = next(swap.patched for swap in state.configs if swap.original is slot.config)
+            patched = next(swap.patched for swap in state.configs if swap.original is slot.config)
+            module.config = patched if slot.scaled_layers else slot.config
     if hooks is not None:
         install_forward_hooks(model, hooks)
 

@@ -72,7 +72,7 @@ def test_modules_for_other_models_stand_together() -> None:
         ("fixed_length", "(model, length)"),
         (
             "from_pretrained",
-            "(path, *, auto_class=None, method=None, factor=None, target_length=None, over='own', context_length=None, "
+            "(path, method=None, *, auto_class=None, factor=None, target_length=None, over='own', context_length=None, "
             "layers=None, native=False, **kwargs)",
         ),
         ("migrate_to_rope", "(model, *, target_length=None)"),

@@ -244,8 +244,8 @@ def test_a_document_is_cut_as_if_it_began_with_bos() -> None:
     class Tokenizer:
         bos_token_id = 2
 
-        def __call__(self, text: str) -> dict[str, list[int]]:
-            return {"input_ids": [2, 5]}
+        def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+            return {"input_ids": [2, 5] if add_special_tokens else [5]}
 
     model = build("llama")
     document = tokens("a", 64, 9)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 import rope_ext_hf as rope
@@ -108,14 +109,13 @@ def test_accelerate_puts_a_forward_of_its_own_around(method: str, order: str) ->
 @pytest.mark.parametrize("method", ["dynamic-yarn", "rerope"])
 def test_mixed_precision_of_accelerate_and_its_unwrapping(method: str) -> None:
     model = patched(method)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_USE_CPU", "true")
-        accelerator = Accelerator(mixed_precision="bf16", cpu=True)
-        prepared = accelerator.prepare(model)
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a test before this one
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    prepared = accelerator.prepare(model)
     assert error_of_padded_row(prepared.forward, prepared) < 0.1  # bfloat16
     plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
     assert error_of_padded_row(plain.forward, patched(method)) < 1e-4
-    accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
