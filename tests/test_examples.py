@@ -32,7 +32,10 @@ def test_example_runs(example: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "notebook",
-    [pytest.param(path, marks=[pytest.mark.thorough] * path.stem.startswith("finetune")) for path in NOTEBOOKS],
+    [
+        pytest.param(path, marks=[pytest.mark.thorough] * path.stem.startswith(("finetune", "measure")))
+        for path in NOTEBOOKS
+    ],
     ids=lambda path: path.stem,
 )
 def test_a_notebook_shows_what_comes_out(notebook: Path, tmp_path: Path) -> None:
@@ -63,7 +66,10 @@ def test_another_output_of_a_notebook_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("search", "finetune"))) for path in RUNS],
+    [
+        pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("search", "finetune", "passkey")))
+        for path in RUNS
+    ],
     ids=lambda path: path.stem,
 )
 def test_run_file_runs(file: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def tiny(file: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = ("reference", "--target-length", "512", "--data", "stdlib?max_documents=4")

@@ -38,7 +38,7 @@ def leave(folder: Path, digest: str, **values: object) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_bundled_model_from_the_question_to_the_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/choosing.md: as loaded it loses 2 bits per byte at twice the length."""
     monkeypatch.setattr(needs, "_PROMPTS", (8, 8))

@@ -198,7 +198,7 @@ def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
     assert not read
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_bundled_model_uses_evidence_within_its_context_and_beyond_it_with_a_method() -> None:
     run = measure("reference", Gain(lengths=[256, 1024], samples=10), methods=["rerope"])
     found = {(r.method is None, r.length, r.distance): r for r in run.results}

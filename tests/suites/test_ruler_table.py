@@ -82,7 +82,7 @@ def test_the_table_names_methods_that_there_are() -> None:
     assert len(tasks) == 13
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     lengths, tasks, asked = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"

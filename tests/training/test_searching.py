@@ -47,7 +47,7 @@ def read_trials(folder: Path) -> list[dict[str, Any]]:
     return [trial | {"seconds": 0, "cpu_seconds": 0} for trial in trials]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Path) -> None:
     said: list[str] = []
     run = tmp_path / "run"
@@ -102,7 +102,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert longer.trials == 22
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_search_compares_where_the_result_is_measured(small: Path, tmp_path: Path) -> None:
     """Over the same documents, each as long as the target length, a fixed method has one loss."""
     (tmp_path / "whole").mkdir()
@@ -117,7 +117,7 @@ def test_the_search_compares_where_the_result_is_measured(small: Path, tmp_path:
         assert trial["loss"] == pytest.approx(report.losses[trial["label"]][str(LONG)], abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_surely_reads_better_than_the_fixed_methods_is_written(tmp_path: Path) -> None:
     options: dict[str, Any] = {"data": "stdlib", "target_length": 320, "passages": 4, "max_spans": 8, "trials": 6}
     report = search("reference", tmp_path / "run", **options, methods=["linear"], device="cpu")
