@@ -170,8 +170,19 @@ def probe_layers(
     return layers
 
 
+def is_partitioned(model: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 keeps the weights of a model in parts, one in each process; here they are empty then."""
+    return any(not parameter.numel() and hasattr(parameter, "ds_shape") for parameter in model.parameters())
+
+
 def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMethod) -> None:
     """Check that the weights are whole, or split by heads over processes that all apply the patch (tensor parallel)."""
+    if is_partitioned(decoder):
+        raise UnsupportedModelError(
+            f"the weights of {type(decoder).__name__} are partitioned over processes (DeepSpeed ZeRO-3), and a "
+            "remapping method runs a few tokens through the model when it is patched; patch it inside "
+            "deepspeed.zero.GatheredParameters(list(model.parameters()))"
+        )
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is None or not any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
         return

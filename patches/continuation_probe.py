@@ -24,6 +24,7 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import Layer, evaluating
+from rope_ext_hf.patches.attention_probe import is_partitioned
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
 from rope_ext_hf.patches.length_hooks import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
@@ -107,7 +108,7 @@ def check_weights(model: nn.Module, decoder: nn.Module) -> None:
     """Raise NotTriedError where running a few tokens would need weights that are elsewhere, or other processes."""
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise NotTriedError("the weights of the model are not in memory")
-    if any(not parameter.numel() and hasattr(parameter, "ds_shape") for parameter in model.parameters()):  # ZeRO-3
+    if is_partitioned(model):
         raise NotTriedError("the weights of the model are sharded over devices")
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
     if sharding is not None and any(isinstance(each, sharding.DTensor) for each in decoder.parameters()):

@@ -54,7 +54,7 @@ def test_sharded_weights_are_named() -> None:
     from torch import distributed
     from torch.distributed.fsdp import fully_shard
 
-    store: Any = distributed.HashStore()  # type: ignore[attr-defined]
+    store: Any = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         model = build("llama")
@@ -222,3 +222,22 @@ def test_modules_around_attention_without_weights_are_let_through() -> None:
         layer.self_attn = PassedOn(layer.self_attn)
     assert torch.equal(model(tokens(150)).logits, expected)
     assert torch.equal(rope.patch(rope.unpatch(model), "rerope")(tokens(150)).logits, expected)
+
+
+@pytest.mark.parametrize("method", ["yarn", "dynamic-yarn", "rerope", "dca"])
+def test_weights_that_are_partitioned_over_processes(method: str) -> None:
+    """DeepSpeed ZeRO-3 leaves parameters empty, and keeps their shape as `ds_shape`, until a forward gathers them."""
+    model, ids = build("llama"), tokens(150)
+    whole = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.ds_shape = parameter.shape
+        parameter.data = torch.empty(0)
+    parameters = {"factor": 4.0} if method == "yarn" else {}
+    if method in ("rerope", "dca"):
+        with pytest.raises(UnsupportedModelError, match=r"partitioned over processes \(DeepSpeed ZeRO-3\)"):
+            rope.patch(model, method, **parameters)
+    else:
+        rope.patch(model, method, **parameters)
+        for name, parameter in model.named_parameters():
+            parameter.data = whole[name]
+        assert torch.equal(model(ids).logits, rope.patch(build("llama"), method, **parameters)(ids).logits)
