@@ -7,6 +7,8 @@ PYTHON ?= python3
 RUN := .venv/bin
 DEVICE ?= cpu
 RESULTS := benchmarks/results.jsonl
+# Processes that run tests, each on one thread and with some gigabytes of memory.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
 .PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
 
@@ -17,10 +19,10 @@ demo: .venv/ready
 test test-fast test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
 
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 test-fast: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope -m "not slow" --durations=10 --durations-min=1
+	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" --durations=10 --durations-min=1
 
 # The fast tests on the newest releases of all that this package depends on, as `pip install` brings them today. torch is
 # pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one.
@@ -28,7 +30,7 @@ TORCH ?= torch==2.13.0
 NEWEST := transformers accelerate peft trl lm-eval datasets safetensors huggingface_hub typer rich
 test-newest: build/newest/ready
 	build/newest/bin/pip install -q --upgrade $(TORCH) $(NEWEST) -e '.[eval,dev]'
-	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n 2 --dist loadscope -m "not slow"
+	OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow"
 
 # The releases that test-newest would take and that are newer than those pinned; nothing where there are none.
 newer-releases: .venv/ready
@@ -46,7 +48,7 @@ build/newest/ready: Makefile
 # The same on the oldest transformers that is supported, but for tests/older_transformers.txt, of the folders in
 # tests/on_oldest.txt: what others hold does not depend on the release of transformers.
 test-oldest: build/oldest/ready
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n 2 --dist loadscope -m "not slow" @tests/on_oldest.txt
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" @tests/on_oldest.txt
 
 build/oldest/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/oldest
@@ -84,7 +86,7 @@ build/exports/ready: Makefile
 # and the kernels library lie below build/ (690 MB), where they change nothing about other tests.
 test-kernels: .venv/ready build/kernels/ready
 	ROPE_EXT_KERNELS=1 OMP_NUM_THREADS=1 PYTHONPATH=build/kernels TRITON_CACHE_DIR=build/triton-cache $(RUN)/python -m pytest \
-		-n 2 -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
+		-n $(WORKERS) -p tests.support.hub_kernels tests/rotary/test_triton_rotation_compiled.py tests/rotary/test_triton_rotation.py \
 		tests/attention/test_triton_merging_compiled.py tests/attention/test_triton_merging.py \
 		tests/patches/test_forward_hooks_kernels.py
 
@@ -94,7 +96,7 @@ build/kernels/ready: constraints.txt
 
 # Every method on every family and all the rest: half an hour, before a release.
 test-all: .venv/ready
-	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 2 --dist loadscope
+	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 # The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
