@@ -47,8 +47,9 @@ build/newest/ready: Makefile
 
 # The same on the oldest transformers that is supported, but for tests/older_transformers.txt, of the folders in
 # tests/on_oldest.txt: what others hold does not depend on the release of transformers.
+OLDEST ?= @tests/on_oldest.txt
 test-oldest: build/oldest/ready
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" @tests/on_oldest.txt
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(OLDEST)
 
 build/oldest/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/oldest
