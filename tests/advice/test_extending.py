@@ -93,7 +93,7 @@ def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, mo
     assert plain["as_loaded"] - plain["extended"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,7 +230,7 @@ def test_a_model_with_gradient_checkpoints(method: RemappingMethod, padded: bool
             assert (actual[name] - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("name", ["rerope", pytest.param("dca", marks=pytest.mark.thorough)])
 def test_a_compiled_model(name: str) -> None:
