@@ -42,7 +42,7 @@ class Layer:
 
 
 Places = list[tuple[nn.Module, str, nn.Module]]
-"""Where modules stand in a model: (parent, attribute, module)."""
+"""The places of modules in a model: the parent of each, its attribute that holds the module, and the module."""
 
 
 def places_of_attention(decoder: nn.Module, attention: Collection[nn.Module], name: str) -> Places:

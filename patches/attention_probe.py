@@ -71,7 +71,7 @@ def _probe_attention(
 
 
 def _computes_the_same(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether our attention is that of the module's class, on random numbers of these shapes.
+    """Return whether our attention and that of the module's class agree on random numbers of these shapes.
 
     Keywords of attention functions are read by their names, so that a scale, soft cap or sink under a new one would be
     missed. What keywords mean is what the class does with them in its `eager_attention_forward`. True: they agree, or
@@ -108,7 +108,7 @@ def _computes_the_same(module: nn.Module, query: Tensor, key: Tensor, value: Ten
 _COMPARED = 32
 """Tokens by which attention is compared with that of the model's class."""
 _ROUNDING = 1e-3
-"""What rounding may make of averages of standard normal numbers: 1e-6, where no keyword is missed."""
+"""The largest difference that counts as rounding. Where no keyword is missed, differences are about 1e-6."""
 
 
 def _probe_mask(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ def probe_layers(
 
 
 def is_partitioned(model: nn.Module) -> bool:
-    """Whether DeepSpeed ZeRO-3 keeps the weights of a model in parts, one in each process; here they are empty then."""
+    """Return whether DeepSpeed ZeRO-3 has partitioned the weights of a model, so that parameters here are empty."""
     return any(not parameter.numel() and hasattr(parameter, "ds_shape") for parameter in model.parameters())
 
 

@@ -1,4 +1,4 @@
-"""What a model's own rotary class computes at a length of input, measured by running it.
+"""Frequencies and magnitude that a model's own rotary class computes for a length of input, measured by running it.
 
 The class is run on the CPU, on buffers of its own, so that a model on the meta device can be asked, too. A second
 reading of the config may differ from that of the class; this cannot.

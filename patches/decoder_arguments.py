@@ -112,7 +112,7 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
 
 
 def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
-    """Return how many tokens the cache of a call holds before it; 0 where there is no cache.
+    """Return the number of tokens that the cache of a call holds; 0 if the call has no cache.
 
     In 5.0 the length of a static cache is the number of its keys that are not zero, which leaves out tokens with a zero
     embedding, such as padding; its decoders store keys at the places that `generate` names.

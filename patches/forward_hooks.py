@@ -47,18 +47,23 @@ class DecoderHooks(ABC):
         """Make the arguments of a call the thread's current context; None: no tokens were given."""
         if (interrupted := pop(decoder)) is not None:  # a KeyboardInterrupt skips the hooks after a forward
             interrupted.close()
-        by_length = [table.method for table in tables_of(self.slots) if getattr(table.method, "by_length", False)]
-        if by_length and torch._C._get_tracing_state() is not None:  # torch.jit.trace runs this forward
-            raise UnsupportedModelError(
-                f"{by_length[0].name} sees positions by the length of each input, and torch.jit.trace would keep those "
-                "of its example for all inputs; trace a model under a frequency method, such as yarn"
-            )
+        if torch._C._get_tracing_state() is not None:  # torch.jit.trace runs this forward
+            self._check_traceable()
         context = ForwardContext.from_call(decoder, call, self.axes)
         if context is not None:
             if self.kernels is not None and context.new_tokens.shape[0] > 1:
                 graph_break(self.kernels.check)(decoder, context.new_tokens.device)
             push(context)
         return context
+
+    def _check_traceable(self) -> None:
+        """Check that torch.jit.trace can follow the method; else UnsupportedModelError."""
+        for table in tables_of(self.slots):
+            if getattr(table.method, "by_length", False):
+                raise UnsupportedModelError(
+                    f"{table.method.name} sees positions by the length of each input, and torch.jit.trace would keep "
+                    "those of its example for all inputs; trace a model under a frequency method, such as yarn"
+                )
 
     def end(self, decoder: nn.Module) -> ForwardContext | None:
         """End the forward and undo what it changed in others; None where none was begun."""

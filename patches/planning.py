@@ -167,7 +167,7 @@ def _plan(
 
 
 def _gguf_note(model: nn.Module) -> str | None:
-    """What a model that was loaded from a GGUF file lacks, as a sentence; None: it was loaded from something else.
+    """Return a sentence on the scaling that a model loaded from a GGUF file may lack; None for any other model.
 
     transformers keeps no trace of `gguf_file`, but in the name of the folder, which then holds no config.json. It reads
     rope.freq_base, and a scaling for gpt-oss alone (integrations/ggml.py, modeling_gguf_pytorch_utils.py).

@@ -253,8 +253,9 @@ def save_patched_folder(
     adapter, state = find_adapter(source), patched_slots(model)[0].state
     if as_code and adapter is not None:
         raise CheckpointError("an adapter is loaded by PEFT, which runs no code of its folder; publish a whole model")
-    kept = set(mistral_format_files(source)) if keep_mistral_format else set()
-    names = [file for file in list_files(source) if file in kept or not _left_out(source, file)]
+    names = _copied_files(source)
+    if keep_mistral_format:
+        names += [file for file in mistral_format_files(source) if file not in names]
     inputs = file_stamps([source / file for file in names])
     size = sum([size for _, size, _ in inputs.values()])
     with atomic_folder(out, source=source, inputs=inputs, size=size) as staging:
@@ -283,8 +284,7 @@ def unlike_copies(source: Path, out: Path) -> list[str]:
     Both folders are read, as fast as the disk allows: copying takes as long. A file that `save_patched_folder` changes
     on the way is compared by its JSON, without what is changed there.
     """
-    names = [name for name in list_files(source) if not _left_out(source, name)]
-    return [name for name in names if not _is_copy(source / name, out / name)]
+    return [name for name in _copied_files(source) if not _is_copy(source / name, out / name)]
 
 
 def _is_copy(file: Path, copied: Path) -> bool:
@@ -304,13 +304,15 @@ def _raise_tokenizer_length(file: Path, extended: int | None) -> None:
         write_json(file, settings | {"model_max_length": extended})
 
 
-def _left_out(source: Path, file: str) -> bool:
-    name, apart = Path(file), ("config.json", "README.md", "__init__.py", "run.yaml")
-    return (
-        name.name in apart
-        or not {"__pycache__", ".eval_results"}.isdisjoint(name.parts)
-        or file in mistral_format_files(source)
-    )
+def _copied_files(source: Path) -> list[str]:
+    """Return the names of a folder's files that a patched copy of it has, too."""
+    mistral_format = set(mistral_format_files(source))
+    apart, folders = {"config.json", "README.md", "__init__.py", "run.yaml"}, {"__pycache__", ".eval_results"}
+    return [
+        file
+        for file in list_files(source)
+        if Path(file).name not in apart and folders.isdisjoint(Path(file).parts) and file not in mistral_format
+    ]
 
 
 # --- code by which plain transformers loads a patched folder -------------------------------------------------------

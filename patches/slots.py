@@ -339,7 +339,7 @@ def check_is_model(model: Any) -> None:
 
 
 def patched_slots(model: nn.Module) -> list[PatchedSlot]:
-    """Return the slots of a model that hold one of our modules; UnsupportedModelError: it is no model."""
+    """Return the slots of a model that hold one of our modules; raise UnsupportedModelError for other objects."""
     check_is_model(model)
     return [module for module in model.modules() if isinstance(module, PatchedSlot)]
 
