@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Cache
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import Gain, Passkey, Perplexity, Tasks, measure, perplexity
@@ -22,15 +23,14 @@ ROWS = [
 
 
 def model_and_reads() -> tuple[Any, list[list[int]]]:
-    """A model, and a list that gets the token ids of each of its inputs, whose chunks are put together again."""
+    """Build a model, and a list that gets the token ids of each of its inputs, with those in its cache before them."""
     model = build("llama", vocab_size=VOCABULARY)
     reads: list[list[int]] = []
 
     def note(_module: Any, _given: Any, named: dict[str, Any]) -> None:
-        cache = named.get("past_key_values")
-        if cache is None or not cache.get_seq_length():
-            reads.append([])
-        reads[-1] += named["input_ids"][0].tolist()
+        cache = next((value for value in named.values() if isinstance(value, Cache)), None)
+        known = 0 if cache is None else cache.get_seq_length()
+        reads.append((reads[-1][:known] if known else []) + named["input_ids"][0].tolist())
 
     model.model.register_forward_pre_hook(note, with_kwargs=True)
     return model, reads
