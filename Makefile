@@ -116,7 +116,7 @@ test-make-gpu: build/gpu-python/ready
 build/gpu-python/ready: Makefile
 	$(PYTHON) -m venv build/gpu-python
 	build/gpu-python/bin/pip install -q torch==2.13.0
-	build/gpu-python/bin/pip install -q transformers==5.17.0 accelerate safetensors numpy rich typer psutil PyYAML matplotlib pytest hypothesis
+	build/gpu-python/bin/pip install -q transformers==5.17.0 accelerate safetensors numpy scipy rich typer psutil PyYAML matplotlib pytest hypothesis
 	build/gpu-python/bin/pip install -q --no-deps triton==3.7.1
 	touch $@
 

@@ -75,7 +75,7 @@ def main() -> None:
     tokens = tokenize(load(arguments.data), load_tokenizer(str(folder)))
     lengths = [trained * scale for scale in SCALES if scale <= arguments.longest]
     plan = prepare(model, tokens, lengths=lengths, targets=trained // 2, max_spans=arguments.spans, bos=False)
-    chosen: list[tuple[str, float | None, RopeMethod | None]] = [("as loaded", None, None)]
+    chosen: list[tuple[str, float | None, RopeMethod | None]] = [("unpatched", None, None)]
     asked = arguments.methods.split(",")
     for name in (name for name in BY_FACTOR if name in asked):
         for factor in (factor for factor in map(int, arguments.factors.split(",")) if factor <= arguments.longest):

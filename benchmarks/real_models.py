@@ -80,7 +80,7 @@ def main() -> None:
         base = base or results[lengths.index(context_length)]
         for result in results:
             exact = [cell.exact_match for cell in cells if cell.length == result.length]
-            rows.append(row(name or "as loaded", result, base, sum(exact) / len(exact)))
+            rows.append(row(name or "unpatched", result, base, sum(exact) / len(exact)))
             print(rows[-1], flush=True)
     assert base is not None
     line = {

@@ -71,7 +71,7 @@ def increase_over(result: Result, base: Result) -> dict[str, float]:
 def rows_of(method: RopeMethod | None, results: list[Result], base: Result) -> list[dict[str, Any]]:
     return [
         {
-            "method": label(method.to_dict()) if method else "as loaded",
+            "method": label(method.to_dict()) if method else "unpatched",
             "temperature": getattr(method, "temperature", None),
             "length": result.length,
             "perplexity": round(result.perplexity, 4),

@@ -75,7 +75,7 @@ def main() -> None:
     lengths = [rotary.context_length * scale for scale in SCALES]
     options: dict[str, Any] = {"targets": TARGETS, "max_spans": arguments.spans, "bos": False}
     base = as_loaded(model, prepare(model, tokens, lengths=lengths, **options))
-    rows = [{"method": "as loaded", "temperature": None} | row_of(base, base)]
+    rows = [{"method": "unpatched", "temperature": None} | row_of(base, base)]
     for asked in arguments.methods.split(","):
         name, parameters = parse_method(asked)
         for temperature in arguments.temperatures.split(",") if arguments.temperatures else (None,):

@@ -54,7 +54,7 @@ def measured(model: Any, lengths: list[int], arguments: Any) -> tuple[Scores, di
         question = Tasks(suite=name, tasks=tuple(tasks), lengths=lengths, chat_template="never", **given)
         for result in measure(model, question, methods=methods, out=arguments.runs).results:
             shown = label(result.method)
-            names[shown] = (result.method or {}).get("method", "as loaded")
+            names[shown] = (result.method or {}).get("method", "unpatched")
             scores[shown][result.length][result.task] = result.scores
     return scores, names
 
@@ -77,7 +77,7 @@ def rows_of(scores: Scores, names: dict[str, str]) -> list[dict[str, Any]]:
     rows = []
     for shown, by_length in prompts.items():
         every = by_length | {0: [fmean(each) for each in zip(*by_length.values(), strict=True)]}
-        plain = prompts["as loaded"]
+        plain = prompts["unpatched"]
         base = plain | {0: [fmean(each) for each in zip(*plain.values(), strict=True)]}
         for length, values in every.items():
             tasks = {task: round(100 * fmean(each), 2) for task, each in scores[shown].get(length, {}).items()}

@@ -126,7 +126,7 @@ def main() -> None:
         lengths = [ORIGINAL, scaling.context_length, factor * scaling.context_length]
         model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32).eval().to(arguments.device)
         row: dict[str, Any] = {"factor": factor, "lengths": lengths, "methods": []}
-        row["as loaded"] = bits(measure(model, arguments.spans, lengths))
+        row["unpatched"] = bits(measure(model, arguments.spans, lengths))
         rows.append(row)
         for method in METHODS:
             by_base = {}

@@ -130,7 +130,7 @@ class GainRuns(RunKind):
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
         left = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
-        caption = f"the loss without the evidence less that with it, {setting['rows']} rows{left}; ? not told from 0"
+        caption = f"the loss without the evidence less that with it, {setting['rows']} rows{left}; ? no significant difference from 0"
         cell = partial(_gain_cell, run, detailed=detailed)
         return two_column_table(run, title, caption, "distance", "{:,}".format, cell)
 
@@ -150,7 +150,7 @@ class GainRuns(RunKind):
 
 
 def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Text:
-    unsure = "?" if result.outcome is Outcome.CANNOT_TELL else " "
+    unsure = "?" if result.outcome is Outcome.NO_DIFFERENCE else " "
     ends = "" if result.low is None or not detailed else f"\n{result.low:+.2f} to {result.high:+.2f}"
     style = "green" if result.outcome is Outcome.BETTER else ""
     return Text(f"{result.gain:+.2f}{unsure}{beyond_mark(run, result)}{ends}", style=style)

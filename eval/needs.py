@@ -130,7 +130,7 @@ class NeedReport(ShownAsTables):
 
     def _kept(self, task: str, length: int) -> tuple[Outcome, str]:
         now, before = self.scores[task][length], self.scores[task][self.context_length]
-        outcome = verdict(now.minus(before, _ENOUGH), higher_is_better=True).outcome
+        outcome = verdict(now, than=_ENOUGH * before.value, higher_is_better=True).outcome
         unsure = f"that {_ENOUGH:.0%} of its answers stay is not sure, " if outcome is Outcome.CANNOT_TELL else ""
         return outcome, f"{unsure}it answers {_share_text(now)} of {task} instead of {_share_text(before)}"
 

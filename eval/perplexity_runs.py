@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import groupby
@@ -17,12 +17,12 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, printable, short
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, Perplexity
+from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.patching import resolve_choice
-from rope_ext_hf.pictures.charts import Chart, LineChart
+from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
@@ -30,15 +30,15 @@ from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
-from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.measures import Evidence, Measure, exponential, perplexity_text
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import beyond_mark, length_table
+from rope_ext_hf.runs.verdicts import BEST_MARK, capital
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_TOLERANCE = 0.05  # by what share a loss may be higher and still count as that of short inputs
-_LARGEST_LOSS = 709.0  # nats per token; a float holds exp of this and of little more
+_TOLERANCE = 0.05  # the share by which a perplexity may be above that of short inputs and still count as reading well
 
 
 class DocumentLoss(NamedTuple):
@@ -116,9 +116,20 @@ def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
     return estimate([nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values()))
 
 
-def _perplexity_from_loss(nats: float) -> float:
-    """exp(nats); infinite where a float cannot hold it."""
-    return math.inf if nats > _LARGEST_LOSS else math.exp(nats)
+class Unit(NamedTuple):
+    """A unit in which people read losses."""
+
+    measure: str  # name of the number
+    unit: str  # its unit; a perplexity has none
+    exponential: bool  # whether the number is the exponential of the mean
+    item: Callable[[DocumentLoss], tuple[float, float]]  # a document's sum, and what it is divided by
+
+
+UNITS = {
+    "perplexity": Unit("perplexity", "", True, lambda d: (d.nats, float(d.tokens))),
+    "nats": Unit("loss", "nats per token", False, lambda d: (d.nats, float(d.tokens))),
+    "bits": Unit("loss", "bits per byte", False, lambda d: (d.nats / math.log(2), float(d.bytes))),
+}
 
 
 @register_run_kind
@@ -128,6 +139,7 @@ class PerplexityRuns(RunKind):
     name = "perplexity"
     setting = Setting
     items = "documents"
+    units = LOSS_UNITS
     columns = (
         *("length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte", "tokens"),
         *("spans", "documents", "loss_increase_at_context_length_nats", "tokens_per_second", "gpu_bytes"),
@@ -156,7 +168,7 @@ class PerplexityRuns(RunKind):
         names, nats, tokens, sizes, spans, key_nats, key_tokens = zip(*documents, strict=True)
         loss, low, high, _ = estimate(nats, tokens)
         ends = estimate(key_nats, key_tokens)[:3] if any(key_tokens) else (None, None, None)
-        keys = [None if end is None else _perplexity_from_loss(end) for end in ends]
+        keys = [None if end is None else exponential(end) for end in ends]
         return Result(
             method=method,
             setting=setting,
@@ -164,7 +176,7 @@ class PerplexityRuns(RunKind):
             loss=loss,
             low=low,
             high=high,
-            perplexity=_perplexity_from_loss(loss),
+            perplexity=exponential(loss),
             bits_per_token=loss / math.log(2),
             bits_per_byte=math.fsum(nats) / math.log(2) / max(1, sum(sizes)),
             tokens=sum(tokens),
@@ -190,69 +202,56 @@ class PerplexityRuns(RunKind):
             ]
 
     def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
-        """One row per method, one column per length: perplexity and (bits per byte), the best of a column marked.
+        """One row per method, one column per length, the best of each column marked.
 
-        Where the context length was measured, a column has the loss increase there, paired by document. Where there are
-        key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`, which also has a
-        second line in each cell: the interval, or the documents whose loss is not finite.
+        Where there are key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`.
+        `detailed` adds a second line to each cell: the interval, or the documents whose loss is not finite.
         """
-        # the methods that no other one is surely better than; none where nothing is compared
-        loss = next((m for m in run.findings.informative if m.evidence is Evidence.LOSS and len(m.items) > 1), None)
-        best = {length: {*run.findings.best(loss, length)} if loss else set[str]() for length in run.lengths}
-        increases = {name: loss_increase(run, key) for key, name in run.names.items()}
-        increased = any(increases.values())
+        measures = self.measures(run)
+        loss = next(measure for measure in measures if measure.evidence is Evidence.LOSS)
+        stars = {length: {*run.findings.starred(loss, length)} for length in run.lengths}
         keyed = sorted({result.length for result in run.results if result.key_tokens})
         keyed = keyed if detailed else keyed[-1:]
-        title = f"Perplexity and (bits per byte) by context length; the model is for {run.meant_for}"
+        unit = f" in {loss.unit}" if loss.unit else ""
+        title = f"{capital(loss.name)}{unit} by context length; the model is for {run.meant_for}"
         notes = {
-            "* best of a column, and all that their 95% intervals do not tell from it": any(best.values()),
-            "loss increase in nats per token": increased,
-            "below: the 95% interval over documents": detailed,
+            BEST_MARK: any(stars.values()),
+            "in parentheses: 95% confidence interval over documents": detailed,
             f"LongPPL: perplexity of key tokens ({run.results[0].setting.keys})": keyed,
         }
-        caption = "; ".join([_scored_text(run.results[0]), *(note for note, shown in notes.items() if shown)])
+        caption = "\n".join([_scored_text(run.results[0]), *(note for note, shown in notes.items() if shown)])
         view = length_table(run, title, caption, "method")
-        if increased:
-            view.add_column(f"loss\nincrease\nat {run.context_length:,}", justify="right", overflow="fold")
         for length in keyed:
             tokens = next(r.key_tokens for r in run.results if r.length == length and r.key_tokens)
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in run.by_label.items():
             at = {result.length: result for result in row}
-            cells = [_perplexity_cell(run, at.get(length), best[length], detailed) for length in best]
-            if increase := increases[name]:
-                ends = "" if increase.low is None else f"\n{increase.low:+.3f} to {increase.high:+.3f}"
-                cells.append(Text(f"{increase.value:+.3f}{ends if detailed else ''}"))
-            elif increased and keyed:
-                cells.append(Text(""))
+            cells = [_loss_cell(run, loss, at.get(length), stars[length], detailed) for length in stars]
             cells += [_longppl_cell(at.get(length), detailed) for length in keyed]
             view.add_row(Text(name), *cells)
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        rows = run.by_label.items()
-        lines = {name: [(r.length, r.bits_per_byte) for r in row if math.isfinite(r.loss)] for name, row in rows}
-        return LineChart(lines, run.context_length, "Bits per byte; lower is better")
+        return run.findings.chart(next(m for m in run.findings.ordered if m.evidence is Evidence.LOSS))
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
-        """The loss, and that of key tokens, whose exponential is LongPPL, where they were looked for."""
-        unit = "nats per token"
-        every = run.items(lambda results: [(d.nats, float(d.tokens)) for r in results for d in r.documents])
+        """The perplexity, or the loss in the run's unit, and LongPPL first where key tokens were looked for."""
+        unit = UNITS[run.unit]
+        every = run.items(lambda results: [unit.item(d) for r in results for d in r.documents])
         keys = run.items(
             lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
         )
-        loss = Measure("loss", unit, Evidence.LOSS, False, every, rise=_TOLERANCE, exponential="perplexity")
-        of_keys = Measure("loss of key tokens", unit, Evidence.KEY_TOKENS, False, keys, exponential="LongPPL")
-        return [of_keys, loss] if keys else [loss]
-
-    def times(self, run: Run[Result]) -> Measure | None:
-        # Without seconds, nothing was timed.
-        items = run.items(
-            lambda results: [
-                (s, float(d.tokens)) for r in results for s, d in zip(r.seconds, r.documents, strict=False)
-            ]
+        shown = Measure(
+            unit.measure,
+            unit.unit,
+            Evidence.LOSS,
+            False,
+            every,
+            exponential=unit.exponential,
+            tolerance=_TOLERANCE if unit.exponential else None,
         )
-        return Measure("time", "seconds per token", Evidence.LOSS, False, items) if items else None
+        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True)
+        return [of_keys, shown] if keys else [shown]
 
     def speed(self, run: Run[Result]) -> str:
         """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
@@ -354,31 +353,33 @@ def _scored_text(result: Result) -> str:
     return f"protocol {name}: {tokens}{left_out}"
 
 
-def _perplexity_text(value: float) -> str:
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
-
-
 def _longppl_cell(result: Result | None, detailed: bool) -> Text:
     if result is None or result.longppl is None:
         return Text("")
     if not math.isfinite(result.longppl):
         return Text("not finite", style="red")
-    ends = [_perplexity_text(end) for end in (result.longppl_low, result.longppl_high) if end is not None]
-    return Text(_perplexity_text(result.longppl) + (f"\n{' to '.join(ends)}" if detailed else ""))
+    return Text(_with_interval(perplexity_text, result.longppl, (result.longppl_low, result.longppl_high), detailed))
 
 
-def _perplexity_cell(run: Run[Result], result: Result | None, best: set[str], detailed: bool) -> Text:
+def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set[str], detailed: bool) -> Text:
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
     mark = "*" if result.key in best else " "
-    ends = [_perplexity_text(_perplexity_from_loss(end)) for end in (result.low, result.high) if end is not None]
-    interval = f"\n{' to '.join(ends)}" if detailed and ends else ""
-    text = f"{_perplexity_text(result.perplexity)} ({result.bits_per_byte:.{3 if detailed else 2}f}){mark}"
-    text += beyond_mark(run, result) + interval
-    return Text(text, style="bold green" if mark == "*" else "")
+    value = loss.estimate(result.key, result.length)
+    mark += beyond_mark(run, result)
+    text = _with_interval(loss.text, value.value, (value.low, value.high), detailed, mark)
+    return Text(text, style="bold green" if result.key in best else "")
+
+
+def _with_interval(
+    number: Callable[[float], str], value: float, ends: tuple[float | None, float | None], detailed: bool, mark: str = ""
+) -> str:
+    low, high = ends
+    interval = f"\n({number(low)} to {number(high)})" if detailed and low is not None and high is not None else ""
+    return f"{number(value)}{mark}{interval}"
 
 
 def plan_perplexity(
@@ -388,7 +389,8 @@ def plan_perplexity(
     documents = load(question.data)
     asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
     read = prepare(model, documents, tokenizer=tokenizer, **asked)
-    return RunPlan(PerplexityMeasurement(read), question.data_name or documents.source, **settings)
+    name = question.data_name or documents.source
+    return RunPlan(PerplexityMeasurement(read), name, unit=question.unit, **settings)
 
 
 def fit_sweep(

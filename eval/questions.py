@@ -30,6 +30,16 @@ DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-
 """Methods that follow from a factor alone, or from nothing."""
 
 
+LOSS_UNITS = ("perplexity", "nats", "bits")
+"""Units in which people read losses; results.csv and results.json have all of them."""
+
+
+def _loss_unit(given: Any) -> str:
+    if given not in LOSS_UNITS:
+        raise MethodError(f"unit must be one of {', '.join(LOSS_UNITS)}; got {short(repr(given))}")
+    return str(given)
+
+
 def _most_spans(given: Any) -> int | None:
     if given is None or given == "all":
         return None
@@ -130,6 +140,12 @@ class Perplexity(LengthsQuestion):
         "4k.",
         parse=parse_length,
         metavar="TOKENS",
+    )
+    unit: str = asked(
+        LOSS_UNITS[0],
+        "Losses in tables, pictures and sentences: as perplexity, in nats (per token) or in bits (per byte).",
+        parse=_loss_unit,
+        metavar="UNIT",
     )
     data_name: str | None = asked(
         None, "What the text is called in results. Default: its name where it is given by one.", option=False

@@ -39,12 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetrievalSetting:
-    """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values."""
+    """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values.
+
+    `own_prompts`: each depth has prompts of its own. Elsewhere the prompts of one trial have the same text at every depth
+    and are one item; so it was in older runs, and so it is where one text is asked for each of its keys.
+    """
 
     task: str
     keys: int
     distractors: int
     seed: int
+    own_prompts: bool = False
 
 
 class TrialScore(NamedTuple):
@@ -144,8 +149,8 @@ class RetrievalRuns(RunKind):
         keys = f", one of {one.keys} keys" if one.keys > 1 else ""
         title = f"Retrieval, task {short(printable(one.task))}{keys}: exact match, mean rank"
         caption = (
-            f"{one.trials} prompts per cell, each answer ranked among {one.distractors} others; by luck the mean rank "
-            f"is {one.chance_rank:g}; green: better than chance by 3 standard errors"
+            f"{one.trials} prompts per depth and length. The rank is that of the right answer among "
+            f"{one.distractors + 1}: 1 is best, {one.chance_rank:g} is luck; green: better than luck by 3 standard errors"
         )
         return two_column_table(run, title, caption, "depth", "{:.0%}".format, partial(_retrieval_cell, run))
 
@@ -163,18 +168,20 @@ class RetrievalRuns(RunKind):
         return HeatMaps(panels, run.context_length, note)
 
     def measures(self, run: Run[Retrieval]) -> Sequence[Measure]:
-        """Exact answers, or where there are none right answers first; an item is a trial, a prompt at each depth."""
+        """Exact answers, or where there are none right answers first; an item is a prompt, or prompts of one text."""
         one = run.results[0]
         exact = any(r.exact_match for r in run.results)
-        items = run.items(
-            lambda results: (
-                (fmean(score.exact if exact else score.rank == 1 for score in of_trial), 1.0)
-                for of_trial in zip(*(result.scores for result in results), strict=True)
-            )
-        )
+
+        def items_of(results: Sequence[Retrieval]) -> Iterable[tuple[float, float]]:
+            rows = [[float(score.exact if exact else score.rank == 1) for score in each.scores] for each in results]
+            if run.settings["setting"].get("own_prompts"):
+                return [(score, 1.0) for row in rows for score in row]
+            return [(fmean(of_trial), 1.0) for of_trial in zip(*rows, strict=True)]
+
+        items = run.items(items_of)
         task = short(printable(one.task))
-        name, chance = ("exact answers", 0.0) if exact else ("right answers first", one.chance)
-        return [Measure(f"{name}, {task}", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
+        name, chance = ("exact match", 0.0) if exact else ("top-1 accuracy", one.chance)
+        return [Measure(f"{name} ({task})", "%", Evidence.RETRIEVAL, True, items, "prompt", chance=chance)]
 
 
 @dataclass
@@ -217,7 +224,7 @@ class _RetrievalMeasurement(Measurement):
     def __init__(
         self,
         setting: RetrievalSetting,
-        trials: Sequence[Sequence[_Trial]],  # a list per depth: the same one, or those of `shared_trials`
+        trials: Sequence[Sequence[_Trial]],  # a list per depth
         haystack: Tensor,
         lengths: Sequence[int],
         depths: Sequence[float],  # ascending, all different
@@ -284,6 +291,7 @@ def make_trials(
     asked: int = 0,  # index of the statement that is asked for; statements and their places are the same for each
     depths: Sequence[float] = (),  # of the first statements, shares of the haystack; others stand at random depths
     seed: int = 0,
+    first: int = 0,  # number of the first trial: trials of other numbers have other names, values and places
     repeated: bool = False,  # the haystack is a short text again and again; prompts then start at its beginning
 ) -> list[_Trial]:
     """Draw names and values, those that training never uses, in the task's held-out wordings, which take turns.
@@ -293,7 +301,7 @@ def make_trials(
     """
     prefix = prefix_tokens(tokenizer, None)
     made = []
-    for index in range(trials):
+    for index in range(first, first + trials):
         rng = random.Random(f"{seed} {index}")
         drawn = ask(task, rng, keys=keys, wording=index).about(asked)
         start = 0.0 if repeated else rng.random()
@@ -360,8 +368,11 @@ def plan_passkey(
     make = partial(make_trials, chosen, reader, repeated=repeated, **asked)
     places = sorted(set(question.depths))
     shared = question.keys >= len(places) > 1
-    by_depth = shared_trials(make, places) if shared else [make()] * len(places)
-    made = [trial for of_depth in (by_depth if shared else by_depth[:1]) for trial in of_depth]
+    if shared:
+        by_depth = shared_trials(make, places)
+    else:  # prompts of one text at several depths would not be independent
+        by_depth = [make(first=index * question.trials) for index in range(len(places))]
+    made = [trial for of_depth in by_depth for trial in of_depth]
     least = max(trial.wording for trial in made)
     if min(lengths) < least:
         raise MethodError(f"length {min(lengths)} is too short for task {task!r}; its wording alone has {least} tokens")
@@ -372,7 +383,7 @@ def plan_passkey(
         raise CorpusError("the haystack is empty")
     every = [hay, *(ids for trial in made for ids in (trial.prompt(hay, least, 0.0), trial.answers.flatten()))]
     check_prompts(model, every, max(lengths))
-    setting = RetrievalSetting(task, question.keys, question.distractors, question.seed)
+    setting = RetrievalSetting(task, question.keys, question.distractors, question.seed, own_prompts=not shared)
     measurement = _RetrievalMeasurement(setting, by_depth, hay, lengths, places, shared)
     given = "" if haystack is None else f" in {documents.source}"
     return RunPlan(measurement, f"task {task}{given}", **settings)

@@ -159,7 +159,7 @@ class TaskRuns(RunKind):
 
 _MEANING = (
     f"Effective length: up to it, the score at every length is at least {_THRESHOLD:.0%} of the score of the model as "
-    "loaded at the shortest length; in brackets the 95% interval over prompts"
+    "loaded at the shortest length; in parentheses its 95% confidence interval over prompts"
 )
 
 
@@ -245,10 +245,11 @@ def _suite_scores(run: Run[TaskResult]) -> dict[str, dict[int, list[float]]]:
 def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     """Up to which length each method keeps `_THRESHOLD` of the score of the model as loaded at the shortest length.
 
-    The interval: up to its low end every length surely keeps it, up to its high end none surely does not.
+    The interval is over prompts: up to its low end, the score of every length is significantly above that threshold; up
+    to its high end, none is significantly below. The threshold itself counts as known, as in NoLiMa.
 
-    None are stated where one length was measured, or where the score at the shortest length is not surely better than
-    luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
+    None are stated where one length was measured, or where the score at the shortest length is not significantly better
+    than luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
     method is compared with itself.
     """
     means = _suite_scores(run)
@@ -262,14 +263,15 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
         base = estimate_share(known)
         if verdict(base, than=chance, higher_is_better=True).outcome is not Outcome.BETTER:
             continue
-        kept = {n: estimate_share(scores).minus(base, _THRESHOLD) for n, scores in row.items()}
+        scores = {n: estimate_share(each) for n, each in row.items()}
         if row[shortest] is known:
-            kept[shortest] = Estimate(1.0, 1.0, 1.0, base.items)  # it is what the others are compared with
-        found = {n: verdict(each, higher_is_better=True).outcome for n, each in kept.items()}
+            scores[shortest] = Estimate(1.0, 1.0, 1.0, base.items)  # it is what the others are compared with
+        least = _THRESHOLD * base.value
+        outcomes = {n: verdict(each, than=least, higher_is_better=True).outcome for n, each in scores.items()}
         lengths[key] = EffectiveLength(
-            _reach({n: each.value >= -_ROUNDING for n, each in kept.items()}),
-            _reach({n: outcome is Outcome.BETTER for n, outcome in found.items()}),
-            _reach({n: outcome is not Outcome.WORSE for n, outcome in found.items()}),
+            _reach({n: each.value >= least - _ROUNDING for n, each in scores.items()}),
+            _reach({n: outcome is Outcome.BETTER for n, outcome in outcomes.items()}),
+            _reach({n: outcome is not Outcome.WORSE for n, outcome in outcomes.items()}),
         )
     return lengths
 

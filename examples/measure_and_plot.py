@@ -24,6 +24,6 @@ run = sweep(
     out=folder,
 )
 for result in run.results:
-    name = result.method["method"] if result.method else "as loaded"
+    name = result.method["method"] if result.method else "unpatched"
     print(f"{name:12} {result.length:5} tokens  {result.bits_per_byte:.3f} bits per byte")
 print("run folder:", run.folder)  # the same call continues an interrupted run

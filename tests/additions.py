@@ -245,7 +245,7 @@ model_types = ["llama"]
 benchmark = "counting"
 unit = "%, higher is better"
 lengths = ["8k"]
-values = { "as loaded" = [1.0], "yarn" = [2.0] }
+values = { "unpatched" = [1.0], "yarn" = [2.0] }
 """
 
 

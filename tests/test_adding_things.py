@@ -233,7 +233,7 @@ def test_a_sweep_takes_one_factor_after_the_other(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"lengths": [64, 128], "bos": False}
     done = sweep(build("llama"), corpus, methods=["terraces", "thirds"], factors=[2.0, 4.0], out=tmp_path, **asked)
     names = list(dict.fromkeys(label(result.method) for result in done.results))
-    assert names[:3] == ["as loaded", "terraces x2", "terraces x4"]
+    assert names[:3] == ["unpatched", "terraces x2", "terraces x4"]
     assert names[3].startswith("thirds")
     alone = perplexity(rope.patch(build("llama"), "terraces", factor=4), corpus, **asked)
     together = [result.loss for result in done.results if label(result.method) == "terraces x4"]

@@ -327,7 +327,7 @@ def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     run_forked(run_script, script, "--model", "reference", *small.split(), *files, folder=tmp_path)
     line = json.loads((tmp_path / "results.jsonl").read_text(encoding="utf-8"))
     assert [(row["method"], row["length"]) for row in line["rows"]] == [
-        (method, length) for method in ("as loaded", "yarn") for length in (256, 384)
+        (method, length) for method in ("unpatched", "yarn") for length in (256, 384)
     ]
     assert line["rows"][0]["increase"][0] == 0.0
     page = section(line)

@@ -99,7 +99,7 @@ def attention() -> str:
     def cell(what: str, way: str, length: int) -> str:
         if row := measured.get((what, way, length)):
             return f"{row['time']:.2f}, {row['memory']:.2f}"
-        return "as loaded" if length <= ATTENTION_TRAINED else "–"
+        return "unpatched" if length <= ATTENTION_TRAINED else "–"
 
     rows = [
         [f"{title}, `{way}`", *(cell(what, way, length) for length in lengths)]

@@ -42,7 +42,7 @@ def factor_lines() -> dict[str, Row]:
         kept = last.get(key, {"rows": []})["rows"]
         measured = {row["method"] for row in line["rows"]}
         loaded = [
-            [row["bits_per_byte"] for row in rows if row["method"] == "as loaded"] for rows in (kept, line["rows"])
+            [row["bits_per_byte"] for row in rows if row["method"] == "unpatched"] for rows in (kept, line["rows"])
         ]
         others = [row for row in kept if row["method"] not in measured]
         if others and any(abs(old - new) > SAME for old, new in zip(*loaded, strict=True)):
@@ -157,7 +157,7 @@ def without_training() -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, by_factor in names:
         cells = tuple(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales)
-        alike.setdefault(cells, []).append(name if name == "as loaded" else f"`{name}`")
+        alike.setdefault(cells, []).append(name if name == "unpatched" else f"`{name}`")
     rows = ([", ".join(named), *cells] for cells, named in alike.items())
     return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
 

@@ -55,7 +55,7 @@ def ruler_section(line: Row) -> str:
         published = [each.numbers(method) for each in tables if method in each.values]
         scores = [f"{cells[label, length]['score']:.1f}" for length in lengths]
         value, low, high = mean["over_as_loaded"]
-        gap = "" if label == "as loaded" else f" ({_gap(value, low, high, digits=1)})"
+        gap = "" if label == "unpatched" else f" ({_gap(value, low, high, digits=1)})"
         rows.append([f"`{label}`", *scores, f"{mean['score']:.1f}{gap}", ", ".join(published) or "–"])
     of = f" ({', '.join(f'{each.source}, {each.lengths[0]}' for each in tables)})" if tables else ""
     head = ["RULER, %", *length_heads(lengths, line["context_length"]), "mean, measured here", f"reported{of}"]

@@ -217,7 +217,7 @@ def _extended(line: Row) -> str:
     rows = []
     for part in line["rows"]:
         lengths = ", ".join(f"{length:,}" for length in part["lengths"])
-        rows.append([f"as loaded, at {lengths}", *(f"{bits:.2f}" for bits in part["as loaded"])])
+        rows.append([f"as loaded, at {lengths}", *(f"{bits:.2f}" for bits in part["unpatched"])])
         for each in part["methods"]:
             losses = zip(each["own"], each["original"], each["difference"], strict=True)
             cells = (
@@ -307,7 +307,7 @@ def finetuning() -> str:
             cells.append(f"{losses[length]:.3f}" + (" ({:+.3f} to {:+.3f})".format(*ends) if ends else ""))
         return [title, *cells]
 
-    rows = [row("as loaded", line["losses"]["as loaded"])]
+    rows = [row("unpatched", line["losses"]["unpatched"])]
     rows.append(row("trained without a patch", line["losses"]["control"]))
     for method, each in sorted(lines.items(), key=lambda item: item[1] is not line):
         losses, gains = each["losses"], each["gains"]

@@ -26,7 +26,7 @@ from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.runs.verdicts import UNPATCHED, Outcome, verdict
 from rope_ext_hf.serving.configs import needs_nothing, open_model
 from rope_ext_hf.serving.questions import Extending, GPUServer
 
@@ -104,7 +104,7 @@ class ExtensionVerdict:
         items = 0 if self.change is None else self.change.items
         over = f"in the mean over {items} document{'s' * (items != 1)}"
         return [
-            f"Compared with {AS_LOADED}, {over}: {gain}; {', '.join(prices)}.",
+            f"Compared with {UNPATCHED}, {over}: {gain}; {', '.join(prices)}.",
             *[self._expectation(length) for length, expected in self.expectations.items() if expected],
         ]
 

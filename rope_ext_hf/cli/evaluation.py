@@ -266,7 +266,7 @@ def _next_command(found: NeedReport, model: str, out: Path) -> str:
         case Outcome.WORSE:
             need = out if (found.reads_to or 0) > short else None
             return command_line("advise", model, target_length=goal, need=need)
-        case Outcome.NO_MEASURE:
+        case Outcome.NOT_MEASURED:
             return command_line("ppl", model, lengths=lengths, keys_by=model, data=text)
         case Outcome.BETTER if found.target_length:
             return command_line("ppl", model, lengths=lengths, data=text)
@@ -294,6 +294,11 @@ def report(
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
     out: Path | None = asked(None, "The page of several runs. Default: comparison.html beside the first folder."),
+    unit: str | None = asked(
+        None,
+        "How losses are shown: perplexity, nats (per token) or bits (per byte). Default: perplexity.",
+        metavar="UNIT",
+    ),
     as_json: Json = False,
 ) -> None:
     """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
@@ -309,11 +314,12 @@ def report(
         if out is not None:
             raise MethodError("--out names the page of several runs; the files of one run stand in its folder")
         run = read_run(folders[0])
+        run = run if unit is None else run.in_unit(unit)
         write_files(run)
         _print_run(run, as_json)
         _stop_if_not_finite(run)
         return
-    comparison = compare_runs(folders)
+    comparison = compare_runs(folders, unit)
     page = comparison.write_page(out or folders[0].parent / "comparison.html")
     if as_json:
         print_text(json_text(comparison.to_dict()))
@@ -416,7 +422,7 @@ def _preflight(
     work = repeats * _work(empty, plan.measurement, *passes) / workers.count
     seconds = work / measure_flops(device, dtype)
     if given.dry_run:
-        named = [label(method.to_dict() if method else None) for method in plan.methods] or ["as loaded"]
+        named = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
         lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
         at = ", ".join(f"{length:,}" for length in lengths)
         return Forecast(
@@ -467,7 +473,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
         closing = ExitStack()
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-            self.bar = self.closing.enter_context(progress_bar("as loaded", show=first))
+            self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if sharing.together else sharing.count)
             self.work = cache(partial(_work, model, plan.measurement))
             self.bar.left.total = self.share * self.work(*plan.measurement.passes)

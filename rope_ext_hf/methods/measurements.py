@@ -66,7 +66,7 @@ def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
         rows = saved.pop("rises")
         model = _MeasuredModel(**saved)
         models.append(model)
-        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == "as loaded"}
+        as_loaded = {scale: increase for method, _, scale, increase, *_ in rows if method == "unpatched"}
         for method, factor, scale, increase, low, high in rows:
             rise = Rise(model, factor, scale, increase, low, high, as_loaded[scale])
             if factor in (None, scale):

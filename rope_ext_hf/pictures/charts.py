@@ -19,7 +19,7 @@ from rope_ext_hf.pictures import drawing
 WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
 LINE = 12.0  # units from one line of its text to the next
 _LEFT, _RIGHT, _TOP, _BELOW = 38.0, 104.0, 8.0, 32.0
-_LOADED = "as loaded"
+_LOADED = "unpatched"
 _MARKERS = "osD^vP*Xhd"
 
 
@@ -65,6 +65,7 @@ class LineChart:
     context_length: int  # tokens that the model as loaded is for; a dotted line marks it
     axis: str  # what the values are, and whether higher is better
     threshold: float | None = None  # a value that a dashed line marks: that of effective lengths
+    logarithmic: bool = False  # whether the axis of values is; values are above 0 then
 
     @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:

@@ -32,7 +32,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude
+from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, listed
 from rope_ext_hf.terminal import table_text, wrapped
 
 R = TypeVar("R", bound=MethodResult)
@@ -42,7 +42,7 @@ K = TypeVar("K", bound="type[RunKind]")
 T = TypeVar("T")
 Passed = Callable[[int], None]  # see `Measurement.measure`, also for what it yields
 Scored = Iterator[tuple[Cell, T, Cost]]
-_OF_WHAT = {"original": "without its own scaling", "patched": "with its present patch"}
+_OF_WHAT = {"original": " without its own scaling", "patched": " with its present patch"}
 """What methods extend, in words, by `over`."""
 
 
@@ -54,11 +54,13 @@ class Run(Generic[R_co]):
         path: the folder; None for a run that was measured without files.
         settings: everything the numbers depend on, provenance among it.
         results: per method and cell that is complete.
+        unit: the unit in which losses are shown to people: "perplexity", "nats" (per token) or "bits" (per byte).
     """
 
     path: Path | None
     settings: dict[str, Any]
     results: Sequence[R_co]
+    unit: str = "perplexity"
 
     @property
     def folder(self) -> Path:
@@ -80,7 +82,7 @@ class Run(Generic[R_co]):
     @property
     def meant_for(self) -> str:
         """`context_length` in words, with what it is the length of: the model without its own scaling, for example."""
-        return f"{self.context_length:,} tokens {_OF_WHAT.get(self.settings['over'], 'as loaded')}"
+        return f"{self.context_length:,} tokens{_OF_WHAT.get(self.settings['over'], '')}"
 
     def extended_length(self, method: Mapping[str, Any] | None) -> int | None:
         """The length in tokens that the model is for under a method; None: it has no end, or is not known.
@@ -153,6 +155,13 @@ class Run(Generic[R_co]):
     def conclusion(self) -> Conclusion:
         """What it comes to, in sentences."""
         return conclude(self.findings)
+
+    def in_unit(self, unit: str) -> Run[R_co]:
+        """Return the same run, shown in another unit; MethodError names the units that its kind has."""
+        if unit not in self.kind.units:
+            known = listed(map(repr, self.kind.units)) or "none to choose from"
+            raise MethodError(f"unit must be one of those of a {self.kind.name} run ({known}), got {short(repr(unit))}")
+        return replace(self, unit=unit)
 
     def select(self, methods: Sequence[Mapping[str, Any] | None]) -> Run[R_co]:
         """The same run with the results of these methods alone, in this order."""
@@ -275,6 +284,7 @@ class RunKind(ABC):
     setting: ClassVar[type]  # dataclass of plain values that says how items are read
     items: ClassVar[str]  # what the items are, in words
     columns: ClassVar[Sequence[str]]  # of results.csv, between the method's label and its parameters
+    units: ClassVar[Sequence[str]] = ()  # in which its numbers can be shown, the default first; empty: in one alone
 
     @abstractmethod
     def parse(self, item: str, value: Any) -> Value:
@@ -302,10 +312,6 @@ class RunKind(ABC):
     def measures(self, run: Run[Any]) -> Sequence[Measure]:
         """What this run says of each method at each length; conclusions follow from it."""
         return ()
-
-    def times(self, run: Run[Any]) -> Measure | None:
-        """Seconds per token of each method at each length; None where nothing was timed."""
-        return None
 
     def summary(self, run: Run[Any]) -> dict[str, Any]:
         """What results.json holds besides settings and results, JSON-ready."""
@@ -386,6 +392,7 @@ class RunPlan(Generic[M_co]):
     offload_cache: bool = False
     # makes what reads the text, from the model and the arguments of `TokenScorer`; default: that class
     scorer: Callable[..., Any] | None = None
+    unit: str | None = None  # in which results are shown, see `Run.in_unit`; default: that of the kind of run
     reader: dict[str, str] = field(default_factory=dict)  # what the run's settings say of it, where it is another one
 
 
@@ -400,8 +407,7 @@ def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
         names=dict(zip(names, short_labels(names.values()), strict=True)),
         loaded=method_key(loaded),
         context_length=first.context_length,
-        measures=_told_apart(every),
-        times=[times for run in runs if (times := run.kind.times(run)) is not None],
+        measures=_with_names_of_their_own(every),
         extended={key: length for key, length in extended.items() if length},
     )
 
@@ -424,7 +430,7 @@ def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
 
 
 def _cell_texts(run: Run[Any]) -> dict[str, str]:
-    """The digest of each cell; of a run of before there were any, of all cells together."""
+    """Return a digest per cell; older runs have one digest for all cells."""
     return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
 
 
@@ -440,16 +446,16 @@ def _joined(runs: Sequence[Run[Any]]) -> list[Any]:
     return list(results.values())
 
 
-def _told_apart(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
-    """Measures of which no two have the same name: with the name of the text, the longest length, or a number."""
+def _with_names_of_their_own(measures: Sequence[tuple[Measure, Run[Any]]]) -> list[Measure]:
+    """Make the names of measures unique by adding the text, the longest length or a number."""
     made = [measure for measure, _ in measures]
     for index in range(3):
         count, seen = Counter(measure.name for measure in made), Counter[str]()
         for place, (measure, (_, run)) in enumerate(zip(made, measures, strict=True)):
             if count[measure.name] > 1:
                 seen[measure.name] += 1
-                told = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")
-                made[place] = replace(measure, name=f"{measure.name}, {told[index]}")
+                additions = (printable(run.settings["data"]), f"to {measure.longest:,} tokens", f"{seen[measure.name]}")
+                made[place] = replace(measure, name=f"{measure.name}, {additions[index]}")
     return made
 
 

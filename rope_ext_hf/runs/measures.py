@@ -1,6 +1,6 @@
-"""The results of runs of any kind, for a method at a context length: one number and the items that it is a mean over.
+"""The results of runs of any kind as one form: a number per method and context length, and the items it is a mean over.
 
-Items of one length are the same documents or prompts for every method, so methods are compared item by item.
+At one length, every method reads the same documents or prompts, so methods are compared item by item.
 """
 
 from __future__ import annotations
@@ -12,51 +12,51 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estimate_share, estimate_share_change
 
-from rope_ext_hf.runs.statistics import FEWEST, Estimate, estimate, estimate_share, estimate_share_change, resample
+_LARGEST = 709.0  # nats; a float holds the exponential of this, and of little more
 
 
 class EffectiveLength(NamedTuple):
-    """Up to which length a model reads well, in tokens, with its 95% interval over prompts; 0: at none."""
+    """The length in tokens up to which a model reads well, with its 95% interval over prompts; 0 at no length."""
 
     length: int
     low: int
     high: int
 
     def __str__(self) -> str:
-        return f"{self.length:,} [{self.low:,} to {self.high:,}]"
+        return f"{self.length:,} ({self.low:,} to {self.high:,})"
 
 
 class Evidence(IntEnum):
-    """How close a measure is to what a model is used for; the closer one decides first."""
+    """How close a measure is to what a model is used for; the closest one decides first."""
 
     ANSWERS = 1
     RETRIEVAL = 2
     KEY_TOKENS = 3
     LOSS = 4
-    GAIN = 5  # a difference: what makes a model worse without the evidence raises it, too
+    GAIN = 5  # a difference of losses: a model that reads worse without the evidence gains, too
 
 
 @dataclass(frozen=True)
 class Measure:
     """One number per method and context length."""
 
-    name: str  # in words, such as "loss"
-    unit: str  # of its values, such as "nats per token"; "%" for shares, whose values are 0 to 1
-    evidence: Evidence  # how close it is to use
-    higher_is_better: bool  # false for losses
-    # a sum and its divisor per document or prompt, by method key and length
+    name: str  # what people call the number, such as "perplexity"
+    unit: str  # of the number, such as "nats per token"; "%" for shares, whose values are from 0 to 1; empty: none
+    evidence: Evidence
+    higher_is_better: bool  # false for losses and perplexities
+    # a sum and what it is divided by, per document or prompt, by method key and length
     items: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
-    kind_of_item: str = "document"  # in words, in the singular
+    kind_of_item: str = "document"  # in the singular
     # effective lengths by method key, where the kind of run has them
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
-    threshold: float | None = None  # the value that they are measured by
+    threshold: float | None = None  # the value that effective lengths are defined by
     chance: float = 0.0  # the value by luck, of shares and gains
-    # the share by which a loss may be higher than as loaded at the context length and still be near it
-    rise: float | None = None
-    exponential: str = ""  # what the exponential of a loss is called, such as perplexity; empty: it has no name
+    # Items hold nats and the number is their exponential, as a perplexity is; means and tests are of the nats.
+    exponential: bool = False
+    # the share by which a perplexity may be higher than unpatched at the context length and still count as reading well
+    tolerance: float | None = None
 
     @property
     def shares(self) -> bool:
@@ -65,25 +65,22 @@ class Measure:
 
     @cached_property
     def flaw(self) -> str:
-        """Why it can decide nothing, in words: too few items, or no method better than luck; empty where it can.
+        """The reason why no method can be compared by this measure, as a clause; empty where methods can be compared.
 
-        Better than luck is one method at one length, in one-sided tests at 2.5% together: the level of one test is
-        divided by their number (Bonferroni), because among many one is lucky. A loss is never luck, nor is an answer
-        where luck gives none.
+        There are too few items, or no method does better than luck. Whether one method at one length does is tested at
+        2.5%, one-sided and divided by the number of cells (Bonferroni), because one of many is lucky.
         """
         fewest = min([len(items) for row in self.items.values() for items in row.values()])
         if fewest < FEWEST:
-            return f"rests on {fewest} {self.kind_of_item}{'s' * (fewest != 1)} (at least {FEWEST} are needed)"
+            return f"{_counted(fewest, self.kind_of_item)} {'is' if fewest == 1 else 'are'} too few to compare methods"
         cells = [(key, length) for key, row in self.items.items() for length in row]
         lucky = self.chance or not self.shares
         if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):
             return ""
-        level = 1 - 0.025 / len(cells)
-        if not self.higher_is_better or any(
-            (self.estimate(*cell, level=level).low or 0) > self.chance for cell in cells
-        ):
+        level = 1 - (1 - LEVEL) / len(cells)
+        if not self.higher_is_better or any((self.mean(*cell, level=level).low or 0) > self.chance for cell in cells):
             return ""
-        return f"is better than luck{f' ({self.chance:.1%})' if self.chance else ''} with no method"
+        return f"no method is better than luck{f' ({self.chance:.1%})' if self.chance else ''}"
 
     def lengths(self, key: str) -> list[int]:
         return sorted(self.items.get(key, {}))
@@ -96,21 +93,30 @@ class Measure:
     def measured(self, length: int) -> list[str]:
         return [key for key, row in self.items.items() if length in row]
 
-    def estimate(self, key: str, length: int, *, level: float = 0.975) -> Estimate:
+    def mean(self, key: str, length: int, *, level: float = LEVEL) -> Estimate:
+        """The mean over the items of one method at one length; in nats where the number is their exponential."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
             return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)
         return estimate(sums, weights, level=level)
 
+    def estimate(self, key: str, length: int) -> Estimate:
+        """The number of one method at one length with its interval, as people read it."""
+        mean = self.mean(key, length)
+        if not self.exponential:
+            return mean
+        low, high = (None if end is None else exponential(end) for end in (mean.low, mean.high))
+        return Estimate(exponential(mean.value), low, high, mean.items)
+
     def value(self, key: str, length: int) -> float:
-        """The value of one method at one length, without its interval."""
+        """The number of one method at one length, without its interval."""
         return self.estimate(key, length).value
 
     def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
-        """How much higher the value of one method's key and length is than that of another, paired by item.
+        """How much higher the mean of one method's key and length is than that of another, paired by item.
 
-        None where either was not measured, or where their items do not weigh the same. Infinite where one of two losses
-        is finite.
+        None where either was not measured, or where their items do not weigh the same. Infinite where only one of two
+        losses is finite. In nats where the number is their exponential.
         """
         mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
         if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
@@ -123,26 +129,32 @@ class Measure:
             return Estimate(math.inf * (bad[0] - bad[1]) if bad[0] != bad[1] else math.nan, None, None, len(mine))
         return estimate(gaps, [weight for _, weight in mine])
 
-    def drawn(self, keys: Sequence[str], length: int, draws: int = 2000, seed: int = 0) -> Tensor:
-        """(draws, methods): the values when items are drawn anew, with replacement, the same ones for all methods."""
-        table = torch.tensor([self.items[key][length] for key in keys], dtype=torch.float64)  # (methods, items, 2)
-        sums, weights = resample(table.permute(2, 0, 1).flatten(0, 1), draws, seed).chunk(2)  # (methods, draws) each
-        return (sums / weights).T
-
     def text(self, value: float) -> str:
-        """A value with as many digits as mean something."""
-        return f"{value:.1%}" if self.shares else f"{value:.3f}"
+        """A number of this measure with as many digits as mean something."""
+        if not math.isfinite(value):
+            return "not finite"
+        if self.shares:
+            return f"{value:.1%}"
+        return perplexity_text(value) if self.exponential else f"{value:.3f}"
 
-    def signed(self, change: float) -> str:
-        """A change with its sign; of shares in percentage points."""
-        return f"{100 * change:+.1f}" if self.shares else f"{change:+.3f}"
+    def change_text(self, change: Estimate) -> str:
+        """A mean of paired differences with its sign: percentage points, percent of a perplexity, or the unit."""
+        if self.shares:
+            return f"{100 * change.value:+.1f} points"
+        if self.exponential:
+            return f"{100 * math.expm1(min(change.value, _LARGEST)):+,.0f}%"
+        return f"{change.value:+.3f} {self.unit}"
 
 
-def kendall_tau(one: Tensor, other: Tensor) -> Tensor:
-    """How alike two measures rank methods: 1 the same order, 0 no relation, -1 the reverse; ties count as tau-b.
+def exponential(nats: float) -> float:
+    """exp(nats), which is infinite where a float cannot hold it."""
+    return math.inf if nats > _LARGEST else math.exp(nats)
 
-    From values (..., methods) of each to (...,); NaN where all values of one measure are equal.
-    Source: Kendall, The treatment of ties in ranking problems (1945).
-    """
-    first, second = (torch.sign(values.unsqueeze(-1) - values.unsqueeze(-2)).flatten(-2) for values in (one, other))
-    return (first * second).sum(-1) / (first.square().sum(-1) * second.square().sum(-1)).sqrt()
+
+def perplexity_text(value: float) -> str:
+    """Return a perplexity with as many digits as mean something."""
+    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

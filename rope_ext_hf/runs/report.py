@@ -18,7 +18,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.table import Table
 from rich.text import Text
 
@@ -29,13 +28,12 @@ from rope_ext_hf.pictures.charts import draw_side_by_side
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
-from rope_ext_hf.runs.measures import Measure, kendall_tau
+from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
-from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, time_ratio
+from rope_ext_hf.runs.verdicts import BEST_MARK, Conclusion, Findings, conclude
 
-_ENOUGH = 16  # items that an interval of Kendall's tau takes: a percentile bootstrap, since tau is no mean
 _SAME = ("weights", "basis", "over", "context_length", "loaded")  # settings in which runs of a model agree
 
 
@@ -101,20 +99,27 @@ def _embedded(path: Path) -> str:
 
 
 class _Agreement(NamedTuple):
-    """How alike two measures rank the methods at one length: Kendall's tau-b with its 95% interval over items."""
+    """How alike two measures rank the methods at one length, by Kendall's tau-b."""
 
     one: str
     other: str
     length: int
     methods: int
     tau: float
-    low: float
-    high: float
 
 
-def compare_runs(folders: Sequence[str | Path]) -> Comparison:
-    """Read runs of one model, finished or not, in any order; FileError: no run, none of its results, another model."""
+def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comparison:
+    """Read runs of one model, finished or not, in any order.
+
+    Args:
+        folders: of the runs.
+        unit: in which losses are shown, see `Run.in_unit`; default: perplexity.
+
+    Raises:
+        FileError: a folder holds no run, or none of its results, or the runs are of different models.
+    """
     runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
+    runs = [run.in_unit(unit) if unit is not None and unit in run.kind.units else run for run in runs]
     for run in runs:
         if not run.results:
             raise FileError(f"{str(run.folder)!r} has no result yet; the command that began it continues it")
@@ -148,11 +153,6 @@ class Comparison:
         """Those of all runs, the one closest to use first; those that decide nothing last."""
         return self.findings.ordered
 
-    def cost(self, key: str) -> Estimate | None:
-        """A method's seconds per token as a share of those of the model as loaded, timed in one run; None: in none."""
-        ratios = (time_ratio(times, key, self.findings.loaded) for times in self.findings.times)
-        return next((ratio for ratio in ratios if ratio is not None), None)
-
     def agreements(self) -> list[_Agreement]:
         """Each pair of measures at each length beyond the context length where both have three methods or more."""
         rows = []
@@ -167,24 +167,18 @@ class Comparison:
     # --- for people ---------------------------------------------------------------------------------------------------
 
     def table(self, *, detailed: bool = False) -> Table:
-        """One row per method: each measure at its longest length and its change at the context length.
+        """One row per method; of each measure, its value at the context length and at its longest length.
 
-        `detailed` with 95% intervals in a second line.
+        `detailed` adds 95% confidence intervals in a second line.
         """
-        context = self.findings.context_length
-        caption = (
-            f"Below each measure the length; 1x: {context:,} tokens, where the change against the model as "
-            "loaded stands. * best of a column, and all that their 95% intervals do not tell from it"
-        )
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
-        costs = {key: self.cost(key) for key in self.findings.names}
-        if any(costs.values()):
-            cells = {
-                key: f"{cost.value:.2f}x" + (_between(cost, "{:.2f}".format) if detailed else "")
-                for key, cost in costs.items()
-                if cost and cost.low is not None
-            }
-            columns.append(("time per token\nas loaded: 1", cells))
+        marks = "".join(cell for _, cells in columns for cell in cells.values())
+        notes = {
+            BEST_MARK: "*" in marks,
+            f"{BEYOND} beyond the length that this method was set for": BEYOND in marks,
+            "in parentheses: 95% confidence interval": detailed,
+        }
+        caption = "\n".join(note for note, shown in notes.items() if shown)
         view = results_table(f"{self._title}, by method", caption, "method", *(head for head, _ in columns))
         for key, name in self.findings.names.items():
             view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
@@ -192,26 +186,20 @@ class Comparison:
 
     def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
         """Head and cells by method key, of each column that a measure has in the table."""
-        far, known = measure.longest, self.findings
-        equal = known.best(measure, far) if not measure.flaw else []
-        values = {}
-        for key in measure.measured(far):
-            over = BEYOND if known.beyond(key, far) else ""
-            values[key] = f"{measure.text(measure.value(key, far))}{'*' if key in equal else ' '}{over}"
-            values[key] += _between(measure.estimate(key, far), measure.text) if detailed else ""
-        head = f"{measure.name}\n{far:,} ({multiple_text(far, self.findings.context_length)})"
-        columns: list[tuple[str, Mapping[str, str]]] = [(head, values)]
-        loaded, context = known.loaded, known.context_length
-        changes = {
-            key: measure.signed(change.value) + (_between(change, measure.signed) if detailed else "")
-            for key in self.findings.names
-            if key != loaded and (change := measure.change((key, context), (loaded, context))) is not None
-        }
-        if changes:
-            columns.append((f"{measure.name}\nchange at 1x", changes))
+        known, here, columns = self.findings, self.findings.context_length, list[tuple[str, Mapping[str, str]]]()
+        for length in dict.fromkeys((here, measure.longest)):
+            starred, values = known.starred(measure, length), {}
+            for key in measure.measured(length):
+                mark = ("*" if key in starred else " ") + (BEYOND if known.beyond(key, length) else "")
+                value = measure.estimate(key, length)
+                values[key] = f"{measure.text(value.value)}{mark}"
+                values[key] += _interval(value, measure.text) if detailed else ""
+            if values:
+                head = f"{measure.name}\n{length:,} ({multiple_text(length, here)})"
+                columns.append((head, values))
         if measure.reaches:
             reaches = {key: str(reach) for key, reach in measure.reaches.items()}
-            columns.append(("effective length\n[95% interval]", reaches))
+            columns.append(("effective length\n(95% interval)", reaches))
         return columns
 
     def agreement_table(self) -> Table | None:
@@ -219,15 +207,11 @@ class Comparison:
         rows = self.agreements()
         if not rows:
             return None
-        caption = (
-            "Kendall's tau-b: 1 the same order of methods, 0 no relation, -1 the reverse order. In brackets its 95% "
-            "interval over documents and prompts"
-        )
+        caption = "Kendall's tau-b: 1 the same order of methods, 0 no relation, -1 the reverse order"
         title = "Do the measures agree beyond the context length?"
         view = results_table(title, caption, "measures", "length", "methods", "tau")
         for row in rows:
-            between = "" if math.isnan(row.low) else f" [{row.low:.2f} to {row.high:.2f}]"
-            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}{between}"
+            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}"
             view.add_row(Text(f"{row.one} and {row.other}"), f"{row.length:,}", str(row.methods), tau)
         return view
 
@@ -236,7 +220,7 @@ class Comparison:
         return {
             "conclusion": str(self.conclusion),
             "best": None if self.conclusion.best is None else self.findings.names[self.conclusion.best],
-            "not_told_from_it": [self.findings.names[key] for key in self.conclusion.equal],
+            "no_significant_difference": [self.findings.names[key] for key in self.conclusion.equal],
             "measures": [self._measure_dict(measure) for measure in self.measures],
             "agreements": [row._asdict() for row in self.agreements()],
             "runs": [str(run.path) for run in self.runs],
@@ -288,23 +272,19 @@ class Comparison:
         return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
 
 
-def _between(given: Estimate, text: Callable[[float], str]) -> str:
-    """The interval on a line of its own; empty where there is none."""
-    return "" if given.low is None or given.high is None else f"\n{text(given.low)} to {text(given.high)}"
+def _interval(value: Estimate, text: Callable[[float], str]) -> str:
+    """Return the interval on a line of its own; empty where there is none."""
+    return "" if value.low is None or value.high is None else f"\n({text(value.low)} to {text(value.high)})"
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
-    values, drawn = [], []
-    for seed, measure in enumerate((one, other)):  # different items, so different draws: they vary on their own
-        sign = 1 if measure.higher_is_better else -1
-        values.append(sign * torch.tensor([measure.value(key, length) for key in keys], dtype=torch.float64))
-        drawn.append(sign * measure.drawn(keys, length, seed=seed))
-    taus = kendall_tau(*drawn)
-    taus = taus[~taus.isnan()]
-    enough = len(taus) and min(len(measure.items[keys[0]][length]) for measure in (one, other)) >= _ENOUGH
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
-    low, high = torch.quantile(taus, ends).tolist() if enough else (math.nan, math.nan)
-    return _Agreement(one.name, other.name, length, len(keys), kendall_tau(*values).item(), low, high)
+    from scipy.stats import kendalltau
+
+    values = [
+        [measure.value(key, length) * (1 if measure.higher_is_better else -1) for key in keys]
+        for measure in (one, other)
+    ]
+    return _Agreement(one.name, other.name, length, len(keys), float(kendalltau(*values).statistic))
 
 
 def _run_section(run: Run[Any]) -> str:

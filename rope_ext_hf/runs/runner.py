@@ -202,7 +202,8 @@ def carry_out(
             shown.reading(scorer.reading)
             job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
             kind = run_kind(measurement.kind)
-            return Run(None, settings, results_from_records(kind, measurement.setting, measurement.contents, records))
+            results = results_from_records(kind, measurement.setting, measurement.contents, records)
+            return _in_unit(Run(None, settings, results), plan)
         settings = check_settings(json.loads(json.dumps(settings)))
         if workers.count > 1:
             workers.agree(_in_words(settings, job))
@@ -220,10 +221,14 @@ def carry_out(
                 file.write(folder, beside_others=True)
             _add_to_folder(job, folder, workers, shown)
             workers.agree()
-            run = read_run(folder)
+            run = _in_unit(read_run(folder), plan)
             if workers.rank == 0:
                 write_files(run)
     return run.select([saved for _, saved in job.methods.values()])
+
+
+def _in_unit(run: Run[Any], plan: RunPlan[Any]) -> Run[Any]:
+    return run if plan.unit is None else run.in_unit(plan.unit)
 
 
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:

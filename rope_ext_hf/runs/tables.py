@@ -29,7 +29,7 @@ def beyond_mark(run: Run[Any], result: Any) -> str:
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
     """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
     if run.any_beyond:
-        caption += f"; {BEYOND} longer than the model is for under the method"
+        caption += f"\n{BEYOND} beyond the length that this method was set for"
     columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in run.lengths]
     return results_table(title, caption, *heads, *columns)
 

@@ -1,9 +1,10 @@
-"""Judgements on numbers with intervals: better, worse, cannot tell, or no measure. All are made here.
+"""Sentences about results: which method is best, where it still reads well, and what short inputs lose.
 
     >>> str(verdict(Estimate(-0.2, -0.25, -0.15, 9), unit="nats per token"))
-    'lower by 0.200 [0.150 to 0.250] nats per token'
+    'lower by 0.200 (0.150 to 0.250) nats per token'
 
-Nothing here reads a model, a run or a file: findings come in, sentences go out.
+Nothing here reads a model, a run or a file: numbers come in, sentences go out. A conclusion has at most four sentences,
+each one of the forms below, in the unit of the table that it stands under.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.charts import LineChart
 from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.statistics import Estimate, estimate
+from rope_ext_hf.runs.statistics import Estimate
 
-AS_LOADED = "the model as loaded"
+UNPATCHED = "the unpatched model"
+BEST_MARK = "* best, or no significant difference from the best"
+_MOST_SENTENCES = 4
 
 
 class Outcome(StrEnum):
-    """The judgement on the first of two, by a change."""
+    """How the first of two compares with the second."""
 
     BETTER = "better"
     WORSE = "worse"
-    CANNOT_TELL = "cannot tell"
-    NO_MEASURE = "no measure"
+    NO_DIFFERENCE = "no significant difference"
+    NOT_MEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A change (None: no measure has both), what follows from it, and the text that stands behind "the loss is"."""
+    """A change (None: one of the two was not measured), its outcome, and the text that completes "the loss is"."""
 
     outcome: Outcome
     change: Estimate | None
@@ -50,31 +53,30 @@ def verdict(
     *,
     unit: str = "nats per token",
     higher_is_better: bool = False,  # of the values
-    than: float = 0.0,  # the change that counts as none; better and worse are counted from there
+    than: float = 0.0,  # the change from which better and worse are counted
     item: str = "document",  # the kind of item that the interval is over, in the singular
-    scale: float = 1.0,  # which the change is multiplied by where it is written
-    digits: int = 3,  # of it, behind the point
+    scale: float = 1.0,  # factor of the change where it is written
+    digits: int = 3,  # behind the point
 ) -> Verdict:
-    """Judge a change by its 95% interval."""
+    """Judge a change by its 95% confidence interval."""
     if change is None:
-        return Verdict(Outcome.NO_MEASURE, None, "not known: no measure has both")
+        return Verdict(Outcome.NOT_MEASURED, None, "not known: one of the two was not measured")
     outcome = _outcome(change, than, higher_is_better=higher_is_better)
-    value = f"{scale * change.value:+.{digits}f}"
+    value = f"{scale * change.value:+.{digits}f} {unit}"
     if change.low is None or change.high is None:
         if math.isfinite(change.value):
-            few = f"{change.items} {item}{'s' * (change.items != 1)} give{'s' * (change.items == 1)} no interval"
-            return Verdict(outcome, change, f"not told apart: {value} {unit}, and {few}")
+            few = f"{change.items} {item}{'s' * (change.items != 1)} {'is' if change.items == 1 else 'are'} too few"
+            return Verdict(outcome, change, f"{value} different ({few} to tell whether by chance)")
         return Verdict(
-            outcome, change, "not finite" if outcome is not Outcome.BETTER else "finite, the other one is not"
+            outcome, change, "finite, and the other one is not" if outcome is Outcome.BETTER else "not finite"
         )
     low, high = scale * change.low, scale * change.high
     if low <= 0 <= high:
-        text = f"not told apart: {value} [{low:+.{digits}f} to {high:+.{digits}f}] {unit}"
-    else:
-        ends = sorted((abs(low), abs(high)))
-        size = f"{abs(scale * change.value):.{digits}f} [{ends[0]:.{digits}f} to {ends[1]:.{digits}f}] {unit}"
-        text = f"{'higher' if low > 0 else 'lower'} by {size}"
-    return Verdict(outcome, change, text)
+        interval = f"95% confidence interval {low:+.{digits}f} to {high:+.{digits}f}"
+        return Verdict(outcome, change, f"not significantly different ({value}, {interval})")
+    ends = sorted((abs(low), abs(high)))
+    size = f"{abs(scale * change.value):.{digits}f} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f}) {unit}"
+    return Verdict(outcome, change, f"{'higher' if low > 0 else 'lower'} by {size}")
 
 
 def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcome:
@@ -82,7 +84,7 @@ def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcom
     if low is None or high is None:  # an infinite change: one of the two losses is not finite
         low = high = change.value if math.isinf(change.value) else than
     if low <= than <= high:
-        return Outcome.CANNOT_TELL
+        return Outcome.NO_DIFFERENCE
     return Outcome.BETTER if (low > than) is higher_is_better else Outcome.WORSE
 
 
@@ -92,91 +94,89 @@ def _length_text(length: int, context_length: int) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """The measures of one model with several methods, which conclusions follow from; methods go by their keys."""
+    """The measures of one model with several methods; methods go by their keys."""
 
-    names: Mapping[str, str]  # the labels
-    loaded: str
-    context_length: int  # tokens that the model as loaded is for
+    names: Mapping[str, str]  # labels
+    loaded: str  # key of the unpatched model
+    context_length: int  # tokens that the unpatched model is for
     # each with the methods that it was measured of; two of one name are over different text
     measures: Sequence[Measure]
-    times: Sequence[Measure] = ()  # seconds per token, higher is worse; one for each run that was timed
-    # tokens that each method is for; a method without an end is left out
+    # tokens that each method is set for; a method without an end is left out
     extended: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
     def ordered(self) -> list[Measure]:
-        """The measure closest to use first, then that of the longest length; those that decide nothing last."""
+        """The measure closest to use first, then that of the longest length; last, those that compare nothing."""
         return sorted(self.measures, key=lambda m: (bool(m.flaw), m.evidence, -m.longest, m.name))
 
     @cached_property
     def informative(self) -> list[Measure]:
+        """The measures by which methods can be compared."""
         return [measure for measure in self.ordered if not measure.flaw]
 
     def called(self, key: str) -> str:
-        return AS_LOADED if key == self.loaded else self.names[key]
+        """Return what a sentence calls a method."""
+        return UNPATCHED if key == self.loaded else self.names[key]
 
     def beyond(self, key: str, length: int) -> bool:
+        """Return whether a length is beyond the one that a method is set for."""
         return length > self.extended.get(key, length)
 
     def compare(self, one: str, other: str) -> Outcome:
-        """Whether a method reads better than another, by the first measure that tells them apart."""
-        outcome = Outcome.NO_MEASURE
+        """Return whether a method is better than another, by the first measure with a significant difference."""
+        outcome = Outcome.NOT_MEASURED
         for measure in self.informative:
             if lengths := set(measure.lengths(one)) & set(measure.lengths(other)):  # the longest of them counts
-                found = self.change(measure, (one, max(lengths)), (other, max(lengths))).outcome
-                if found in (Outcome.BETTER, Outcome.WORSE):
-                    return found
-                outcome = found if found is Outcome.CANNOT_TELL else outcome
+                by_measure = self.outcome(measure, (one, max(lengths)), (other, max(lengths)))
+                if by_measure in (Outcome.BETTER, Outcome.WORSE):
+                    return by_measure
+                outcome = Outcome.NO_DIFFERENCE if by_measure is Outcome.NO_DIFFERENCE else outcome
         return outcome
 
-    def change(self, measure: Measure, one: tuple[str, int], other: tuple[str, int], than: float = 0.0) -> Verdict:
-        return verdict(
-            measure.change(one, other),
-            unit="points" if measure.shares else measure.unit,
-            higher_is_better=measure.higher_is_better,
-            than=than,
-            item=measure.kind_of_item,
-            scale=100.0 if measure.shares else 1.0,
-            digits=1 if measure.shares else 3,
-        )
+    def outcome(self, measure: Measure, one: tuple[str, int], other: tuple[str, int], than: float = 0.0) -> Outcome:
+        """Return how one method at a length compares with another at a length, by one measure."""
+        change = measure.change(one, other)
+        return verdict(change, higher_is_better=measure.higher_is_better, than=than).outcome
 
     def best(self, measure: Measure, length: int) -> list[str]:
-        """The methods that no other one is better than by a measure at a length; the one with the best value first."""
+        """Return the methods that no other one is significantly better than, the one with the best value first."""
         keys = measure.measured(length)
         left = [key for key in keys if not any(self._better(measure, other, key, length) for other in keys)]
-        return sorted(left, key=lambda key: self._place(measure, key, length))
+        return sorted(left, key=lambda key: _place(measure, key, length))
+
+    def starred(self, measure: Measure, length: int) -> list[str]:
+        """Return the methods that get the mark of the best; none where nothing is compared or all are alike."""
+        keys = measure.measured(length)
+        best = [] if measure.flaw or len(keys) < 2 else self.best(measure, length)
+        return best if len(best) < len(keys) else []
 
     def _better(self, measure: Measure, one: str, other: str, length: int) -> bool:
-        return one != other and self.change(measure, (one, length), (other, length)).outcome is Outcome.BETTER
-
-    @staticmethod
-    def _place(measure: Measure, key: str, length: int) -> float:
-        value = measure.value(key, length)
-        return math.inf if math.isnan(value) else -value if measure.higher_is_better else value
+        return one != other and self.outcome(measure, (one, length), (other, length)) is Outcome.BETTER
 
     def chart(self, measure: Measure) -> LineChart:
-        """Finite values by length, shares in percent; labels are short where that tells the measure's methods apart."""
-        scale, unit = (100, "percent") if measure.shares else (1, measure.unit)
+        """Return finite values by length, shares in percent, under the methods' short labels."""
+        scale = 100 if measure.shares else 1
         keys = [key for key in self.names if key in measure.items]
         rows = ([(n, scale * measure.value(key, n)) for n in measure.lengths(key)] for key in keys)
         finite = ([point for point in row if math.isfinite(point[1])] for row in rows)
         points = dict(zip(short_labels(self.names[key] for key in keys), finite, strict=True))
         better = "higher" if measure.higher_is_better else "lower"
-        axis = f"{measure.name[0].upper()}{measure.name[1:]}, {unit}; {better} is better"
+        unit = "percent" if measure.shares else measure.unit
+        axis = f"{capital(measure.name)}{unit and f', {unit}'} ({better} is better)"
         threshold = None if measure.threshold is None else scale * measure.threshold
-        return LineChart(points, self.context_length, axis, threshold)
+        return LineChart(points, self.context_length, axis, threshold, logarithmic=measure.exponential)
 
     @cached_property
     def candidates(self) -> list[str]:
-        """The methods that a measure says something of."""
+        """The methods that were measured by a measure that compares methods."""
         return [key for key in self.names if any(measure.lengths(key) for measure in self.informative)]
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str], Outcome]:
-        """The outcome for the first of every two methods."""
+        """How the first of every two methods compares with the second."""
         turned = {Outcome.BETTER: Outcome.WORSE, Outcome.WORSE: Outcome.BETTER}
-        found = {pair: self.compare(*pair) for pair in combinations(self.candidates, 2)}
-        return found | {(b, a): turned.get(outcome, outcome) for (a, b), outcome in found.items()}
+        compared = {pair: self.compare(*pair) for pair in combinations(self.candidates, 2)}
+        return compared | {(b, a): turned.get(outcome, outcome) for (a, b), outcome in compared.items()}
 
     @cached_property
     def unbeaten(self) -> list[str]:
@@ -186,21 +186,26 @@ class Findings:
         for measure in self.informative:
             lengths = [n for n in measure.lengths(left[0]) if {*left} <= {*measure.measured(n)}] if left else []
             if lengths:
-                # As loaded comes before a method that is not told from it: it is there without one.
-                return sorted(left, key=lambda key: (key != self.loaded, self._place(measure, key, lengths[-1])))
+                return sorted(left, key=lambda key: _place(measure, key, lengths[-1]))
         return left
 
     @cached_property
     def lead(self) -> str | None:
-        """The key of the method that reads best, or of the first of those that nothing tells apart; None: not known."""
+        """The key of the method that is best, or of the first where several are; None where that is not known."""
         left = self.unbeaten
-        alike = all(self.outcomes[pair] is not Outcome.NO_MEASURE for pair in combinations(left, 2))
-        return left[0] if left and alike else None
+        compared = all(self.outcomes[pair] is not Outcome.NOT_MEASURED for pair in combinations(left, 2))
+        return left[0] if left and compared else None
+
+
+def _place(measure: Measure, key: str, length: int) -> float:
+    """Return a number by which methods are ordered, the best value first."""
+    value = measure.value(key, length)
+    return math.inf if math.isnan(value) else -value if measure.higher_is_better else value
 
 
 @dataclass(frozen=True)
 class Conclusion:
-    """The conclusion: the key of the best method (None: not told), and of those equal to it, itself among them."""
+    """A conclusion: its text, the key of the best method (None: not known), and the keys of all that equal it."""
 
     text: str
     best: str | None
@@ -210,174 +215,156 @@ class Conclusion:
         return self.text
 
 
-def conclude(findings: Findings) -> Conclusion:
-    """Conclude which method reads best, up to what length, at what price, and what cannot be told."""
-    known, lead, sentences = findings, findings.lead, list[str]()
+def conclude(known: Findings) -> Conclusion:
+    """Conclude which method is best, what short inputs lose under it, and up to which length it reads well."""
+    lead = known.lead
     if lead is None:
-        sentences.append(_undecided(known))
+        sentences = _no_lead(known)
     else:
-        sentences += [_first(known, lead), *_unlike(known, lead), *_reach(known, lead)]
+        sentences = _best(known, lead)
         if lead != known.loaded:
-            sentences += [*_price(known, lead), *_time(known, lead)]
-        sentences += _otherwise(known, lead)
-    sentences += [f"The {m.name} {m.flaw}, and decides nothing." for m in known.ordered if m.flaw and lead is not None]
-    sentences += _beyond(known)
-    return Conclusion(" ".join(each for each in sentences if each), lead, tuple(known.unbeaten) if lead else ())
+            sentences += _short_inputs(known, lead)
+        sentences += [*_by_others(known, lead), *_reach(known, lead)]
+        sentences += [f"{capital(m.name)}: {m.flaw}." for m in known.ordered if m.flaw]
+    return Conclusion(" ".join(sentences[:_MOST_SENTENCES]), lead, tuple(known.unbeaten) if lead else ())
 
 
-def _undecided(known: Findings) -> str:
+def _no_lead(known: Findings) -> list[str]:
+    """Say what was measured, and why that does not show which method is best."""
     if not known.candidates:
-        reasons = " and ".join(f"the {measure.name} {measure.flaw}" for measure in known.ordered)
-        measured = {key for measure in known.measures for key in measure.items}
-        first = "Which method reads best cannot be told"
-        if len(measured) == 1:
-            first = f"{_capital(known.called(*measured))} alone was measured, and how sure that is cannot be told"
-        return f"{first}: {reasons}." if reasons else ""
+        return [_without_comparison(known, measure) for measure in known.ordered if any(measure.items.values())]
     if not known.unbeaten:
-        return "Which method reads best cannot be told: each is worse than another one by some measure."
-    left = known.unbeaten
-    pair = next(pair for pair in combinations(left, 2) if known.outcomes[pair] is Outcome.NO_MEASURE)
-    names = _listed(map(known.called, pair))
-    return f"Which of {_listed(map(known.called, left))} reads best cannot be told: no measure has both {names}."
-
-
-def _first(known: Findings, lead: str) -> str:
-    """The method that reads best, with its values, or what is not told apart."""
-    longest = max(measure.longest for measure in known.informative)
-    values = _listed(
-        text for measure in known.informative if (text := _value_text(known, measure, lead, longest)) is not None
-    )
-    where = _length_text(longest, known.context_length)
-    if len(known.candidates) == 1:
-        return f"{_capital(known.called(lead))} alone was measured. At {where}: {values}."
-    if set(known.unbeaten) == set(known.candidates):
-        return f"At {where}, nothing tells the methods apart. {_capital(known.called(lead))}: {values}."
-    if others := known.unbeaten[1:]:
-        names = _listed(map(known.called, others))
-        return f"At {where}, {known.called(lead)} reads best, not told from {names}: {values}."
-    return f"At {where}, {known.called(lead)} reads best: {values}."
-
-
-def _unlike(known: Findings, lead: str) -> list[str]:
-    apart = [key for key in known.candidates if known.outcomes.get((lead, key)) is Outcome.NO_MEASURE]
-    names = _listed(map(known.called, apart))
-    return [f"It cannot be told from {names}: no measure has both."] if apart else []
-
-
-def _value_text(known: Findings, measure: Measure, key: str, longest: int) -> str | None:
-    """A method's value at its longest length, which is named where it is not `longest`; None: it was not measured."""
-    if not (lengths := measure.lengths(key)):
-        return None
-    length = lengths[-1]
-    unit = "" if measure.shares else f" {measure.unit}"
-    text = f"{measure.name} {measure.estimate(key, length).text(measure.text)}{unit}"
-    if key != known.loaded and known.loaded in measure.measured(length):
-        text += f" (as loaded {measure.text(measure.value(known.loaded, length))})"
-    return text if length == longest else f"{text} at {_length_text(length, known.context_length)}"
-
-
-def _reach(known: Findings, lead: str) -> list[str]:
-    """Up to which length the method reads as well as the model as loaded does at the context length."""
-    sentences = []
-    for measure in known.informative:
-        if lead in measure.reaches:
-            plain = measure.reaches.get(known.loaded)
-            text = f"Its effective length by the {measure.name} is {measure.reaches[lead]} tokens"
-            sentences.append(f"{text}; as loaded {plain}." if plain and lead != known.loaded else f"{text}.")
-        elif measure.rise is not None and known.loaded in measure.measured(known.context_length):
-            sentences += _near(known, measure, lead, measure.rise)
-    return sentences
-
-
-def _near(known: Findings, measure: Measure, lead: str, rise: float) -> list[str]:
-    """Up to which length a loss is surely no more than a share above that of short inputs as loaded."""
-    base = (known.loaded, known.context_length)
-    bound = rise * measure.value(*base)
-    lengths = [length for length in measure.lengths(lead) if length > known.context_length]
-    found = {length: known.change(measure, (lead, length), base, than=bound).outcome for length in lengths}
-    if not lengths or Outcome.NO_MEASURE in found.values():
-        return []
-    held = list(takewhile(lambda length: found[length] is Outcome.BETTER, lengths))
-    within = f"within {rise:.0%} of the {measure.name} as loaded at {known.context_length:,} tokens"
-    sentences = [f"Up to {_length_text(held[-1], known.context_length)} it is {within}."] if held else []
-    if len(held) < len(lengths):
-        following = _length_text(lengths[len(held)], known.context_length)
-        if found[lengths[len(held)]] is Outcome.CANNOT_TELL:
-            sentences.append(f"At {following}, whether it is {within} cannot be told.")
-        elif not held:
-            sentences.append(f"At {following} it is not {within}.")
-    return sentences
-
-
-def _price(known: Findings, lead: str) -> list[str]:
-    """The price of a method: its changes at the context length."""
-    here = known.context_length
-    changes = [
-        f"the {measure.name} is {known.change(measure, (lead, here), (known.loaded, here))}"
-        for measure in known.informative
-        if {lead, known.loaded} <= {*measure.measured(here)}
+        firsts = [
+            f"{known.called(known.best(measure, measure.longest)[0])} by {measure.name}"
+            for measure in known.informative
+        ]
+        return [f"The measures disagree about which method is best: {listed(firsts)}."]
+    pairs = combinations(known.unbeaten, 2)
+    pair = next(pair for pair in pairs if known.outcomes[pair] is Outcome.NOT_MEASURED)
+    return [
+        f"{capital(listed(map(known.called, pair)))} cannot be compared: they were not measured on the same text or "
+        "prompts at one length."
     ]
-    where = _length_text(here, here)
-    return [f"Compared with {AS_LOADED} at {where}, {_listed(changes)}."] if changes else []
 
 
-def _time(known: Findings, lead: str) -> list[str]:
-    """The time that a method takes, where it and the model as loaded were timed in one run."""
-    for times in sorted(known.times, key=lambda measure: -measure.longest):
-        ratio = time_ratio(times, lead, known.loaded)
-        if ratio is None or ratio.low is None or ratio.high is None:
+def _without_comparison(known: Findings, measure: Measure) -> str:
+    """Say what a measure has at its longest length, and why methods are not compared by it."""
+    length = measure.longest
+    keys = sorted(measure.measured(length), key=lambda key: _place(measure, key, length))
+    where = capital(f"at {_length_text(length, known.context_length)}")
+    values = f"{known.called(keys[0])} has {_value(measure, keys[0], length)}"
+    if len(keys) == 1:
+        return f"{where}, {values} ({measure.flaw})."
+    if "luck" in measure.flaw:
+        return f"{capital(measure.name)}: {measure.flaw}."
+    what = "highest" if measure.higher_is_better else "lowest"
+    return f"{where}, {values}, the {what}; {measure.flaw}."
+
+
+def _value(measure: Measure, key: str, length: int) -> str:
+    """Return a name and a value: "perplexity 1.91", "a loss of 0.646 nats per token"."""
+    text = measure.text(measure.value(key, length))
+    return f"{measure.name} {text}{f' {measure.unit}' if measure.unit and not measure.shares else ''}"
+
+
+def _best(known: Findings, lead: str) -> list[str]:
+    """Say which method is best at the longest length, and which are not significantly different."""
+    longest = max(measure.longest for measure in known.informative)
+    where = _length_text(longest, known.context_length)
+    values = listed(
+        _value(measure, lead, max(lengths)) + ("" if max(lengths) == longest else f" at {max(lengths):,}")
+        for measure in known.informative
+        if (lengths := measure.lengths(lead))
+    )
+    if len(known.candidates) == 1:
+        return [f"At {where}, {known.called(lead)} has {values}."]
+    if set(known.unbeaten) == set(known.candidates):
+        return [f"At {where}, no significant difference between {_with_values(known, known.unbeaten, longest)}."]
+    unpatched = ""
+    first = known.informative[0]
+    if lead != known.loaded and known.loaded not in known.unbeaten and known.loaded in first.measured(longest):
+        unpatched = f" (unpatched {first.text(first.value(known.loaded, longest))})"
+    sentences = [f"Best at {where}: {known.called(lead)}, {values}{unpatched}."]
+    if others := known.unbeaten[1:]:
+        sentences.append(f"No significant difference: {_with_values(known, others, longest)}.")
+    return sentences
+
+
+def _with_values(known: Findings, keys: Sequence[str], length: int) -> str:
+    """Return methods with their values by the first measure: "rerope (1.91) and self-extend (1.93)"."""
+    first = known.informative[0]
+    return listed(
+        known.called(key) + (f" ({first.text(first.value(key, length))})" if key in first.measured(length) else "")
+        for key in keys
+    )
+
+
+def _short_inputs(known: Findings, lead: str) -> list[str]:
+    """Say what becomes of inputs of the context length under a method."""
+    here, clauses = known.context_length, []
+    for measure in known.informative:
+        change = measure.change((lead, here), (known.loaded, here))
+        if change is None:
             continue
-        text = ratio.text("{:.2f}".format)
-        if ratio.low <= 1 <= ratio.high:
-            return [f"Its time per token is not told from that of {AS_LOADED}: {text} times as long."]
-        return [f"It takes {text} times as long as {AS_LOADED}."]
-    return []
+        before, after = [measure.text(measure.value(key, here)) for key in (known.loaded, lead)]
+        match verdict(change, higher_is_better=measure.higher_is_better).outcome:
+            case Outcome.WORSE:
+                clauses.append(f"{measure.name} gets worse ({before} to {after})")
+            case Outcome.BETTER:
+                clauses.append(f"{measure.name} gets better ({before} to {after})")
+            case _ if before == after:
+                clauses.append(f"{measure.name} stays {after}")
+            case _:
+                clauses.append(f"no significant difference in {measure.name} ({before} to {after})")
+    return [f"Short inputs ({here:,} tokens): {'; '.join(clauses)}."] if clauses else []
 
 
-def time_ratio(times: Measure, key: str, loaded: str) -> Estimate | None:
-    """A method's time as a multiple of that as loaded, at the longest length at which one run has both."""
-    lengths = set(times.lengths(key)) & set(times.lengths(loaded))
-    if not lengths or key == loaded:
-        return None
-    rows = [[seconds for seconds, _ in times.items[each][max(lengths)]] for each in (key, loaded)]
-    if len(rows[0]) != len(rows[1]) or not all(map(all, rows)):
-        return None
-    # A geometric mean over documents: a first pass may take ten times as long as the next.
-    found = estimate([math.log(ours / plain) for ours, plain in zip(*rows, strict=True)])
-    low, high = (None if end is None else math.exp(end) for end in (found.low, found.high))
-    return Estimate(math.exp(found.value), low, high, found.items)
-
-
-def _otherwise(known: Findings, lead: str) -> list[str]:
-    """The measures by which another method is better than the one that was chosen."""
+def _by_others(known: Findings, lead: str) -> list[str]:
+    """Name the measures by which another method is better than the best one."""
     sentences = []
     for measure in known.informative:
         if length := max(measure.lengths(lead), default=0):
             first, *_ = known.best(measure, length)
             if known._better(measure, first, lead, length):
-                sentences.append(f"By the {measure.name} alone it would be {known.called(first)}.")
+                sentences.append(f"By {measure.name} alone, {known.called(first)} would be best.")
     return sentences
 
 
-def _beyond(known: Findings) -> list[str]:
-    """The methods that were measured beyond the length that they are for."""
-    longest = {
-        key: max((length for measure in known.measures for length in measure.lengths(key)), default=0)
-        for key in known.names
-    }
-    over = [
-        f"{known.names[key]} ({known.extended[key]:,} tokens)"
-        for key, length in longest.items()
-        if key != known.loaded and known.beyond(key, length)
-    ]
-    return [f"Measured beyond the length that it is for: {_listed(over)}."] if over else []
+def _reach(known: Findings, lead: str) -> list[str]:
+    """Say up to which length a method reads as well as the unpatched model does at the context length."""
+    sentences = []
+    for measure in known.informative:
+        if lead in measure.reaches:
+            plain = measure.reaches.get(known.loaded)
+            text = f"Effective length by {measure.name}: {measure.reaches[lead]} tokens"
+            sentences.append(f"{text}, unpatched {plain}." if plain and lead != known.loaded else f"{text}.")
+        elif measure.tolerance is not None:
+            sentences += _near(known, measure, lead, measure.tolerance)
+    return sentences
 
 
-def _listed(words: Iterable[str]) -> str:
-    """ "a", "a and b", "a, b and c"."""
+def _near(known: Findings, measure: Measure, lead: str, tolerance: float) -> list[str]:
+    """Say up to which length a perplexity is significantly below a bound over that of short inputs, unpatched."""
+    here = known.context_length
+    lengths = [length for length in measure.lengths(lead) if length > here]
+    bound = math.log1p(tolerance)
+    outcomes = [known.outcome(measure, (lead, length), (known.loaded, here), than=bound) for length in lengths]
+    within = list(takewhile(lambda pair: pair[1] is Outcome.BETTER, zip(lengths, outcomes, strict=True)))
+    base = f"{'its own' if lead == known.loaded else 'that of the unpatched model'} at {here:,} tokens"
+    if within:
+        furthest = _length_text(within[-1][0], here)
+        return [f"Up to {furthest}, {measure.name} stays within {tolerance:.0%} of {base}."]
+    if lengths and outcomes[0] is Outcome.WORSE:
+        return [f"At {_length_text(lengths[0], here)}, {measure.name} is more than {tolerance:.0%} above {base}."]
+    return []
+
+
+def listed(words: Iterable[str]) -> str:
+    """Return "a", "a and b", or "a, b and c"."""
     *before, last = (*words,) or ("",)
     return f"{', '.join(before)} and {last}" if before else last
 
 
-def _capital(text: str) -> str:
+def capital(text: str) -> str:
+    """Return a text with its first letter in upper case."""
     return text[:1].upper() + text[1:]

@@ -255,13 +255,9 @@ def _checked(
 
 
 def _shown(measure: Measure, key: str, length: int) -> tuple[Estimate, str]:
-    """A value as it is published, of a loss its exponential where that has a name, such as perplexity; as text, too."""
+    """Return the value to publish, with its interval, and both as text."""
     value = measure.estimate(key, length)
-    if not measure.exponential:
-        return value, value.text(measure.text)
-    first, low, high = [None if each is None else math.exp(min(each, 700.0)) for each in value[:3]]
-    value = Estimate(first or 0.0, low, high, value.items)
-    return value, value.text("{:.3f}".format)
+    return value, value.text(measure.text)
 
 
 def _measured_text(run: Run[Any], key: str) -> str:
@@ -270,13 +266,13 @@ def _measured_text(run: Run[Any], key: str) -> str:
     parts = [f"\n\n## Measured: {run.kind.name} on {_plain(_data_name(run))}", _plain(str(run.conclusion))]
     for measure in known.ordered:
         compared = key != known.loaded and bool(measure.lengths(known.loaded))
-        head = ("tokens", f"{measure.exponential or measure.name} [95% interval]")
-        rows = [[*head, *(["as loaded", f"the {measure.name}, compared"] if compared else [])]]
+        head = ("tokens", f"{measure.name} (95% confidence interval)")
+        rows = [[*head, *(["unpatched", "change"] if compared else [])]]
         for length in measure.lengths(key):
             row = [f"{length:,}", _shown(measure, key, length)[1]]
             if compared and known.loaded in measure.measured(length):
-                change = known.change(measure, (key, length), (known.loaded, length))
-                row += [_shown(measure, known.loaded, length)[1], str(change)]
+                change = measure.change((key, length), (known.loaded, length))
+                row += [_shown(measure, known.loaded, length)[1], "" if change is None else measure.change_text(change)]
             rows.append(row + [""] * (len(rows[0]) - len(row)))
         parts.append(_table(rows))
     versions = ", ".join([f"{name} {number}" for name, number in settings["versions"].items()])
@@ -304,7 +300,7 @@ def _write_results(folder: Path, runs: Iterable[tuple[Run[Any], str]]) -> None:
         for measure, length in ((each, length) for each in run.findings.ordered for length in each.lengths(key)):
             value, text = _shown(measure, key, length)
             if math.isfinite(value.value):
-                name = (measure.exponential or measure.name).replace(" ", "_")
+                name = measure.name.replace(" ", "_")
                 notes = f"{run.findings.names[key]}, {text} over {value.items} items; rope-ext-hf {__version__}"
                 entries.append(EvalResultEntry(dataset, f"{name}_{length}", round(value.value, 6), notes=notes))
         text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)

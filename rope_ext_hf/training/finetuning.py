@@ -48,7 +48,7 @@ from rope_ext_hf.training.run_folder import open_run, save_model, settings_of, s
 _HELD_OUT = 10  # one document of so many is measured on instead of trained on
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of each
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
-_MODELS = ("as loaded", "patched", "trained", "control", "control, patched")
+_MODELS = ("unpatched", "patched", "trained", "control", "control, patched")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class FinetuneReport(Report):
     Attributes:
         settings: the fields of the question.
         context_length, target_length: tokens.
-        losses: by model ("as loaded", "patched", "trained", and with a control "control" and "control, patched"), then
+        losses: by model ("unpatched", "patched", "trained", and with a control "control" and "control, patched"), then
             by length in tokens: the loss.
         gains: by model other than "trained", then by length: how much lower the loss of the trained model is, with its
-            95% interval, paired by document; "as loaded at 1x" compares with the context length of the model as loaded.
+            95% interval, paired by document; "unpatched at 1x" compares with the unpatched model at its context length.
         retrieval: by model with the patch, the share of prompts at the target length that are answered exactly, with
             its interval over prompts; empty: not measured.
         retrieval_gains: by such a model other than "trained", by how much the share of the trained model is larger.
@@ -180,7 +180,7 @@ def _answer(
     origin, file = made_from(asked.model, **asked.source), run_file(asked, asked.model, out=out)
     file.write(out)
     run = _FinetuningRun(asked, out, say, progress, tokenizer, *texts, short, long, file)
-    run.measure("as loaded", base)
+    run.measure("unpatched", base)
     run.measure("patched", patch(base, **asked.arguments_of_patch))
     del base  # before others are loaded
     for name in ("trained", "control") if asked.control else ("trained",):
@@ -243,7 +243,7 @@ class _FinetuningRun:
             **kept,
         )
         self.measured[name], self.runs[name] = results, [results.run]
-        if asked.retrieval is not None and name not in ("as loaded", "control"):
+        if asked.retrieval is not None and name not in ("unpatched", "control"):
             cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
             self.runs[name].append(cells.run)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
@@ -281,8 +281,8 @@ class _FinetuningRun:
 
     def report(self) -> FinetuneReport:
         order = [name for name in _MODELS if name in self.measured]
-        base, ours = self.measured["as loaded"][0], self.measured["trained"]
-        gains = {"as loaded at 1x": {str(each.length): difference(base, each) for each in ours}}
+        base, ours = self.measured["unpatched"][0], self.measured["trained"]
+        gains = {"unpatched at 1x": {str(each.length): difference(base, each) for each in ours}}
         for name in order:
             if name != "trained":
                 pairs = zip(self.measured[name], ours, strict=True)

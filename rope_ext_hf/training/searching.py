@@ -37,7 +37,7 @@ from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.runs.verdicts import AS_LOADED, Outcome, verdict
+from rope_ext_hf.runs.verdicts import UNPATCHED, Outcome, verdict
 from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.terminal import Report, as_wide_as, text_table, wrapped
 from rope_ext_hf.training.candidates import (
@@ -72,24 +72,25 @@ _CANDIDATES = "trials.json"
 _FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 """Changes of divisors as logarithms to base 2: at the beginning of a stage, and the smallest."""
 
-_UNMEASURED = ("as loaded", "chosen", "found")  # the rows of a report that are no fixed method
+_UNMEASURED = ("unpatched", "chosen", "found")  # the rows of a report that are no fixed method
 _WITHIN = {
     Outcome.BETTER: "within the bound of {bound:g}",
     Outcome.WORSE: "above the bound of {bound:g}",
-    Outcome.CANNOT_TELL: "and whether that is within the bound of {bound:g} cannot be told",
+    Outcome.NO_DIFFERENCE: "not significantly different from the bound of {bound:g}",
 }
 
 
 def decide(
     found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
 ) -> tuple[bool, str]:
-    """Whether the find of a search is written, or the best other fixed method that holds the bound, and why, in words.
+    """Return whether the result of a search is written, or the best other fixed method within the bound, and why.
 
-    A fixed method needs no search: where the two are not told apart, it is written, be it the find itself (`is_fixed`).
-    `change` is the loss of the find less that of this method, on text that the search did not read, in `unit`.
+    A fixed method needs no search: without a significant difference it is written, also where the result is one itself
+    (`is_fixed`). `change` is the loss of the result less that of this method, on text that the search did not read, in
+    `unit`.
     """
     if best_fixed is None:
-        return True, f"No other fixed method surely holds the bound: {found} is written."
+        return True, f"No other fixed method stays within the bound: {found} is written."
     result = verdict(change, unit=unit, item="passage")
     keeps = result.outcome is Outcome.BETTER or (is_fixed and result.outcome is not Outcome.WORSE)
     compared = f"compared with {best_fixed}, the best {'other ' * is_fixed}fixed method, is {result}"
@@ -155,7 +156,7 @@ class SearchReport(Report):
         within = _WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
         sentences = (
             self.decision,
-            f"At {self.context_length:,} tokens, compared with {AS_LOADED}, the loss of what is written is "
+            f"At {self.context_length:,} tokens, compared with {UNPATCHED}, the loss of what is written is "
             f"{verdict(self.lost, item='passage')}, {within}.",
             f"All this is of text that the search did not read; intervals are over {self.lost.items} documents or "
             "passages of it.",
@@ -394,7 +395,7 @@ class _Search:
 
     def measured(self, found: Candidate, held: _HeldOut) -> tuple[Candidate, SearchReport]:
         """Choose between what was found and the best fixed method on other text: what is written, and its report."""
-        held.read({"as loaded": None, **self.fixed, "found": method_from_dict(found.method)})
+        held.read({"unpatched": None, **self.fixed, "found": method_from_dict(found.method)})
         tried = {each.label: each for each in self.candidates if each.stage == "methods" and each.holds(self.bound)}
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
         rival = min(rivals, key=held.loss, default=None)
@@ -421,7 +422,7 @@ class _Search:
             decision=why,
             losses={name: {str(n): each.loss for n, each in row.items()} for name, row in held.results.items()},
             gains={name: difference(at_target[name], at_target["chosen"]) for name in others},
-            lost=difference(held.results["chosen"][context], held.results["as loaded"][context]),
+            lost=difference(held.results["chosen"][context], held.results["unpatched"][context]),
             key_losses={name: {str(self.target): held.loss(name)} for name in held.results if held.counted},
             key_gains={name: held.change(name, "chosen") for name in others if held.counted},
             keys_by=held.counted,

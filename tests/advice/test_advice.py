@@ -188,7 +188,7 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
         checked += 1
         on = {name: rows for name, rows in measured.items() if key in rows}
         assert each.measured == {name: rows[key] for name, rows in on.items()}
-        helped = [name for name, rows in on.items() if 3 * rows[key] <= rows["as loaded", None, times]]
+        helped = [name for name, rows in on.items() if 3 * rows[key] <= rows["unpatched", None, times]]
         assert each.fits == bool(helped)
         numbers = in_order(each.measured, measured)
         said = f"helped at this length on the {' and the '.join(helped)}"
@@ -202,7 +202,7 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
         else:
             assert each.short_inputs.startswith("the same up to ")
     known = {method for rows in measured.values() for method, _, scale in rows if scale == times}
-    assert checked == len(known - {"as loaded"})
+    assert checked == len(known - {"unpatched"})
     for purpose, names in advice.choices.items():
         fits = {each.method for each in advice.methods if each.fits}
         assert purpose == FINE_TUNING or set(names) <= fits
@@ -216,7 +216,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
     advice, measured = rope.advise(folder, 64 * K), rises()
     for each in advice.methods:
         if (each.method, 2, 2) in measured["bundled model"]:
-            key, loaded = (each.method, 2, 2), ("as loaded", None, 2)
+            key, loaded = (each.method, 2, 2), ("unpatched", None, 2)
             on = [rows for rows in measured.values() if key in rows]
             helped = [name for name, rows in measured.items() if key in rows and 3 * rows[key] <= rows[loaded]]
             said = f"helped at this length on the {' and the '.join(helped)}"

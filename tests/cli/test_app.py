@@ -215,7 +215,7 @@ def test_describe() -> None:
     assert said["extended_length"] == 2048
     code, out, _ = run("describe", "reference")
     assert code == 0
-    assert "as loaded" in out
+    assert "unpatched" in out
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     arguments = [*common, "--out", str(tmp_path / "out"), "--dtype", "float32"]
     code, out, err = run(*arguments)
     assert code == 0, err
-    assert "as loaded" in out
+    assert "unpatched" in out
     assert "ntk x4" in out
     (folder,) = (tmp_path / "out").iterdir()
     saved = json.loads((folder / "results.json").read_text(encoding="utf-8"))

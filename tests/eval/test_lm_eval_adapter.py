@@ -42,7 +42,7 @@ PAIRS = [
 TEXTS = [CODE * 2, CODE * 6, CODE * 12]
 LM_EVAL = Path(lm_eval.__file__).parent / "tasks"
 METHODS: dict[str, dict[str, Any] | None] = {
-    "as loaded": None,
+    "unpatched": None,
     "yarn": {"method": "yarn", "factor": 4},
     "dynamic-ntk": {"method": "dynamic-ntk", "target_length": 1024},
 }
@@ -78,7 +78,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(path())
 
 
-def load(method: str = "as loaded", **options: Any) -> Any:
+def load(method: str = "unpatched", **options: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32, **options).eval()
     chosen = METHODS[method]
     return rope.patch(model, **chosen) if chosen else model
@@ -139,7 +139,7 @@ def test_log_likelihoods_of_a_model_as_loaded_equal_ours(tokenizer: Any) -> None
 def test_rolling_equals_blocks(method: str, batch_size: int, tokenizer: Any) -> None:
     """Texts shorter and longer than the window, read under the frequencies of the window."""
     model = load(method)
-    lm = harness(model, tokenizer, batch_size=batch_size, max_length=256 if method == "as loaded" else 512)
+    lm = harness(model, tokenizer, batch_size=batch_size, max_length=256 if method == "unpatched" else 512)
     documents = [Document(str(i), text) for i, text in enumerate(TEXTS)]
     (result,) = perplexity(model, documents, lengths=[lm.max_length], protocol="blocks", tokenizer=tokenizer)
     assert [document.tokens for document in result.documents] == [len(text) for text in TEXTS]
@@ -369,11 +369,11 @@ def tasks(tmp_path: Path) -> Path:
 )
 def test_local_tasks(method: str, tasks: Path, tokenizer: Any) -> None:
     model = load(method)
-    reached = 256 if method == "as loaded" else 1024
+    reached = 256 if method == "unpatched" else 1024
     # a byte is a token; the last one of a choice is only predicted, and 16 may be written
     too_long = sum(len(q["text"] + choice) - 1 > reached for q in QUESTIONS for choice in q["choices"])
     too_long += sum(len(q["text"]) > reached - 16 for q in QUESTIONS)
-    assert bool(too_long) == (method == "as loaded")
+    assert bool(too_long) == (method == "unpatched")
     says_so = f"{too_long} inputs were longer than max_length=256" if too_long else None
     with pytest.warns(UserWarning, match=says_so) if says_so else nullcontext():
         found = evaluate(

@@ -66,7 +66,7 @@ def test_a_random_model_is_not_cleared(text: list[Document], monkeypatch: pytest
     found = measure(small(), text, target_length=512)
     assert found.rises[512].high is not None
     assert abs(found.rises[512].value) < 0.02  # as flat as a loss can be
-    assert found.outcome is Outcome.NO_MEASURE
+    assert found.outcome is Outcome.NOT_MEASURED
     assert found.reads_to is None
     assert "Whether it reads 512 tokens cannot be told from the loss alone" in found.conclusion
     assert "of guessing each token by its share in the text" in found.conclusion
@@ -141,13 +141,13 @@ def test_too_few_documents_decide_nothing(text: list[Document], monkeypatch: pyt
     monkeypatch.setattr(runner, "TokenScorer", Oracle)
     monkeypatch.setattr(needs, "_TASKS", ("key-value",))
     found = measure(small(), text[:1], target_length=512)
-    assert found.outcome is Outcome.CANNOT_TELL
+    assert found.outcome is Outcome.NO_DIFFERENCE
     assert "1 document gives no interval" in found.conclusion
     found = measure(
         small(), [text[0], *(Document(each.name + each.text[:9], each.text[:700]) for each in text)], target_length=1024
     )
     assert found.notes[0] == "Fewer than 3 documents are long enough for 1,024 tokens."
-    assert found.outcome is Outcome.CANNOT_TELL
+    assert found.outcome is Outcome.NO_DIFFERENCE
     assert "at 1,024 tokens it was not measured" in found.conclusion
 
 

@@ -58,28 +58,38 @@ NO_NEED = "It needs nothing for 1,024 tokens: as it is, it reads them; the loss 
         (make(RISEN, {}), Outcome.WORSE, None, "At 1,024 tokens the loss is higher by 0.300"),
         (
             make(UNSURE),
-            Outcome.CANNOT_TELL,
+            Outcome.NO_DIFFERENCE,
             512,
             "at 1,024 tokens a rise of the loss by 0.02 is not excluded: it is not told apart: +0.010",
         ),
-        (make(FEW), Outcome.CANNOT_TELL, 512, "2 documents give no interval"),
+        (make(FEW), Outcome.NO_DIFFERENCE, 512, "2 documents give no interval"),
         (make(Estimate(math.inf, None, None, 16)), Outcome.WORSE, 512, "At 1,024 tokens the loss is not finite."),
         (
             make(target=4096),
-            Outcome.CANNOT_TELL,
+            Outcome.NO_DIFFERENCE,
             1024,
             "Whether it reads 4,096 tokens cannot be told: at 4,096 tokens it",
         ),
         (make(RISEN, target=4096), Outcome.WORSE, 512, "For 4,096 tokens it needs extending."),
         # No task that tells: the loss alone.
-        (make(scores={}), Outcome.NO_MEASURE, None, "Whether it reads 1,024 tokens cannot be told from the loss alone"),
+        (
+            make(scores={}),
+            Outcome.NOT_MEASURED,
+            None,
+            "Whether it reads 1,024 tokens cannot be told from the loss alone",
+        ),
         (
             make(scores={}, target=200),
-            Outcome.NO_MEASURE,
+            Outcome.NOT_MEASURED,
             None,
             "Whether it reads 200 tokens cannot be told from the loss",
         ),
-        (make(scores={"needle": {256: answered(33)}}), Outcome.NO_MEASURE, None, "not surely answer half of any task"),
+        (
+            make(scores={"needle": {256: answered(33)}}),
+            Outcome.NOT_MEASURED,
+            None,
+            "not surely answer half of any task",
+        ),
         # Answers.
         (
             make(scores={"needle": GOOD | {1024: answered(20)}}),
@@ -89,17 +99,17 @@ NO_NEED = "It needs nothing for 1,024 tokens: as it is, it reads them; the loss 
         ),
         (
             make(scores={"needle": GOOD | {1024: answered(54)}}),
-            Outcome.CANNOT_TELL,
+            Outcome.NO_DIFFERENCE,
             512,
             "that 85% of its answers stay",
         ),
         (
             make(scores={"needle": {n: answered(16, 16) for n in GOOD}}),
-            Outcome.CANNOT_TELL,
+            Outcome.NO_DIFFERENCE,
             256,
             "needle instead of 100%",
         ),
-        (make(scores={"needle": {n: answered(2, 2) for n in GOOD}}), Outcome.NO_MEASURE, None, "from the loss alone"),
+        (make(scores={"needle": {n: answered(2, 2) for n in GOOD}}), Outcome.NOT_MEASURED, None, "from the loss alone"),
     ],
 )
 def test_what_follows(found: NeedReport, outcome: Outcome, reads_to: int | None, sentence: str) -> None:
@@ -107,7 +117,7 @@ def test_what_follows(found: NeedReport, outcome: Outcome, reads_to: int | None,
     assert sentence in found.conclusion
     assert sentence in unwrapped(found)
     assert ("needs nothing" in found.conclusion) == (outcome is Outcome.BETTER)
-    assert ("cannot be told" in found.conclusion) == (outcome in (Outcome.NO_MEASURE, Outcome.CANNOT_TELL))
+    assert ("cannot be told" in found.conclusion) == (outcome in (Outcome.NOT_MEASURED, Outcome.NO_DIFFERENCE))
 
 
 def test_several_tasks_decide_together_and_each_can_fail() -> None:

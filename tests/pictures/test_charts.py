@@ -12,7 +12,7 @@ import torch
 from rope_ext_hf.pictures.charts import LINE, WIDTH, HeatCell, HeatMaps, LineChart, line_styles
 from rope_ext_hf.pictures.drawing import COLOURS
 
-POINTS = {"as loaded": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
+POINTS = {"unpatched": [(256, 1.0), (1024, 5.0)], "yarn x4": [(256, 1.25), (512, 1.5), (1024, 2.0)]}
 
 
 def numbers(element: ElementTree.Element, *names: str) -> list[float]:
@@ -32,7 +32,7 @@ def test_points_stand_where_their_values_are() -> None:
     assert len({tuple(place) for place in where.values()}) == 5
     across = {n: x for (_, n, _), (x, _) in where.items()}
     assert across[512] - across[256] == pytest.approx(across[1024] - across[512])  # octaves
-    (_, low), (_, high) = where["as loaded", 256, 1.0], where["as loaded", 1024, 5.0]
+    (_, low), (_, high) = where["unpatched", 256, 1.0], where["unpatched", 1024, 5.0]
     for (_, _, value), (_, y) in where.items():
         assert y == pytest.approx(low + (high - low) * (value - 1) / 4, abs=0.1)
 
@@ -52,18 +52,18 @@ def test_names_do_not_cover_each_other() -> None:
 
 @pytest.mark.parametrize("value", [1.0, 0.0, 1e-9, 1e300])
 def test_one_value_alone_is_drawn(value: float) -> None:
-    figure = ElementTree.fromstring(LineChart({"as loaded": [(256, value)]}, 64, "").svg())
+    figure = ElementTree.fromstring(LineChart({"unpatched": [(256, value)]}, 64, "").svg())
     (circle,) = figure.iter("circle")
     assert all(map(math.isfinite, numbers(circle, "cx", "cy")))
 
 
 def test_without_points_there_is_no_chart() -> None:
-    assert LineChart({"as loaded": []}, 256, "").svg() == HeatMaps({}, 256, "").svg() == ""
+    assert LineChart({"unpatched": []}, 256, "").svg() == HeatMaps({}, 256, "").svg() == ""
 
 
 def test_a_heat_map_has_a_cell_per_depth_and_length() -> None:
     rows = {(0.0, 256): HeatCell(1.0, 1.0), (0.0, 512): HeatCell(0.25, 3.5), (1.0, 256): HeatCell(0.5, 9.0, faint=True)}
-    figure = ElementTree.fromstring(HeatMaps({"yarn x4": rows, "as loaded": rows}, 256, "Exact answers.").svg())
+    figure = ElementTree.fromstring(HeatMaps({"yarn x4": rows, "unpatched": rows}, 256, "Exact answers.").svg())
     charts = list(figure.iter("svg"))
     assert len(charts) == 2
     rects = list(charts[0].iter("rect"))
@@ -82,7 +82,7 @@ def test_names_are_text() -> None:
 
 
 def test_a_method_keeps_its_colour_and_its_factors_share_one() -> None:
-    styles = line_styles(["as loaded", "yarn x4", "yarn x8", "rerope"])
+    styles = line_styles(["unpatched", "yarn x4", "yarn x8", "rerope"])
     assert styles["yarn x4"].colour == styles["yarn x8"].colour != styles["rerope"].colour
     assert styles["yarn x4"].dash != styles["yarn x8"].dash
 

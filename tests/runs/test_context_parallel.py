@@ -32,7 +32,7 @@ from tests.support.models import build, build_known, logits, tokens
 TOKENS = 203  # three times what the models are for, and no multiple of the pieces
 FIRST = 37
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
-    "as loaded": ("llama", None, {}),
+    "unpatched": ("llama", None, {}),
     "yarn": ("llama", "yarn", {"factor": 4}),
     "dynamic-yarn, its length held": ("llama", "dynamic-yarn", {}),
     "windows": ("gemma3", "yarn", {"factor": 4}),

@@ -235,7 +235,7 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
     shutil.copytree(RECORDED, folder)
     before = read_run(folder)
     assert [(label(r.method), r.length, round(r.loss, 6)) for r in before.results] == [
-        *(("as loaded", 64, 5.230536), ("as loaded", 128, 5.265910)),
+        *(("unpatched", 64, 5.230536), ("unpatched", 128, 5.265910)),
         *(("yarn x2", 64, 5.206969), ("yarn x2", 128, 5.298696)),
     ]
     write_files(before)
@@ -258,8 +258,8 @@ def test_a_folder_of_before_is_read_and_another_one_is_written(tmp_path: Path) -
 def test_a_folder_of_before_that_holds_retrieval_is_read_finished_or_not(tmp_path: Path) -> None:
     shutil.copytree(RECORDED.with_name("passkey-0.1.0"), tmp_path / "run")
     finished = [
-        *(("as loaded", 256, 0.0, 1.0, 1.0), ("as loaded", 256, 1.0, 1.0, 1.0)),
-        *(("as loaded", 512, 0.0, 0.0, 9.0), ("as loaded", 512, 1.0, 0.0, 6.0)),
+        *(("unpatched", 256, 0.0, 1.0, 1.0), ("unpatched", 256, 1.0, 1.0, 1.0)),
+        *(("unpatched", 512, 0.0, 0.0, 9.0), ("unpatched", 512, 1.0, 0.0, 6.0)),
         *(("yarn x4", 256, 0.0, 1.0, 1.0), ("yarn x4", 256, 1.0, 1.0, 1.0)),
         *(("yarn x4", 512, 0.0, 1.0, 1.0), ("yarn x4", 512, 1.0, 1.0, 1.0)),
     ]

@@ -152,7 +152,7 @@ def test_it_is_measured_reported_and_read_back(plan: RunPlan[GuessMeasurement], 
         right += int((losses < 4.5).sum())
     assert 0 < right < 24
     assert [(label(r.method), r.length) for r in run.results] == [
-        *(("as loaded", 64), ("as loaded", 128), ("yarn x2", 64), ("yarn x2", 128))
+        *(("unpatched", 64), ("unpatched", 128), ("yarn x2", 64), ("yarn x2", 128))
     ]
     assert run.results[1].share == right / 24
     assert {path.name for path in run.folder.iterdir()} >= {
@@ -223,7 +223,7 @@ def test_results_as_a_dataframe() -> None:
     run = run_of_yarn()
     for table in (run.to_dataframe(), Results(run).to_dataframe()):
         assert list(table.columns) == run.columns
-        assert list(table["method"]) == ["as loaded", "as loaded", "yarn x2", "yarn x2"]
+        assert list(table["method"]) == ["unpatched", "unpatched", "yarn x2", "yarn x2"]
         assert list(table["loss_nats"]) == [1.0, 2.0, 1.5, 1.6]
         assert table.pivot(index="method", columns="length", values="loss_nats").loc["yarn x2", 128] == 1.6
     assert list(run_of_yarn(()).to_dataframe().columns) == list(table.columns)

@@ -108,12 +108,12 @@ def test_every_file_is_written(tmp_path: Path) -> None:
     page = Page(run.folder / "report.html")
     assert page.images == []  # a chart in the page's own colours instead
     assert page.tags.count("svg") == 1
-    assert {"yarn x4", "as loaded"} <= set(page.drawn)
+    assert {"yarn x4", "unpatched"} <= set(page.drawn)
     assert len(json.loads((run.folder / "results.json").read_text(encoding="utf-8"))["results"]) == 4
     with (run.folder / "results.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["length"]) for row in rows] == [
-        *(("as loaded", "64"), ("as loaded", "128"), ("yarn x4", "64"), ("yarn x4", "128"))
+        *(("unpatched", "64"), ("unpatched", "128"), ("yarn x4", "64"), ("yarn x4", "128"))
     ]
     assert [row["loss_increase_at_context_length_nats"] for row in rows] == ["", "", "-0.5", "-0.5"]
 
@@ -315,7 +315,7 @@ def test_the_command_that_repeats_a_run_is_quoted(tmp_path: Path) -> None:
 
 
 def test_labels_are_the_methods_own() -> None:
-    assert label(None) == "as loaded"
+    assert label(None) == "unpatched"
     assert label(YARN) == "yarn x4"
     assert label({"method": "dynamic-ntk"}) == "dynamic-ntk paper"
     assert label({"method": "of somebody else", "factor": 2}) == "of somebody else"
@@ -324,7 +324,7 @@ def test_labels_are_the_methods_own() -> None:
 
 def test_equal_labels_get_what_tells_them_apart(tmp_path: Path) -> None:
     plain, other = ({"method": "plug-in", "knob": knob} for knob in (1, 2))
-    assert list(labels([plain, None, other]).values()) == ["plug-in (knob=1)", "as loaded", "plug-in (knob=2)"]
+    assert list(labels([plain, None, other]).values()) == ["plug-in (knob=1)", "unpatched", "plug-in (knob=2)"]
     results = [result(64, loss, method) for loss, method in ((1.0, plain), (2.0, other))]
     table = a_run(tmp_path, results).table()
     assert table is not None

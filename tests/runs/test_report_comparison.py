@@ -27,7 +27,7 @@ from rope_ext_hf.runs.kinds import Run, run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.report import Comparison
 
-METHODS = {"as loaded": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
+METHODS = {"unpatched": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
 METHODS["ntk"] = NTK(factor=4.0).to_dict()
 COMMON = {"model": "model", "data": "text", "loaded": None, "context_length": 64, "over": "own", "weights": "w"}
 
@@ -66,13 +66,13 @@ def retrieval(folder: Path, values: dict[str, dict[int, int]]) -> Run[Any]:
 
 
 LOSSES = {
-    "as loaded": {64: 1.0, 256: 5.0},
+    "unpatched": {64: 1.0, 256: 5.0},
     "yarn": {64: 1.2, 256: 1.5},
     "linear": {64: 3.0, 256: 3.0},
     "ntk": {64: 1.1, 256: 1.4},
 }
 ANSWERS = {
-    "as loaded": {64: 36, 256: 0},
+    "unpatched": {64: 36, 256: 0},
     "yarn": {64: 35, 256: 34},
     "linear": {64: 10, 256: 8},
     "ntk": {64: 36, 256: 12},
@@ -110,8 +110,8 @@ def run_of(name: str, folder: Path, values: dict[str, dict[int, float]], text: s
     return Run(run.path, run.settings | {"text": text, "cell_texts": cells, "data": text} | settings, run.results)
 
 
-ONE = {"as loaded": LOSSES["as loaded"], "linear": LOSSES["linear"]}
-OTHER = {"as loaded": LOSSES["as loaded"], "yarn": LOSSES["yarn"]}
+ONE = {"unpatched": LOSSES["unpatched"], "linear": LOSSES["linear"]}
+OTHER = {"unpatched": LOSSES["unpatched"], "yarn": LOSSES["yarn"]}
 
 
 def every_order(*runs: Run[Any]) -> tuple[Comparison, list[Any]]:
@@ -160,7 +160,7 @@ def test_measures_of_one_name_and_text_are_told_apart_by_length_or_number(tmp_pa
 
 
 def test_times_of_two_runs_are_not_compared(tmp_path: Path) -> None:
-    one = run_of("a", tmp_path, {"as loaded": LOSSES["as loaded"]}, "text", speeds={"as loaded": 500.0})
+    one = run_of("a", tmp_path, {"unpatched": LOSSES["unpatched"]}, "text", speeds={"unpatched": 500.0})
     other = run_of("b", tmp_path, {"yarn": LOSSES["yarn"]}, "text", speeds={"yarn": 50.0})
     comparison, said = every_order(one, other)
     assert "times as long" not in said[0][0]
@@ -168,7 +168,7 @@ def test_times_of_two_runs_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_the_model_as_loaded_may_be_the_best(tmp_path: Path) -> None:
-    comparison = Comparison([losses(tmp_path, LOSSES | {"as loaded": {64: 1.0, 256: 0.9}})])
+    comparison = Comparison([losses(tmp_path, LOSSES | {"unpatched": {64: 1.0, 256: 0.9}})])
     assert "At 256 tokens (4x), the model as loaded reads best" in str(comparison.conclusion)
     assert "Compared with" not in str(comparison.conclusion)
 
@@ -183,7 +183,7 @@ def test_agreement_of_measures(tmp_path: Path) -> None:
 
 
 def test_retrieval_is_over_all_depths(tmp_path: Path) -> None:
-    run = retrieval(tmp_path, {"as loaded": {64: 20, 256: 0}, "yarn": {64: 20, 256: 15}})
+    run = retrieval(tmp_path, {"unpatched": {64: 20, 256: 0}, "yarn": {64: 20, 256: 15}})
     (measure,) = Comparison([run]).measures
     assert measure.value(method_key(METHODS["yarn"]), 256) == 0.75
     assert len(measure.items[method_key(None)][256]) == 20  # trials, not trials x depths
@@ -208,7 +208,7 @@ def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
             [DocumentLoss(d, loss * 10, 10, 12, 1, nats * 2, 2) for d in "abcde"],
             [Cost()] * 5,
         )
-        for name, loss, nats in (("as loaded", 1.0, 3.0), ("yarn", 1.1, 0.5))
+        for name, loss, nats in (("unpatched", 1.0, 3.0), ("yarn", 1.1, 0.5))
     ]
     comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)])
     assert [measure.name for measure in comparison.measures] == ["loss of key tokens", "loss"]
@@ -226,7 +226,7 @@ def test_the_page_and_the_json(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
     found = json.loads(json.dumps(comparison.to_dict()))
     assert found["best"] == "yarn x4"
-    assert found["measures"][0]["effective_lengths"]["as loaded"] == {"length": 64, "low": 64, "high": 64}
+    assert found["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
     assert len(found["measures"][1]["values"]) == 8
     assert comparison._repr_html_().startswith("<p>At 256")
 
@@ -271,6 +271,6 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
 
 
 def test_labels_are_short_where_that_tells_methods_apart() -> None:
-    assert short_labels(["as loaded", "yarn x8", "rerope llama4 window=128"]) == ["as loaded", "yarn x8", "rerope"]
+    assert short_labels(["unpatched", "yarn x8", "rerope llama4 window=128"]) == ["unpatched", "yarn x8", "rerope"]
     both = ["rerope window=128", "rerope window=64"]
     assert short_labels(both) == both

@@ -74,7 +74,7 @@ def test_a_sweep_equals_one_measurement_after_the_other(tmp_path: Path) -> None:
     found = run(tmp_path)
     assert [(label(r.method), r.length) for r in found.results] == [
         (name, length)
-        for name in ("as loaded", "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
+        for name in ("unpatched", "ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn")
         for length in LENGTHS
     ]
     model = rope.patch(build("llama"), "yarn", factor=4)
@@ -415,7 +415,7 @@ def test_perplexity_from_python_continues_the_run_of_a_sweep(tmp_path: Path) -> 
     results = perplexity(model, corpus(), **options)
     assert results == perplexity(model, corpus(), lengths=LENGTHS, bos=False)
     assert [folder.name for folder in tmp_path.iterdir()] == [swept.folder.name]
-    assert {label(r.method) for r in read_run(swept.folder).results} == {"as loaded", "ntk x2", "yarn x2"}
+    assert {label(r.method) for r in read_run(swept.folder).results} == {"unpatched", "ntk x2", "yarn x2"}
     assert "yarn x2" in (swept.folder / "report.html").read_text(encoding="utf-8")
     once = len(read)
     assert perplexity(model, corpus(), **options) == results

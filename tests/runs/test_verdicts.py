@@ -1,73 +1,69 @@
-"""What follows from made-up numbers whose answer is known: better, worse, cannot tell, no measure."""
+"""Sentences about made-up numbers whose answer is known."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, Outcome, conclude, verdict
 
-BETTER, WORSE, CANNOT_TELL, NO_MEASURE = Outcome
+BETTER, WORSE, NO_DIFFERENCE, NOT_MEASURED = Outcome
+FEW = "-3.000 nats per token different ({} too few to tell whether by chance)"
+NOT_SIGNIFICANT = "not significantly different ({} nats per token, 95% confidence interval {} to {})"
 
 
 @pytest.mark.parametrize(
     ("change", "outcome", "text"),
     [
-        (Estimate(-0.2, -0.3, -0.1, 9), BETTER, "lower by 0.200 [0.100 to 0.300] nats per token"),
-        (Estimate(0.2, 0.1, 0.3, 9), WORSE, "higher by 0.200 [0.100 to 0.300] nats per token"),
-        (Estimate(0.1, -0.1, 0.3, 9), CANNOT_TELL, "not told apart: +0.100 [-0.100 to +0.300] nats per token"),
-        (Estimate(0.0, 0.0, 0.0, 9), CANNOT_TELL, "not told apart: +0.000 [+0.000 to +0.000] nats per token"),
-        (
-            Estimate(-3.0, None, None, 2),
-            CANNOT_TELL,
-            "not told apart: -3.000 nats per token, and 2 documents give no interval",
-        ),
-        (
-            Estimate(-3.0, None, None, 1),
-            CANNOT_TELL,
-            "not told apart: -3.000 nats per token, and 1 document gives no interval",
-        ),
-        (None, NO_MEASURE, "not known: no measure has both"),
+        (Estimate(-0.2, -0.3, -0.1, 9), BETTER, "lower by 0.200 (0.100 to 0.300) nats per token"),
+        (Estimate(0.2, 0.1, 0.3, 9), WORSE, "higher by 0.200 (0.100 to 0.300) nats per token"),
+        (Estimate(0.1, -0.1, 0.3, 9), NO_DIFFERENCE, NOT_SIGNIFICANT.format("+0.100", "-0.100", "+0.300")),
+        (Estimate(0.0, 0.0, 0.0, 9), NO_DIFFERENCE, NOT_SIGNIFICANT.format("+0.000", "+0.000", "+0.000")),
+        (Estimate(-3.0, None, None, 2), NO_DIFFERENCE, FEW.format("2 documents are")),
+        (Estimate(-3.0, None, None, 1), NO_DIFFERENCE, FEW.format("1 document is")),
+        (None, NOT_MEASURED, "not known: one of the two was not measured"),
         (Estimate(math.inf, None, None, 9), WORSE, "not finite"),
-        (Estimate(-math.inf, None, None, 9), BETTER, "finite, the other one is not"),
-        (Estimate(math.nan, None, None, 9), CANNOT_TELL, "not finite"),
+        (Estimate(-math.inf, None, None, 9), BETTER, "finite, and the other one is not"),
+        (Estimate(math.nan, None, None, 9), NO_DIFFERENCE, "not finite"),
     ],
 )
 def test_a_change_is_judged_by_its_interval(change: Estimate | None, outcome: Outcome, text: str) -> None:
-    found = verdict(change)
-    assert (found.outcome, str(found)) == (outcome, text)
+    judged = verdict(change)
+    assert (judged.outcome, str(judged)) == (outcome, text)
     turned = {BETTER: WORSE, WORSE: BETTER}.get(outcome, outcome)
     assert verdict(change, higher_is_better=True).outcome is turned
 
 
-def test_what_counts_as_none_may_be_another_change_than_0() -> None:
+def test_a_change_may_be_compared_with_a_bound() -> None:
     rise = Estimate(0.03, 0.01, 0.05, 9)
     assert verdict(rise).outcome is WORSE
-    assert verdict(rise, than=0.02).outcome is CANNOT_TELL
+    assert verdict(rise, than=0.02).outcome is NO_DIFFERENCE
     assert verdict(rise, than=0.06).outcome is BETTER
     assert verdict(rise, than=0.005).outcome is WORSE
 
 
 def test_points_are_written_with_one_decimal() -> None:
-    found = verdict(Estimate(0.25, 0.1, 0.4, 20), unit="points", higher_is_better=True, scale=100, digits=1)
-    assert str(found) == "higher by 25.0 [10.0 to 40.0] points"
+    judged = verdict(Estimate(0.25, 0.1, 0.4, 20), unit="points", higher_is_better=True, scale=100, digits=1)
+    assert str(judged) == "higher by 25.0 (10.0 to 40.0) points"
 
 
 # --- conclusions ------------------------------------------------------------------------------------------------------
 
 SPREAD = (-0.05, -0.02, 0.0, 0.01, 0.06)
-"""By what the documents of a made-up loss are apart."""
+"""Differences between the documents of a made-up loss."""
 Row = Mapping[int, float | Sequence[float]]
 
 
-def losses(rows: Mapping[str, Row], name: str = "loss", **more: Any) -> Measure:
-    """A loss by method and length over five documents; a list is of the documents themselves."""
+def perplexities(rows: Mapping[str, Row], name: str = "perplexity", **more: Any) -> Measure:
+    """A perplexity by method and length from nats of five documents; a list has the nats of each document."""
     items = {
         key: {
             n: [(10.0 * v, 10.0) for v in (loss if isinstance(loss, Sequence) else [loss + s for s in SPREAD])]
@@ -75,16 +71,16 @@ def losses(rows: Mapping[str, Row], name: str = "loss", **more: Any) -> Measure:
         }
         for key, row in rows.items()
     }
-    return Measure(name, "nats per token", Evidence.LOSS, False, items, rise=0.05, **more)
+    return Measure(name, "", Evidence.LOSS, False, items, exponential=True, tolerance=0.05, **more)
 
 
 def answers(rows: Mapping[str, Mapping[int, int]], prompts: int = 40, **more: Any) -> Measure:
-    """So many of some prompts are answered."""
+    """Exact answers, from the number of prompts that are answered."""
     items = {
         key: {n: [(float(i < right), 1.0) for i in range(prompts)] for n, right in row.items()}
         for key, row in rows.items()
     }
-    return Measure("score", "%", Evidence.ANSWERS, True, items, "prompt", **more)
+    return Measure("exact match", "%", Evidence.RETRIEVAL, True, items, "prompt", **more)
 
 
 def concluded(*measures: Measure, **more: Any) -> Conclusion:
@@ -96,80 +92,89 @@ def concluded(*measures: Measure, **more: Any) -> Conclusion:
 LOADED = {64: 1.0, 256: 5.0}
 
 
-def test_the_best_method_its_reach_and_its_price() -> None:
-    found = concluded(losses({"loaded": LOADED, "yarn": {64: 1.2, 128: 1.01, 256: 1.5}, "linear": {64: 3.0, 256: 3.0}}))
-    assert (found.best, found.equal) == ("yarn", ("yarn",))
-    first, reach, price = found.text.split(". ")
-    assert first.startswith("At 256 tokens (4x), yarn reads best: loss 1.500 [1.4")
-    assert first.endswith("nats per token (as loaded 5.000)")
-    assert reach == "Up to 128 tokens (2x) it is within 5% of the loss as loaded at 64 tokens"
-    assert price == (
-        "Compared with the model as loaded at 64 tokens (1x), "
-        "the loss is higher by 0.200 [0.200 to 0.200] nats per token."
+def test_the_best_method_what_short_inputs_lose_and_its_reach() -> None:
+    made = concluded(
+        perplexities({"loaded": LOADED, "yarn": {64: 1.2, 128: 1.01, 256: 1.5}, "linear": {64: 3.0, 256: 3.0}})
+    )
+    assert (made.best, made.equal) == ("yarn", ("yarn",))
+    assert str(made) == (
+        "Best at 256 tokens (4x): yarn, perplexity 4.48 (unpatched 148). "
+        "Short inputs (64 tokens): perplexity gets worse (2.72 to 3.32). "
+        "Up to 128 tokens (2x), perplexity stays within 5% of that of the unpatched model at 64 tokens."
+    )
+
+
+def test_methods_without_a_significant_difference_from_the_best_are_named() -> None:
+    rows = {"loaded": LOADED, "a": {64: 1.0, 256: [1.5, 1.4, 1.6, 1.5, 1.5]}, "b": {256: [1.51, 1.39, 1.62, 1.49, 1.5]}}
+    made = concluded(perplexities(rows))
+    assert set(made.equal) == {"a", "b"}
+    assert str(made).startswith(
+        "Best at 256 tokens (4x): a, perplexity 4.48 (unpatched 148). No significant difference: b (4.49). "
+        "Short inputs (64 tokens): perplexity stays 2.72. "
     )
 
 
 def test_a_reach_that_the_documents_do_not_show_is_not_claimed() -> None:
     noisy = [0.9, 1.3, 0.8, 1.2, 1.05]
-    found = concluded(losses({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: noisy}}))
-    assert "At 128 tokens (2x), whether it is within 5% of the loss as loaded at 64 tokens cannot be" in found.text
-    found = concluded(losses({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: 2.0}}))
-    assert "At 128 tokens (2x) it is not within 5% of the loss as loaded at 64 tokens." in found.text
+    made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: noisy}}))
+    assert "5%" not in made.text
+    made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: 2.0}}))
+    assert made.text.endswith(
+        "At 128 tokens (2x), perplexity is more than 5% above that of the unpatched model at 64 tokens."
+    )
 
 
-def test_methods_that_are_not_told_apart() -> None:
-    found = concluded(losses({"a": {256: [1.5, 1.4, 1.6, 1.5]}, "b": {256: [1.51, 1.39, 1.62, 1.49]}}))
-    assert found.text.startswith("At 256 tokens (4x), nothing tells the methods apart.")
-    assert set(found.equal) == {"a", "b"}
-
-
-def test_the_model_as_loaded_comes_first_where_nothing_is_told_from_it() -> None:
+def test_methods_that_are_all_alike() -> None:
     same = [1.5, 1.4, 1.6, 1.5]
-    found = concluded(losses({"a": {256: [v - 0.001 for v in same[::-1]]}, "loaded": {256: same}}))
-    assert found.best == "loaded"
-    assert "nothing tells the methods apart. The model as loaded: loss 1.500" in found.text
+    made = concluded(perplexities({"a": {256: [v - 0.001 for v in same[::-1]]}, "loaded": {256: same}}))
+    assert set(made.equal) == {"a", "loaded"}
+    assert made.text == "At 256 tokens (4x), no significant difference between a (4.48) and the unpatched model (4.48)."
+
+
+def test_the_unpatched_model_may_be_best() -> None:
+    made = concluded(perplexities({"loaded": {64: 1.0, 256: 1.0}, "a": {64: 1.5, 256: 1.5}}))
+    assert made.best == "loaded"
+    assert made.text == (
+        "Best at 256 tokens (4x): the unpatched model, perplexity 2.72. "
+        "Up to 256 tokens (4x), perplexity stays within 5% of its own at 64 tokens."
+    )
 
 
 @pytest.mark.parametrize("documents", [1, 2])
-def test_one_document_or_two_decide_nothing(documents: int) -> None:
-    found = concluded(losses({"loaded": {256: [5.0] * documents}, "a": {256: [1.0] * documents}}))
-    assert found.best is None
-    few = "1 document" if documents == 1 else "2 documents"
-    assert found.text == f"Which method reads best cannot be told: the loss rests on {few} (at least 3 are needed)."
+def test_one_document_or_two_compare_nothing(documents: int) -> None:
+    made = concluded(perplexities({"loaded": {256: [5.0] * documents}, "a": {256: [1.0] * documents}}))
+    assert made.best is None
+    few = "1 document is" if documents == 1 else "2 documents are"
+    assert made.text == f"At 256 tokens (4x), a has perplexity 2.72, the lowest; {few} too few to compare methods."
 
 
 def test_a_method_alone_is_compared_with_nothing() -> None:
-    found = concluded(losses({"loaded": {256: 1.5}}))
-    assert found.text.startswith("The model as loaded alone was measured. At 256 tokens (4x): loss 1.500 [")
+    assert concluded(perplexities({"loaded": {256: 1.5}})).text == (
+        "At 256 tokens (4x), the unpatched model has perplexity 4.48."
+    )
+    few = concluded(perplexities({"a": {256: [1.5]}}))
+    assert few.text == "At 256 tokens (4x), a has perplexity 4.48 (1 document is too few to compare methods)."
 
 
-def test_answers_decide_before_losses_and_the_loss_where_they_do_not() -> None:
-    loss = losses({"loaded": LOADED, "a": {64: 1.1, 256: 1.5}, "b": {64: 1.1, 256: 1.4}})
-    found = concluded(loss, answers({"loaded": {256: 0}, "a": {256: 38}, "b": {256: 12}}))
-    assert found.best == "a"
-    assert "score 95.0% [" in found.text
-    assert "By the loss alone it would be b." in found.text
-    found = concluded(loss, answers({"loaded": {256: 0}, "a": {256: 31}, "b": {256: 30}}))
-    assert found.best == "b"
+def test_answers_decide_before_perplexity_and_perplexity_where_they_do_not() -> None:
+    read = perplexities({"loaded": LOADED, "a": {64: 1.1, 256: 1.5}, "b": {64: 1.1, 256: 1.4}})
+    made = concluded(read, answers({"loaded": {256: 0}, "a": {256: 38}, "b": {256: 12}}))
+    assert made.best == "a"
+    assert "Best at 256 tokens (4x): a, exact match 95.0% and perplexity 4.48 (unpatched 0.0%)." in made.text
+    assert "By perplexity alone, b would be best." in made.text
+    made = concluded(read, answers({"loaded": {256: 0}, "a": {256: 31}, "b": {256: 30}}))
+    assert made.best == "b"
 
 
 def test_runs_that_share_no_text_are_not_compared() -> None:
-    """A method of one text and a method of another: cannot tell, in every order."""
-    one = losses({"loaded": LOADED, "linear": {256: 2.8}}, "loss, one text")
-    other = losses({"loaded": LOADED, "rerope": {256: 1.6}}, "loss, other text")
-    for given in itertools.permutations((one, other)):
-        found = concluded(*given)
-        assert found.best is None
-        assert found.text.startswith(
-            "Which of linear and rerope reads best cannot be told: no measure has both linear and rerope."
+    one = perplexities({"loaded": LOADED, "linear": {256: 2.8}}, "perplexity, one text")
+    other = perplexities({"loaded": LOADED, "rerope": {256: 1.6}}, "perplexity, other text")
+    for ordered in itertools.permutations((one, other)):
+        made = concluded(*ordered)
+        assert made.best is None
+        assert made.text == (
+            "Linear and rerope cannot be compared: they were not measured on the same text or prompts at one length."
         )
-
-
-def test_a_method_that_no_measure_compares_with_the_best_one_is_named() -> None:
-    alone = losses({"x": {256: 0.5}}, "loss, other text")
-    found = concluded(losses({"loaded": LOADED, "a": {256: 1.5}}), alone)
-    assert found.best is None
-    assert "no measure has both a and x" in found.text
 
 
 def test_the_order_of_measures_and_methods_never_matters() -> None:
@@ -177,55 +182,76 @@ def test_the_order_of_measures_and_methods_never_matters() -> None:
     shares = {"loaded": {256: 0}, "a": {256: 30}, "b": {256: 28}}
     texts = set()
     for keys in itertools.permutations(rows):
-        loss, score = losses({key: rows[key] for key in keys}), answers({k: shares[k] for k in keys if k in shares})
-        texts |= {concluded(loss, score).text, concluded(score, loss).text}
+        read = perplexities({key: rows[key] for key in keys})
+        score = answers({key: shares[key] for key in keys if key in shares})
+        texts |= {concluded(read, score).text, concluded(score, read).text}
     assert len(texts) == 1
 
 
 def test_losses_that_are_not_finite_come_last() -> None:
-    found = concluded(losses({"loaded": {256: [math.nan, 1.0, 1.0]}, "a": {256: [9.0, 9.1, 9.2]}}))
-    assert found.best == "a"
-    nothing = concluded(losses({"loaded": {256: [math.nan, 1.0, 1.0]}, "a": {256: [math.inf, 9.1, 9.2]}}))
-    assert "nothing tells the methods apart" in nothing.text
+    made = concluded(perplexities({"loaded": {256: [math.nan, 1.0, 1.0]}, "a": {256: [9.0, 9.1, 9.2]}}))
+    assert made.best == "a"
+    assert "(unpatched not finite)" in made.text
+    nothing = concluded(perplexities({"loaded": {256: [math.nan, 1.0, 1.0]}, "a": {256: [math.inf, 9.1, 9.2]}}))
+    assert "no significant difference between" in nothing.text
 
 
-def test_a_measure_at_luck_decides_nothing_and_is_named() -> None:
-    found = concluded(
-        losses({"loaded": LOADED, "a": {256: 1.5}}), answers({"loaded": {256: 2}, "a": {256: 3}}, chance=0.05)
-    )
-    assert found.best == "a"
-    assert "The score is better than luck (5.0%) with no method, and decides nothing." in found.text
+def test_a_measure_at_luck_compares_nothing_and_is_named() -> None:
+    read = perplexities({"loaded": LOADED, "a": {256: 1.5}})
+    made = concluded(read, answers({"loaded": {256: 2}, "a": {256: 3}}, chance=0.05))
+    assert made.best == "a"
+    assert made.text.endswith("Exact match: no method is better than luck (5.0%).")
+    alone = concluded(answers({"loaded": {256: 2}, "a": {256: 3}}, chance=0.05))
+    assert alone.text == "Exact match: no method is better than luck (5.0%)."
 
 
-def test_effective_lengths_are_named_of_the_best_method_and_as_loaded() -> None:
+def test_effective_lengths_of_the_best_method_and_of_the_unpatched_model() -> None:
     reaches = {"loaded": EffectiveLength(64, 64, 64), "a": EffectiveLength(256, 64, 256)}
-    found = concluded(answers({"loaded": {64: 40, 256: 0}, "a": {64: 40, 256: 38}}, reaches=reaches))
-    assert "Its effective length by the score is 256 [64 to 256] tokens; as loaded 64 [64 to 64]." in found.text
+    made = concluded(answers({"loaded": {64: 40, 256: 0}, "a": {64: 40, 256: 38}}, reaches=reaches))
+    assert made.text.endswith(
+        "Short inputs (64 tokens): exact match stays 100.0%. "
+        "Effective length by exact match: 256 (64 to 256) tokens, unpatched 64 (64 to 64)."
+    )
 
 
-def test_methods_beyond_their_extended_lengths_are_named() -> None:
-    loss = losses({"loaded": {64: 1.0, 512: 5.0}, "a": {512: 1.5}, "b": {512: 2.5}})
-    found = concluded(loss, extended={"loaded": 64, "a": 256, "b": 512})
-    assert found.text.endswith("Measured beyond the length that it is for: a (256 tokens).")
-    assert "beyond" not in concluded(loss, extended={"loaded": 64, "a": 512}).text
+FORMS = (
+    r"Best at 256 tokens \(4x\): ((the unpatched model|m\d), perplexity [\d.,]+( \(unpatched [\d.,]+\))?)",
+    r"No significant difference: .+ \([\d.,]+\)",
+    r"At 256 tokens \(4x\), no significant difference between .+ \([\d.,]+\)",
+    r"Short inputs \(64 tokens\): (perplexity (gets worse|gets better) \(.+ to .+\)|perplexity stays .+|"
+    r"no significant difference in perplexity \(.+ to .+\))",
+    r"Up to (128|256) tokens \(.x\), perplexity stays within 5% of .+ at 64 tokens",
+    r"At 128 tokens \(2x\), perplexity is more than 5% above .+ at 64 tokens",
+)
 
 
-def timed(rows: Mapping[str, Sequence[float]]) -> Measure:
-    items = {key: {256: [(seconds, 100.0) for seconds in row]} for key, row in rows.items()}
-    return Measure("time", "seconds per token", Evidence.LOSS, False, items)
+@pytest.mark.parametrize("kind", ["winner", "tie", "alike", "missing", "beyond"])
+@pytest.mark.parametrize("documents", [3, 5, 40])
+@pytest.mark.parametrize("methods", [2, 6, 10])
+def test_what_is_said_is_right_and_in_one_of_the_forms(methods: int, documents: int, kind: str) -> None:
+    draw = np.random.default_rng(methods * documents)
+    of_text, noise = draw.normal(0, 0.3, documents), 0.002
+    level = {"winner": [1.0], "tie": [1.0, 1.0], "alike": [3.0] * methods, "missing": [1.0], "beyond": [1.0]}[kind]
+    levels = [*level, *(2.0 + 0.2 * i for i in range(methods))][: methods - 1]
 
+    def row(level: float) -> list[float]:
+        return [float(level + text + draw.normal(0, noise)) for text in of_text]
 
-def test_times_are_compared_where_one_run_has_both_and_with_an_interval() -> None:
-    loss = losses({"loaded": LOADED, "a": {256: 1.5}})
-    slower = timed({"loaded": [1.0, 1.1, 0.9, 1.0], "a": [2.0, 2.2, 1.9, 2.1]})
-    text = concluded(loss, times=[slower]).text
-    assert "It takes 2.05 [" in text  # the geometric mean of 2, 2, 2.11 and 2.1
-    assert "times as long as the model as loaded." in text
-    apart = [timed({"loaded": [1.0, 1.1, 0.9]}), timed({"a": [2.0, 2.2, 1.9]})]
-    assert "times as long" not in concluded(loss, times=apart).text
-    warm_up = timed({"loaded": [9.0, 1.1, 0.9, 1.0], "a": [1.0, 1.2, 0.9, 1.1]})
-    assert "Its time per token is not told from that of the model as loaded" in concluded(loss, times=[warm_up]).text
-    assert "times as long" not in concluded(loss, times=[timed({"loaded": [1.0], "a": [2.0]})]).text
+    rows: dict[str, dict[int, list[float]]] = {"loaded": {64: row(1.0), 128: row(3.0), 256: row(3.0)}}
+    rows |= {f"m{i}": {64: row(1.0 + 0.1 * i), 128: row(level), 256: row(level)} for i, level in enumerate(levels)}
+    if kind == "missing" and methods > 2:
+        del rows["m1"][256]
+    extended = {"m0": 128} if kind == "beyond" else {}
+    made = concluded(perplexities(rows), extended=extended)
+    winners = {"tie": {"m0", "m1"}, "alike": set(rows)}.get(kind, {"m0"}) & set(rows)
+    if documents == 40:  # so many show a difference, and hardly ever one that is not there
+        assert made.best in winners
+        assert set(made.equal) <= winners
+    assert winners & set(made.equal)
+    sentences = [each.strip() for each in re.split(r" ?\.(?= [A-Z]|$)", made.text) if each.strip()]
+    assert 1 <= len(sentences) <= 4
+    for sentence in sentences:
+        assert any(re.fullmatch(form, sentence) for form in FORMS), sentence
 
 
 def test_nothing_measured_says_nothing() -> None:

@@ -89,7 +89,7 @@ def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     given = {"tasks": ",".join(tasks), "samples": 3, "haystack": "stdlib?max_documents=1", "score": "rank"}
     arguments = Namespace(methods=asked, runs=tmp_path / "runs", **given)
     scores, names = ruler_table.measured(model, lengths, arguments)
-    methods = ["as loaded", *asked.replace("dynamic", "dynamic-ntk").split(",")]
+    methods = ["unpatched", *asked.replace("dynamic", "dynamic-ntk").split(",")]
     assert list(names.values()) == methods
 
     rows = ruler_table.rows_of(scores, names)
@@ -99,7 +99,7 @@ def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
         expected = [fmean(values[n][task]) for n in ([row["length"]] if row["length"] else lengths) for task in tasks]
         assert row["score"] == pytest.approx(100 * fmean(expected), abs=0.01)
         change, low, high = row["over_as_loaded"]
-        base = next(each for each in rows if (each["method"], each["length"]) == ("as loaded", row["length"]))
+        base = next(each for each in rows if (each["method"], each["length"]) == ("unpatched", row["length"]))
         assert change == pytest.approx(row["score"] - base["score"], abs=0.02)
         assert low <= change <= high
 
@@ -117,5 +117,5 @@ def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     page = ruler_section(line | {"tasks": tasks, "versions": {}, "device": "cpu"})
     cells = {cell[0]: cell for cell in ([*map(str.strip, text.split("|"))][1:-1] for text in page.splitlines()) if cell}
     assert cells["RULER, %"][-1] == "reported (Jet-Long, 4k to 128k, mean)"
-    assert [cells[f"`{name}`"][-1] for name in ("as loaded", "dynamic-ntk hf x7")] == ["60.93", "69.14"]
+    assert [cells[f"`{name}`"][-1] for name in ("unpatched", "dynamic-ntk hf x7")] == ["60.93", "69.14"]
     assert next(cell[-1] for name, cell in cells.items() if name.startswith("`yarn")) == "52.99"

@@ -71,7 +71,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert {"model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight"} <= changed
 
     assert (report.context_length, report.target_length) == (TRAINED, LONG)
-    assert list(report.losses) == ["as loaded", "patched", "trained", "control", "control, patched"]
+    assert list(report.losses) == ["unpatched", "patched", "trained", "control", "control, patched"]
     assert list(report.losses["trained"]) == ["64", "128", "256", "512"]
     gain = report.gains["patched"]["256"]
     assert gain.value == pytest.approx(report.losses["patched"]["256"] - report.losses["trained"]["256"])
@@ -224,12 +224,12 @@ def test_a_killed_run_goes_on_to_the_same_model_and_numbers(cut: Path) -> None:
     assert reports[0].training["trained"]["losses"] == reports[1].training["trained"]["losses"] != []
     again = finetune("model", "cut", **ASKED)
     assert again == reports[0]
-    gain = again.gains["as loaded"]["256"]
+    gain = again.gains["unpatched"]["256"]
     assert gain.items >= 3
     assert gain.low is not None
     assert gain.low < gain.value < (gain.high or 0)
-    assert str(again.verdicts["as loaded"]["256"]) in str(again)
-    assert again.verdicts["as loaded"]["256"].outcome is Outcome.WORSE
+    assert str(again.verdicts["unpatched"]["256"]) in str(again)
+    assert again.verdicts["unpatched"]["256"].outcome is Outcome.WORSE
 
 
 @pytest.mark.slow
@@ -315,10 +315,10 @@ def losses_of(length: int, nats: list[float]) -> Result:
     ("before", "outcome", "said"),
     [
         ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 [1.000 to 1.000] nats"),
-        ([1.0, 1.5, 0.9, 1.4], Outcome.CANNOT_TELL, "not told apart: +0.050 [-"),
+        ([1.0, 1.5, 0.9, 1.4], Outcome.NO_DIFFERENCE, "not told apart: +0.050 [-"),
         ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ["),
-        ([2.0, 2.1], Outcome.CANNOT_TELL, "not told apart: +1.000 nats, and 2 documents give no interval"),
-        ([2.0], Outcome.CANNOT_TELL, "not told apart: +1.000 nats, and 1 document gives no interval"),
+        ([2.0, 2.1], Outcome.NO_DIFFERENCE, "not told apart: +1.000 nats, and 2 documents give no interval"),
+        ([2.0], Outcome.NO_DIFFERENCE, "not told apart: +1.000 nats, and 1 document gives no interval"),
         ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
     ],
 )
@@ -329,11 +329,11 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         AutoTokenizer.from_pretrained(reference()),
     )
     run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, RunFile("finetune", "a", {}))
-    measured = {"as loaded": before, "patched": before, "trained": after}
+    measured = {"unpatched": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
     report = run.report()
-    told = report.verdicts["as loaded"]["64"]
+    told = report.verdicts["unpatched"]["64"]
     assert told.outcome is outcome
     assert said in str(told)
     assert f" 64: {told}" in unwrapped(report)

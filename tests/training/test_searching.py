@@ -70,7 +70,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert (run / "divisors.png").read_bytes().startswith(b"\x89PNG")
 
     # Random weights: nothing is told from a fixed method, which is written.
-    assert list(report.losses) == ["as loaded", *fixed, "found", "chosen"]
+    assert list(report.losses) == ["unpatched", *fixed, "found", "chosen"]
     assert report.label == report.best_fixed
     assert report.method == next(trial for trial in trials if trial["label"] == report.label)["method"]
     assert re.fullmatch(
@@ -84,7 +84,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert gain.low is not None
     assert gain.high is not None
     assert gain.low <= gain.value <= gain.high
-    lost = report.losses["chosen"][str(TRAINED)] - report.losses["as loaded"][str(TRAINED)]
+    lost = report.losses["chosen"][str(TRAINED)] - report.losses["unpatched"][str(TRAINED)]
     assert report.lost.value == pytest.approx(lost)
     assert "tokens, compared with the model as loaded, the loss of what is written is" in unwrapped(report)
     assert json.loads((run / "report.json").read_text())["losses"] == report.losses

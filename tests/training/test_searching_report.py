@@ -42,7 +42,7 @@ def test_without_another_method_what_was_found_is_written() -> None:
 
 
 def report(**values: Any) -> SearchReport:
-    losses = {"as loaded": 3.4, "yarn x8": 1.3, "llama3 x8": 1.2, "found": 2.1, "chosen": 1.2}
+    losses = {"unpatched": 3.4, "yarn x8": 1.3, "llama3 x8": 1.2, "found": 2.1, "chosen": 1.2}
     standard: dict[str, Any] = {
         "settings": {"most_lost": 0.02}, "context_length": 256, "target_length": 2048, "method": {}, "label": "a",
         "decision": "Why.", "losses": {name: {"256": 0.9, "2048": loss} for name, loss in losses.items()},
@@ -56,7 +56,7 @@ def report(**values: Any) -> SearchReport:
 def test_rows_state_how_they_compare_with_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     rows = {line.split("  ")[0]: line for line in str(report()).splitlines()}
-    assert rows["as loaded"].endswith("higher by 2.200 [2.100 to 2.300] nats per token")
+    assert rows["unpatched"].endswith("higher by 2.200 [2.100 to 2.300] nats per token")
     assert rows["found"].endswith("higher by 0.900 [0.800 to 1.000] nats per token")
     assert rows["llama3 x8"].endswith("not told apart: +0.000 [-0.100 to +0.100] nats per token")
     assert report().best_fixed == "llama3 x8"
