@@ -174,7 +174,7 @@ class RetrievalRuns(RunKind):
 
         def items_of(results: Sequence[Retrieval]) -> Iterable[tuple[float, float]]:
             rows = [[float(score.exact if exact else score.rank == 1) for score in each.scores] for each in results]
-            if run.settings["setting"].get("own_prompts"):
+            if run.settings.get("setting", {}).get("own_prompts"):
                 return [(score, 1.0) for row in rows for score in row]
             return [(fmean(of_trial), 1.0) for of_trial in zip(*rows, strict=True)]
 

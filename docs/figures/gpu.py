@@ -169,14 +169,10 @@ def perplexity(values: Sequence[float]) -> float:
 
 def paired(values: Sequence[float], others: Sequence[float]) -> tuple[float, float, float] | None:
     """The mean of paired differences with its 95% interval by Student's t; None: too few pairs."""
-    differences = [one - other for one, other in zip(values, others, strict=True)]
-    if len(differences) < FEWEST:
-        return None
-    from rope_ext_hf.runs.statistics import t_quantile
+    from rope_ext_hf.runs.statistics import estimate
 
-    mean = statistics.fmean(differences)
-    half = t_quantile(0.975, len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return mean, mean - half, mean + half
+    mean, low, high, _ = estimate([one - other for one, other in zip(values, others, strict=True)])
+    return None if low is None or high is None else (mean, low, high)
 
 
 def perplexity_text(record: Row) -> str:

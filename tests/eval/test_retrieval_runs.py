@@ -293,7 +293,7 @@ def test_a_model_that_tells_nothing_apart_has_the_middle_rank() -> None:
 def test_refusals() -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     given: dict[str, Any] = {"lengths": [100], "tokenizer": tokenizer, "task": "key-value", "trials": 2}
-    least = max(trial.wording for trial in make_trials(RETRIEVALS["key-value"], tokenizer, trials=2, distractors=1))
+    least = max(trial.wording for trial in make_trials(RETRIEVALS["key-value"], tokenizer, trials=10, distractors=1))
     with pytest.raises(MethodError, match=rf"length {least - 1} is too short.* {least} tokens"):
         passkey(model, **given | {"lengths": [100, least - 1]}, haystack=HAY)
     assert len(passkey(model, **given | {"lengths": [least]}, haystack=HAY, depths=[0])) == 1
@@ -348,10 +348,10 @@ def test_picture_and_table(tmp_path: Path) -> None:
     with console.capture() as captured:
         console.print(Run(None, settings, results).table())
     text = captured.get()
-    assert [line.split()[0] for line in text.splitlines() if "loaded" in line or "yarn" in line] == ["as", "yarn"]
+    assert [line.split()[0] for line in text.splitlines() if "unpatched" in line or "yarn" in line] == ["unpatched", "yarn"]
     assert text.count("90%  1.2") == 12
     assert text.count(" 5% 10.2") == 1
-    assert "by luck the mean rank is 10.5" in " ".join(text.split())
+    assert "1 is best, 10.5 is luck" in " ".join(text.split())
     assert [r.above_chance for r in results] == [True] * 12 + [False]
 
 

@@ -76,7 +76,7 @@ def test_nothing_right_at_the_shortest_length_has_no_effective_length() -> None:
     zero = [0.0] * 16
     run = a_run({None: {1024: (zero, zero), 2048: (zero, zero)}})
     assert effective_lengths(run) == {}
-    assert "decides nothing" in str(run.conclusion) or "cannot be told" in str(run.conclusion)
+    assert "no method is better than luck" in str(run.conclusion)
 
 
 def test_a_length_counts_once_all_tasks_are_complete() -> None:
@@ -101,10 +101,9 @@ def test_table_conclusion_and_charts() -> None:
     assert cells[2] == ["75.0% ", "100.0% ", "50.0% "] * 2
     assert cells[3][:3] == ["50.0%\N{DAGGER}"] * 3  # twice the context length of the model as loaded
     assert cells[3][3:] == ["75.0% ", "100.0% ", "50.0% "]
-    assert str(cells[4][3]).startswith("2,048 [")
+    assert str(cells[4][3]).startswith("2,048 (")
     text = str(run.conclusion)
-    assert text.startswith("At 2,048 tokens (2x), yarn x4 reads best: score of ruler 75.0% [")
-    assert "(as loaded 50.0%)" in text
+    assert text.startswith("Best at 2,048 tokens (2x): yarn x4, score of ruler 75.0% (unpatched 50.0%)")
     assert run.chart is not None
     chart = run.chart.svg()
     assert chart.count('stroke-dasharray="6 3"') == 1  # the threshold

@@ -213,7 +213,7 @@ def test_a_notebook_shows_conclusion_chart_and_table() -> None:
     run = run_of_yarn()
     for shown in (run, Results(run)):
         page = shown._repr_html_()
-        assert "At 128 tokens (2x), yarn x2 reads best: loss 1.600" in page
+        assert "Best at 128 tokens (2x): yarn x2, perplexity 4.95" in page
         assert page.count("<svg") == page.count("<table") == 1
         assert "<d>" not in page
     assert "Nothing is finished" in run_of_yarn(())._repr_html_()
@@ -243,7 +243,7 @@ def test_a_notebook_shows_the_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     (axes,) = figure.axes
     lines = [list(line.get_ydata()) for line in axes.lines]
-    assert [result.bits_per_byte for result in run.results[2:]] in lines
+    assert [pytest.approx(result.perplexity) for result in run.results[2:]] in lines
     with pytest.raises(ValueError, match="nothing to plot"):
         run_of_yarn(()).plot()
 

@@ -21,6 +21,7 @@ from rope_ext_hf.hub import load_model
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.measures import perplexity_text
 from rope_ext_hf.serving.configs import serving_config
 from rope_ext_hf.serving.model_card import CARD, CARD_COLUMNS, RESULTS, write_card
 from rope_ext_hf.terminal import as_wide_as
@@ -196,7 +197,8 @@ def test_results_by_length_stand_in_the_card_and_in_files(longer: Path, measured
     for each in results:
         assert each.low is not None
         assert each.high is not None
-        interval = f"{each.perplexity:.3f} [{math.exp(each.low):.3f} to {math.exp(each.high):.3f}]"
+        value, low, high = map(perplexity_text, (each.perplexity, math.exp(each.low), math.exp(each.high)))
+        interval = f"{value} ({low} to {high})"
         assert f"| {each.length:,} | {interval} |" in text
     entries = parse_eval_result_entries(yaml.safe_load((folder / RESULTS / "rope-ext-perplexity-1.yaml").read_text()))
     assert [(each.task_id, each.value) for each in entries] == [
@@ -209,7 +211,9 @@ def test_results_by_length_stand_in_the_card_and_in_files(longer: Path, measured
     assert str(both.conclusion) in text.replace("&gt;", ">")
     findings = both.findings
     loss, key, loaded = findings.ordered[0], json.dumps(results[0].method), json.dumps(None)
-    assert str(findings.change(loss, (key, 256), (loaded, 256))) in text
+    change = loss.change((key, 256), (loaded, 256))
+    assert change is not None
+    assert loss.change_text(change) in text
     assert "linear" not in text.partition("## Measured")[2].partition("<!--")[0]
 
     write_card(folder)  # no run: what was measured stays
@@ -233,7 +237,7 @@ def test_a_run_of_another_model_or_method_is_refused(
     code, _, err = run("card", tmp_path / "ntk", measured)
     assert code == 2
     assert "has no result of ntk x4 as" in err
-    assert "it measured as loaded, yarn x4, linear x4" in err
+    assert "it measured unpatched, yarn x4, linear x4" in err
     assert (longer / CARD).read_bytes() == before
 
 
