@@ -30,6 +30,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
+from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import Run
@@ -258,6 +259,7 @@ class _FinetuningRun:
         learner.train()
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
+        prefix = prefix_tokens(self.tokenizer, None)
         few: dict[str, Any] = {"every": _LOGGED_EVERY, "max_spans": _LOGGED_SPANS, "tokenizer": self.tokenizer}
         lengths = sorted({self.short, length})
         checks = None if asked.report_to == "none" else RopeCallback(data=self.held_out, lengths=lengths, **few)
@@ -265,7 +267,7 @@ class _FinetuningRun:
             asked,
             learner,
             _load(asked).requires_grad_(False) if asked.guard else None,
-            Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
+            Rows([each.ids for each in self.training], length, self.short, prefix=prefix, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
             batch=asked.batch * (1 if extended else round(self.long / self.short)),
             checks=checks,
