@@ -261,9 +261,8 @@ def _answer(
     else:
         read = prompts(asked.fitness, searched, target, asked.passages, tokenizer, asked.seed)
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
-    reader = Reader(
-        model, read, short_passages(texts, context, prefix_tokens(tokenizer, None)), asked.most_lost, **underneath
-    )
+    short = short_passages(texts, context, prefix_tokens(tokenizer, None))
+    reader = Reader(model, read, short, asked.most_lost, **underneath)
     run = _Search(out, reader, rotary, settings, say, read_before, Budget(asked.minutes, asked.trials))
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
     best = run.through_all_stages(to_measure)
