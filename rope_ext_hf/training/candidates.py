@@ -37,7 +37,7 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.scorer import TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens, with_prefix
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
@@ -321,6 +321,8 @@ class Reader:
         self.model, self.passages, self.short, self.bound, self.underneath = model, passages, short, bound, underneath
         self.scorer = TokenScorer(model, longest=len(passages[0].ids))
         self.as_loaded = self.losses(None, short)
+        if _LARGEST_LOSS in self.as_loaded:
+            check_numbers(torch.tensor(math.nan), len(short[0].ids))
 
     def losses(self, method: RopeMethod | None, passages: Sequence[Passage]) -> list[float]:
         """The loss of each passage under a method, in nats per token; None: of the model as loaded."""
