@@ -62,7 +62,12 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
     texts = [f"{number}. Mice pay in kind, and nobody counts the cheese. " * 30 for number in range(3)]
     drawn: list[dict[str, torch.Tensor]] = []
     draw = Rows.__getitem__
-    monkeypatch.setattr(Rows, "__getitem__", lambda rows, index: drawn.append(draw(rows, index)) or drawn[-1])
+
+    def note(rows: Rows, index: int) -> dict[str, torch.Tensor]:
+        drawn.append(draw(rows, index))
+        return drawn[-1]
+
+    monkeypatch.setattr(Rows, "__getitem__", note)
     asked: dict[str, Any] = {"data": texts, "method": "linear", "factor": 2, "steps": 1, "train_all": True}
     asked |= {"eval_data": texts, "max_spans": 2}
     finetune(model, tmp_path / "run", **asked)
