@@ -2,8 +2,9 @@
 
     python benchmarks/conversion.py [--gigabytes 4] [--pairs 3] [--folder /somewhere] [--out benchmarks/results.jsonl]
 
-A Llama with grouped-query attention (16 query and 4 key heads of 128, bfloat16, several parts) made of random bytes in
-a temporary folder. In turn, with the source in the page cache and nothing else waiting for the disk: one process that
+A Llama with grouped-query attention (16 query and 4 key heads of 128, bfloat16, several parts) made of random numbers
+in a temporary folder. They are finite: the detection that comes before a conversion stops at the first layer with NaN.
+In turn, with the source in the page cache and nothing else waiting for the disk: one process that
 converts (`convert_checkpoint`, on disk when it ends), and one that calls `cp -r` followed by `sync`; either first in
 every other pair, and one of each beforehand that does not count. Both import torch and transformers before they begin:
 meanwhile a virtual machine gives memory that the run before has freed back to its host, and who writes first afterwards
@@ -61,7 +62,7 @@ def make(folder: Path, size: int) -> int:
     shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCABULARY, HIDDEN)}
     infos = {name: TensorInfo.from_shape("BF16", shape) for name, shape in shapes.items()}
     largest = max(info.size for info in infos.values())
-    noise = torch.randint(-(2**15), 2**15, (largest // 2,), dtype=torch.int16).view(torch.bfloat16)
+    noise = torch.randn(largest // 2, dtype=torch.bfloat16)
     parts: list[dict[str, TensorInfo]] = [{}]
     room = most = min(PART, sum(info.size for info in infos.values()) // 3)
     for name, info in infos.items():

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
@@ -41,6 +41,7 @@ from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
 from rope_ext_hf.reading.documents import set_to
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
+from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from rope_ext_hf.runs.identity import provenance
 
@@ -203,10 +204,12 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         scored: dict[tuple[int, ...], set[int]] = defaultdict(set)
         for _, context, continuation in requests:
             scored[*context, *continuation[:-1]].add(len(continuation))
-        if self.logits_cache and any(len(counts) > 1 for counts in scored.values()):
-            with set_to(self, logits_cache=False):
-                return self._by_length(requests, disable_tqdm, override_bs)
-        return self._by_length(requests, disable_tqdm, override_bs)
+        shared = self.logits_cache and any(len(counts) > 1 for counts in scored.values())
+        with set_to(self, logits_cache=False) if shared else nullcontext():
+            answers = self._by_length(requests, disable_tqdm, override_bs)
+        for (_, context, continuation), (of_answer, _) in zip(requests, answers, strict=True):
+            check_numbers(torch.tensor(of_answer), min(len(context) + len(continuation) - 1, self.max_length))
+        return answers
 
     def _by_length(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool, override_bs: int | None
@@ -259,6 +262,13 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             ((context, continuation), *(self._encode_pair if context else self._after_first)(context, continuation))
             for context, continuation in (request.args for request in requests)
         ]
+        for request, (_, _, continuation) in zip(requests, encoded, strict=True):
+            if not 0 < len(continuation) <= self.max_length:
+                raise MethodError(
+                    f"task {request.task_name!r} asks for the likelihood of an answer of {len(continuation):,} tokens "
+                    f"(document {request.doc_id}), and an answer has 1 to {self.max_length:,} tokens here: mend the "
+                    "task, or extend the model further for a longer answer"
+                )
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
@@ -301,6 +311,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         """The prompts, (batch, longest), left-padded, with what follows each of them."""
         generate: Callable[..., Tensor] = super()._model_generate
+        options["logits_processor"] = LogitsProcessorList([*options.get("logits_processor", ()), _checked])
         if not self.follows_the_input:
             return generate(context, max_length, stop, **options)
         room = max_length - context.shape[1]
@@ -314,6 +325,12 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
             new.append(out[0, prompt.shape[1] :])
         padding = self.tokenizer.pad_token_id
         return torch.cat([context, nn.utils.rnn.pad_sequence(new, batch_first=True, padding_value=padding)], dim=1)
+
+
+def _checked(ids: Tensor, scores: Tensor) -> Tensor:
+    """The scores of next tokens, of which generation would take NaN for the largest."""
+    check_numbers(scores, ids.shape[1])
+    return scores
 
 
 def _max_length(model: PreTrainedModel, asked: int | None) -> int:

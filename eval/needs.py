@@ -25,6 +25,7 @@ from rope_ext_hf.patches.describing import Description, describe
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Tokens
+from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import EvalPlan, tokenize
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.run_file import RunFile, run_file
@@ -277,7 +278,7 @@ def need(
     Raises:
         MethodError: a target length that is not above 0.
         CorpusError: documents that are not longer than the context length.
-        UnsupportedModelError: a model without rotary embeddings.
+        UnsupportedModelError: a model without rotary embeddings, or one that gives NaN in place of losses.
     """
     asked = Need(target_length=target_length, data=corpus)
     target_length = asked.target_length
@@ -308,6 +309,7 @@ def need(
     run = carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
     by_length = {result.length: result for result in run.results}
     first = by_length[short]
+    check_numbers(torch.tensor([result.loss for result in run.results]), short)
     before = accumulate((len(document.ids) for document in documents), initial=0)
     hay = [each for each, tokens in zip(texts, before, strict=False) if tokens < 4 * lengths[-1]]  # enough for all
     options: dict[str, Any] = {"tokenizer": tokenizer, "chunk": chunk, "out": out, "progress": progress, "file": file}

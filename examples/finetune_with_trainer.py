@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 import rope_ext_hf as rope
+from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reference import path
 
@@ -25,7 +26,10 @@ name, length = path(), 1024  # yours: a Hub id or a folder, and the length to tr
 tokenizer = AutoTokenizer.from_pretrained(name)
 text = "\n\n".join(document.text for document in load("stdlib"))  # or load("books/*.txt"), load("hf:OWNER/NAME")
 ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
-rows = ids[: len(ids) // length * length].view(-1, length)
+before = torch.tensor(leading_tokens(tokenizer), dtype=ids.dtype)  # BOS, where the tokenizer puts it before a text
+width = length - len(before)
+rows = ids[: len(ids) // width * width].view(-1, width)
+rows = torch.cat([before.expand(len(rows), -1), rows], dim=1)
 
 
 def collate(batch: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:

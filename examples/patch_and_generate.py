@@ -15,7 +15,9 @@ model = AutoModelForCausalLM.from_pretrained(model_name)
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 
 prompt = "def add(first, second):\n    return first + second\n\n\n" * 8
-ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").input_ids
+ids = tokenizer(prompt, return_tensors="pt").input_ids
+if ids[0, -1] == tokenizer.eos_token_id:  # the bundled model's tokenizer closes every text
+    ids = ids[:, :-1]
 print(f"prompt of {ids.shape[1]} tokens; the model is for {rope.describe(model).context_length}")
 
 for method in ("default", "yarn", "self-extend"):

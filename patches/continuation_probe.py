@@ -148,7 +148,9 @@ def try_continuation(
             raise NotTriedError(
                 f"{type(decoder).__name__} does not run on token ids alone: {one_line(error)}"
             ) from error
-    off = _apart(then, whole) if whole.isfinite().all() else 0.0
+    if not whole.isfinite().all():  # a model with NaN, whose readers say so
+        return 0.0, 0.0
+    off = _apart(then, whole)
     if off <= allowed:
         _tried.add(kind)
     return off, allowed

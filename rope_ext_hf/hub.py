@@ -276,10 +276,15 @@ def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
 def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that a tokenizer puts before every text: BOS, `[CLS]`, `[gMASK]<sop>` of GLM; often none."""
     whole, text = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
-    starts = (at for at in range(len(whole)) if text and whole[at : at + len(text)] == text)
-    if (start := next(starts, None)) is None:  # with its special tokens the text is cut differently
-        start = int(tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id])
-    return tuple(whole[:start])
+    if (before := tokens_before(whole, text)) is None:  # with its special tokens the text is cut differently
+        return tuple(whole[: int(tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id])])
+    return before
+
+
+def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] | None:
+    """The tokens in `whole`, a text with its special tokens, before those of the text; None: these are not in it."""
+    starts = (at for at in range(len(whole)) if text and [*whole[at : at + len(text)]] == [*text])
+    return None if (start := next(starts, None)) is None else tuple(whole[:start])
 
 
 @contextmanager

@@ -40,6 +40,12 @@ class _SourcePairing:
         """What the pairing rests on, and what the weights show of it."""
         if self.is_contradicted:
             return f"{self.basis}, but its weights look {_with_score(self.shown)}"
+        if self.shown.pairing is None and self.shown.leaning == other_pairing(self.pairing):
+            detect = command_line("detect", self.shown.path, text="FILE")
+            return (
+                f"{self.basis}; its weights do not tell, but look more like {_with_score(self.shown)}: compare the "
+                f"losses on a text, `{detect}`"
+            )
         if self.shown.pairing is None:
             return f"{self.basis}; its weights do not tell: {self.shown.reason}"
         return f"{self.basis}, and by its weights: {_with_score(self.shown)}"
@@ -142,7 +148,7 @@ def _right_call(shown: str, to: str, command: Callable[[str, str], str]) -> str:
 
 
 def _with_score(report: PairingReport) -> str:
-    return f"{report.pairing} (score {report.score:+.3f} +- {report.error:.3f})"
+    return f"{report.pairing or report.leaning} (score {report.score:+.3f} +- {report.error:.3f})"
 
 
 def _shown_by(source: Source | MetaSource) -> PairingReport:

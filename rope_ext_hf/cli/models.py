@@ -183,13 +183,15 @@ def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str
     from rope_ext_hf.patches.slots import patched_slots
     from rope_ext_hf.pictures.attention_vectors import spectra
     from rope_ext_hf.reading.corpora import stdlib_held_out
+    from rope_ext_hf.reading.spans import encode, prefix_tokens
 
     loaded = source.model(name)
     if patched_slots(loaded):
         unpatch(loaded)
     document = stdlib_held_out()[0]
     with foreign_errors(f"the model {short(name)!r} could not be run"):
-        ids = source.tokenizer(name)(document.text[:8000], add_special_tokens=False).input_ids
+        tokenizer = source.tokenizer(name)
+        ids = [*prefix_tokens(tokenizer, None), *encode(tokenizer, document.text[:8000])]
         ids = ids[: min(512, patch_geometry(loaded).context_length)]
         try:
             kept = spectra(loaded, torch.tensor(ids))

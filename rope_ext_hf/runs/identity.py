@@ -34,6 +34,7 @@ from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.model_digest import model_digest
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ def digest_inputs(
     """Digests of a model, its tokenizer and texts as token ids, by their names in a sentence.
 
     Each weight is read once, at about 1.4 GB/s a core. Files of the tokenizer are read without what says where it came
-    from.
+    from. The tokens before every text are named where there are any: runs of earlier releases read without them.
     """
     read = hashlib.sha256()
     for documents in texts:
@@ -170,8 +171,9 @@ def digest_inputs(
         kept = {name: value for name, value in read_json(config).items() if name not in _HOW_LOADED}
         write_json(config, kept)
         of_tokenizer = _files_digest(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    prefix = prefix_tokens(tokenizer, None)
     return {
         "the model (weights, config or adapter)": model_digest(model),
         "the tokenizer": of_tokenizer.hexdigest(),
         "the text": read.hexdigest(),
-    }
+    } | ({"what every text begins with": repr(prefix)} if prefix else {})

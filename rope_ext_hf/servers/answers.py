@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from rope_ext_hf.bounds import Length, parse_lengths
 from rope_ext_hf.errors import CorpusError, ServingError
 from rope_ext_hf.files import atomic_file, check_destination, read_json
-from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer
+from rope_ext_hf.hub import fingerprint, load_empty, load_tokenizer, tokens_before
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.fingerprint import Fingerprint
 from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.spans import encode
+from rope_ext_hf.reading.spans import encode, prefix_tokens
 from rope_ext_hf.servers.clients import Answer, Client, connect
 from rope_ext_hf.terminal import Report, Rows, text_table, wrapped
 
@@ -80,8 +80,10 @@ def collect(
     text = next(iter(load(data))).text[:_SAMPLE]
     made = Collected(client.title, [], stated=client.stated(), text=text)
     cut: Callable[[str], list[int]] = partial(client.tokens, special=False)
+    prefix: tuple[int, ...] = ()
     with contextlib.suppress(ServingError):
         made.tokens = [client.tokens(text, special) for special in (False, True)]
+        prefix = tokens_before(made.tokens[1], made.tokens[0]) or ()
     if model is None:
         longest = made.stated.get("length", 0)
         first = max(16, longest // _PARTS)
@@ -89,7 +91,7 @@ def collect(
             raise ServingError(f"{client.title} does not state its length: give --lengths, or the model it serves")
     else:
         tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
-        cut = partial(encode, tokenizer)
+        cut, prefix = partial(encode, tokenizer), prefix_tokens(tokenizer, None)
         made.fingerprint, described = fingerprint(empty).to_dict(), describe(empty)
         longest, first = described.extended_length or described.context_length, max(16, described.context_length // 2)
     last = longest - 1  # a server takes a prompt with the token that it generates
@@ -97,7 +99,7 @@ def collect(
     first, *longer = sorted(set(lengths or (*doubled, last)))
     wanted = [first, *(length for length in longer if lengths or affordable(length))]
     made.left_out = longer[-1] if longer and longer[-1] > wanted[-1] else None
-    ids = _text_ids(cut, data, wanted[-1])
+    ids = [*prefix, *_text_ids(cut, data, wanted[-1] - len(prefix))]
     for length in wanted:
         try:
             made.prompts.append(Prompt(ids[:length], client.answers(ids[:length])))
@@ -108,8 +110,9 @@ def collect(
             break
 
     def more(count: int) -> list[Prompt]:
-        longer = _text_ids(cut, data, (count + 1) * wanted[0])
-        parts = (longer[at : at + wanted[0]] for at in range(wanted[0], len(longer), wanted[0]))
+        each = wanted[0] - len(prefix)  # tokens of the text in a prompt
+        longer = _text_ids(cut, data, (count + 1) * each)
+        parts = ([*prefix, *longer[at : at + each]] for at in range(each, len(longer), each))
         return [Prompt(part, client.answers(part)) for part in parts]
 
     made.more = more

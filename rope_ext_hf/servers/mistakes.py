@@ -26,6 +26,7 @@ from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.rotary.pairing import other_pairing
 
 AS_MEASURED = "as measured"
@@ -74,8 +75,11 @@ def rarer_configurations(
     for factor in () if present_specs(model) else _USUAL_FACTORS:
         for method in _static_methods(as_loaded, factor):
             made[f"with {method.label()} put in"] = partial(patched, model, method)
-    first, template = tokenizer.bos_token_id, getattr(tokenizer, "chat_template", None)
-    before = {} if first is None else {tokenizer.bos_token: [first], f"{tokenizer.bos_token} twice": [first, first]}
+    bos, before = tokenizer.bos_token_id, dict[str, list[int]]()
+    for first in (prefix_tokens(tokenizer, None), () if bos is None else (bos,)):
+        name = "".join(map(str, tokenizer.convert_ids_to_tokens(first)))
+        before |= {name: [*first], f"{name} twice": [*first, *first]} if first else {}
+    template = getattr(tokenizer, "chat_template", None)
     with contextlib.suppress(Exception):  # a template may refuse anything
         message = [{"role": "user", "content": _CONTENT}]
         text = tokenizer.apply_chat_template(message, tokenize=False) if template is not None else ""

@@ -37,8 +37,8 @@ from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Factors
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.scorer import TokenScorer
-from rope_ext_hf.reading.spans import prefix_tokens
+from rope_ext_hf.reading.scorer import TokenScorer, check_numbers
+from rope_ext_hf.reading.spans import prefix_tokens, with_prefix
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.suites.statements import RETRIEVALS
@@ -143,15 +143,17 @@ def scored_tokens(context_length: int) -> int:
     return max(1, context_length // 2)
 
 
-def short_passages(passages: Sequence[Passage], length: int) -> list[Passage]:
-    """Two parts of the context length from each passage, from its middle and its end; their ends are scored."""
+def short_passages(passages: Sequence[Passage], length: int, prefix: tuple[int, ...]) -> list[Passage]:
+    """Two parts of the context length from each passage, from its middle and its end; their ends are scored.
+
+    Both begin with the tokens that the tokenizer puts before a text.
+    """
     first = length - scored_tokens(length)
-    if len(passages[0].ids) < 2 * length:
-        return [Passage(passage.ids[-length:], first) for passage in passages]
+    of_middle = [] if len(passages[0].ids) < 2 * length else [len(passages[0].ids) // 2]
     return [
-        Passage(passage.ids[start : start + length], first)
+        Passage(with_prefix(passage.ids, start, start + length, prefix), first)
         for passage in passages
-        for start in (len(passage.ids) // 2, len(passage.ids) - length)
+        for start in (*of_middle, len(passage.ids) - length)
     ]
 
 
@@ -319,6 +321,8 @@ class Reader:
         self.model, self.passages, self.short, self.bound, self.underneath = model, passages, short, bound, underneath
         self.scorer = TokenScorer(model, longest=len(passages[0].ids))
         self.as_loaded = self.losses(None, short)
+        if _LARGEST_LOSS in self.as_loaded:
+            check_numbers(torch.tensor(math.nan), len(short[0].ids))
 
     def losses(self, method: RopeMethod | None, passages: Sequence[Passage]) -> list[float]:
         """The loss of each passage under a method, in nats per token; None: of the model as loaded."""

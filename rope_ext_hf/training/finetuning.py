@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations import get_available_reporting_integrations
 
-from rope_ext_hf.errors import CorpusError, MethodError, duration
+from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError, duration
 from rope_ext_hf.eval.measuring import passkey, perplexity
 from rope_ext_hf.eval.perplexity_runs import Result, difference
 from rope_ext_hf.files import json_text, write_text
@@ -30,6 +30,8 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Tokens, corpus_name
+from rope_ext_hf.reading.scorer import check_numbers
+from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import Run
@@ -151,6 +153,7 @@ def finetune(
     Raises:
         MethodError: not one of minutes and steps, or no length to extend to.
         CorpusError: too short a text.
+        UnsupportedModelError: a model that gives NaN in place of losses, as loaded or after its training.
         FileError: the folder holds a run of other settings, or of a model, tokenizer or text that changed since.
         ImportError: PEFT is not installed, which adapters take.
 
@@ -242,12 +245,24 @@ class _FinetuningRun:
             data=corpus_name(asked.data if asked.eval_data is None else asked.eval_data),
             **kept,
         )
+        self._check(name, results)
         self.measured[name], self.runs[name] = results, [results.run]
         if asked.retrieval is not None and name not in ("unpatched", "control"):
             cells = passkey(model, lengths=[self.long], task=asked.retrieval, trials=RETRIEVAL_TRIALS, **kept)
             self.runs[name].append(cells.run)
             exact = ([float(score.exact) for score in cell.scores] for cell in cells)
             self.answered[name] = [fmean(depths) for depths in zip(*exact, strict=True)]
+
+    def _check(self, name: str, results: list[Result]) -> None:
+        """Check that a model has a loss at every length: one without cannot be trained, or was not trained well."""
+        losses = torch.tensor([each.loss for each in results])
+        if name in ("as loaded", "patched"):
+            check_numbers(losses, self.short)
+        elif bool(losses.isnan().any()):
+            raise UnsupportedModelError(
+                f"the training diverged: the loss of the model {name!r} is not a number, and no model is written; give "
+                f"another folder and a lower learning rate than {self.asked.learning_rate:g} (--learning-rate)"
+            )
 
     def train_one(self, name: str) -> None:
         """Train the patched model ("trained") or the one without ("control"), and measure it; the first is saved."""
@@ -258,6 +273,7 @@ class _FinetuningRun:
         learner.train()
         self.say(f"training: {name}")
         length, end = self.long if extended else self.short, self.tokenizer.eos_token_id
+        prefix = prefix_tokens(self.tokenizer, None)
         few: dict[str, Any] = {"every": _LOGGED_EVERY, "max_spans": _LOGGED_SPANS, "tokenizer": self.tokenizer}
         lengths = sorted({self.short, length})
         checks = None if asked.report_to == "none" else RopeCallback(data=self.held_out, lengths=lengths, **few)
@@ -265,7 +281,7 @@ class _FinetuningRun:
             asked,
             learner,
             _load(asked).requires_grad_(False) if asked.guard else None,
-            Rows([each.ids for each in self.training], length, self.short, end=end, seed=asked.seed),
+            Rows([each.ids for each in self.training], length, self.short, prefix=prefix, end=end, seed=asked.seed),
             self.folder / f"checkpoints of {name}",
             batch=asked.batch * (1 if extended else round(self.long / self.short)),
             checks=checks,

@@ -38,15 +38,28 @@ _ENDLESS = 10**9  # steps
 class Rows(Dataset[dict[str, Tensor]]):
     """Random windows of a text, those of a number the same in every run.
 
-    A window may go from one document, (tokens,) int64, into the next, over the token `end`. As many short windows, of
-    `short_length`, are drawn as a long one has tokens.
+    A window may go from one document, (tokens,) int64, into the next, over the token `end`. Every document and every
+    window begins with the tokens `prefix`, as the tokenizer begins a text and as every span does in a measurement. As
+    many short windows, of `short_length`, are drawn as a long one has tokens.
     """
 
     def __init__(
-        self, documents: Sequence[Tensor], length: int, short_length: int, *, end: int | None, seed: int
+        self,
+        documents: Sequence[Tensor],
+        length: int,
+        short_length: int,
+        *,
+        prefix: Sequence[int] = (),
+        end: int | None,
+        seed: int,
     ) -> None:
-        closing = [] if end is None else [torch.tensor([end])]
-        self.text = torch.cat([part for ids in documents for part in (ids, *closing)])
+        closing = [] if end is None else [end]
+        self.prefix = torch.tensor(prefix, dtype=torch.int64)
+        parts = [(ids, ids.new_tensor(closing)) for ids in documents]
+        self.text = torch.cat([part for ids, after in parts for part in (self.prefix, ids, after)])
+        # A window begins with a prefix of its own, thus never inside that of a document.
+        inside = [torch.tensor([False] * len(prefix) + [True] * (len(ids) + len(after))) for ids, after in parts]
+        self.starts = torch.cat(inside).nonzero().flatten()
         self.length, self.short_length, self.seed = length, short_length, seed
 
     def __len__(self) -> int:
@@ -60,8 +73,10 @@ class Rows(Dataset[dict[str, Tensor]]):
         }
 
     def _windows(self, count: int, length: int, draws: torch.Generator) -> Tensor:
-        starts = torch.randint(0, len(self.text) - length + 1, (count, 1), generator=draws)
-        return self.text[starts + torch.arange(length)]
+        read = length - len(self.prefix)
+        fitting = int(torch.searchsorted(self.starts, len(self.text) - read, right=True))
+        starts = self.starts[torch.randint(0, fitting, (count, 1), generator=draws)]
+        return torch.cat([self.prefix.expand(count, -1), self.text[starts + torch.arange(read)]], dim=1)
 
     @staticmethod
     def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -72,9 +87,10 @@ class Rows(Dataset[dict[str, Tensor]]):
 class _GuardedTrainer(Trainer):  # type: ignore[misc]
     """A Trainer that also holds short rows to the teacher, the model before the patch, with the weight `guard`."""
 
-    def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, first: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.teacher, self.guard = teacher, guard
+        self.first = first  # the first token of a row that is predicted: those of its prefix are not
         self.model_accepts_loss_kwargs = False  # the loss is a mean: the Trainer divides it by the rows accumulated
 
     def compute_loss(
@@ -83,7 +99,7 @@ class _GuardedTrainer(Trainer):  # type: ignore[misc]
         """Nats per token of the long rows, plus the divergence on the short ones."""
         ids = inputs["long"]
         outputs = model(input_ids=ids, use_cache=False)
-        loss = functional.cross_entropy(outputs.logits[:, :-1].float().mT, ids[:, 1:])
+        loss = functional.cross_entropy(outputs.logits[:, self.first - 1 : -1].float().mT, ids[:, self.first :])
         if self.teacher is not None:
             short = inputs["short"]
             with torch.no_grad():
@@ -222,6 +238,7 @@ def train(
         callbacks=[checks, clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
         guard=asked.guard,
+        first=max(1, len(rows.prefix)),
     )
     checks.trainer = trainer
     trainer.remove_callback(PrinterCallback)

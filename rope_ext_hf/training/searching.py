@@ -29,7 +29,7 @@ from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patch
 from rope_ext_hf.pictures.rope_plots import draw_divisors
 from rope_ext_hf.questions import command_line, forward
-from rope_ext_hf.reading.spans import prepare
+from rope_ext_hf.reading.spans import prefix_tokens, prepare
 from rope_ext_hf.runs.folder import read_run, read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
@@ -262,7 +262,8 @@ def _answer(
     else:
         read = prompts(asked.fitness, searched, target, asked.passages, tokenizer, asked.seed)
         answered = prompts(asked.fitness, held_out, target, asked.passages, tokenizer, asked.seed + 1)
-    reader = Reader(model, read, short_passages(texts, context), asked.most_lost, **underneath)
+    short = short_passages(texts, context, prefix_tokens(tokenizer, None))
+    reader = Reader(model, read, short, asked.most_lost, **underneath)
     run = _Search(out, reader, rotary, settings, say, read_before, Budget(asked.minutes, asked.trials))
     to_measure = asked.max_spans * (len(run.fixed) + 3) * (1 + context / target)
     best = run.through_all_stages(to_measure)

@@ -15,6 +15,8 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.detection import PairingReport
+from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.support.checkpoint_folders import OTHER, all_tensors, convert, same, unstated, untouched, watch_reads
 from tests.support.commands import run
@@ -130,6 +132,16 @@ def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
         report = convert(source, tmp_path / "new", "interleaved", **options)
     assert "half, as stated, but its weights look interleaved" in str(report)
     assert any("taken for half, as stated" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(("score", "said"), [(-0.036, True), (0.036, False), (-0.02, False)])
+def test_undecided_weights_that_look_more_like_the_other_pairing_get_a_remark(score: float, said: bool) -> None:
+    """Gemma 3 270M with its rows in the interleaved order: 4 standard errors, and a verdict needs 4.5."""
+    shown = PairingReport("folder", score=score, error=0.009, reason="may be chance", stated="half")
+    settled = settle_pairing(shown, "interleaved", stated=None, configured="half", command=lambda *_: "")
+    remark = "look more like interleaved (score -0.036 +- 0.009): compare the losses on a text, `rope-ext detect folder"
+    assert (remark in str(settled)) is said, str(settled)
+    assert "its weights do not tell" in str(settled)
 
 
 def test_weights_that_do_not_tell_go_by_the_config_and_the_report_says_so(tmp_path: Path) -> None:

@@ -288,6 +288,29 @@ def test_an_empty_text_has_no_loss() -> None:
     assert one < 0.0
 
 
+@pytest.mark.parametrize("method", [None, "dynamic-ntk"])
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
+def test_a_model_with_nan_has_no_score(kind: str, method: str | None) -> None:
+    model = build("llama")
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    options: dict[str, Any] = {"method": method, "factor": 2.0} if method else {}
+    lm = harness(model, words("<s> $A"), max_length=8, **options)
+    given: Any = {"loglikelihood": ("a", " a"), "loglikelihood_rolling": ("a",)}
+    request = Instance(kind, {}, given.get(kind, ("a", {"until": ["."], "max_gen_toks": 2})), 0)
+    with pytest.raises(rope.UnsupportedModelError, match="the model gives NaN in place of numbers after"):
+        getattr(lm, kind)([request], disable_tqdm=True)
+
+
+@pytest.mark.parametrize(("rest", "tokens"), [("", "0"), (" a a a a a a a a a", "9")])
+def test_an_answer_that_cannot_be_scored_is_named(rest: str, tokens: str) -> None:
+    lm = harness(build("llama"), words("<s> $A"), max_length=8)
+    requests = [
+        Instance("loglikelihood", {}, ("a", text), 0, metadata=("endings", n, 1)) for n, text in enumerate((" a", rest))
+    ]
+    with pytest.raises(rope.MethodError, match=rf"task 'endings' asks .* an answer of {tokens} tokens \(document 1\)"):
+        lm.loglikelihood(requests, disable_tqdm=True)
+
+
 @pytest.mark.slow
 def test_the_model_of_lm_eval_scores_the_eos_of_the_bundled_tokenizer(tokenizer: Any) -> None:
     """docs/evaluation.md: contexts end with EOS there, and EOS stands in the place of a continuation's first byte."""

@@ -23,7 +23,9 @@ from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.servers import checking
 from rope_ext_hf.servers.answers import record_server
+from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.model_servers import KINDS, logprobs, serving
+from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
 
 
@@ -459,3 +461,49 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
     with pytest.raises(ServingError, match="does not answer"):
         record_server("http://127.0.0.1:9", tmp_path / "none.json", bare, seconds=2.0)
     assert not (tmp_path / "none.json").exists()
+
+
+@pytest.mark.parametrize("mistaken", [False, True])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_begin_as_the_tokenizer_begins_a_text(template: str, mistaken: bool, tmp_path: Path) -> None:
+    """One that a server puts those tokens before once more is named with all of them."""
+    tokenizer, asked = byte_tokenizer(template), list[list[int]]()
+    prefix = tokenizer("H")["input_ids"][: TEMPLATES[template]]  # by the definition: what stands before the first byte
+    build("llama", vocab_size=VOCABULARY).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    usual = KINDS["vLLM 0.33.0"][2]
+
+    def answer(model: Any, body: Any) -> Any:
+        asked.append(body["prompt"])
+        return usual(model, body | {"prompt": [*(prefix * mistaken), *body["prompt"]]})
+
+    with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), answer) as url:
+        report = rope.check_server(url, tmp_path, lengths=[24, 40], device="cpu")
+        record_server(url, tmp_path / "record.json", tmp_path, lengths=[24, 40])
+    assert [len(ids) for ids in asked[:2]] == [24, 40]
+    assert all(ids[: len(prefix)] == prefix for ids in asked)
+    assert not [token for ids in asked for token in ids[len(prefix) :] if token < len(SPECIAL)]
+    names = "".join(tokenizer.convert_ids_to_tokens(prefix))
+    assert report.runs == (f"with {names} before the prompt" if mistaken and prefix else "as measured"), str(report)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_prompts_of_a_record_begin_as_the_server_begins_a_text(template: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(template)
+    prefix = tokenizer("H")["input_ids"][: TEMPLATES[template]]
+
+    def tokenize(text: str, special: bool) -> list[int]:
+        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), tokenize=tokenize) as url:
+        made = record_server(url, tmp_path / "record.json", lengths=[24, 40])
+        more = made.more(2)
+    assert [len(prompt.ids) for prompt in (*made.prompts, *more)] == [24, 40, 24, 24]
+    text = [ids[len(prefix) :] for ids, _ in more]
+    assert [*made.prompts[0].ids[len(prefix) :], *text[0], *text[1]][: 40 - len(prefix)] == made.prompts[1].ids[
+        len(prefix) :
+    ]
+    for ids, _ in (*made.prompts, *more):
+        assert ids[: len(prefix)] == prefix
+        assert not [token for token in ids[len(prefix) :] if token < len(SPECIAL)]

@@ -27,7 +27,7 @@ from tests.support.models import TRAINED, build, logits, tokens
 
 LONG = 4 * TRAINED
 PASSAGES = [Passage(tokens(LONG, seed=seed)[0], LONG // 2) for seed in range(6)]
-SHORT = short_passages(PASSAGES, TRAINED)
+SHORT = short_passages(PASSAGES, TRAINED, ())
 
 
 def candidate(**values: Any) -> Candidate:

@@ -50,12 +50,14 @@ def test_pieces_are_as_many_of_each_document_spread_over_it() -> None:
 
 def test_short_passages_are_parts_of_the_long_ones() -> None:
     passage = Passage(torch.arange(LONG), LONG // 2)
-    middle, end = short_passages([passage], TRAINED)
+    middle, end = short_passages([passage], TRAINED, ())
     assert torch.equal(middle.ids, torch.arange(LONG // 2, LONG // 2 + TRAINED))
     assert torch.equal(end.ids, torch.arange(LONG - TRAINED, LONG))
     assert middle.first == TRAINED // 2
-    (only,) = short_passages([Passage(torch.arange(TRAINED + 10), 5)], TRAINED)
+    (only,) = short_passages([Passage(torch.arange(TRAINED + 10), 5)], TRAINED, ())
     assert torch.equal(only.ids, torch.arange(10, TRAINED + 10))
+    for part, start in zip(short_passages([passage], TRAINED, (9, 8)), (LONG // 2, LONG - TRAINED), strict=True):
+        assert part.ids.tolist() == [9, 8, *range(start + 2, start + TRAINED)]  # as the tokenizer begins a text
 
 
 def test_prompts_score_the_answers_alone() -> None:
@@ -112,7 +114,7 @@ def test_key_tokens_alone_count_in_their_passages() -> None:
             for span in spans
         ]
     assert len(read) == sum(map(bool, keys))
-    candidate = Reader(model, read, short_passages(texts, 256), 0.02).read("methods", evaluator, [], {})
+    candidate = Reader(model, read, short_passages(texts, 256, ()), 0.02).read("methods", evaluator, [], {})
     assert candidate.loss == pytest.approx(nats / sum(map(len, keys)), abs=1e-5)
     assert measurement.keys is not None
     assert sum(int(mask.sum()) for mask in measurement.keys) == sum(t >= 256 for of in measured for t in of) > 0

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import CorpusError, FileError, MethodError
+from rope_ext_hf.errors import CorpusError, FileError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.files import json_text
-from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.folder import read_run, read_whole, write_whole
 from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.runs.verdicts import Outcome
@@ -34,12 +35,14 @@ from rope_ext_hf.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.training import finetune
 from rope_ext_hf.training.finetuning import FinetuneReport, _FinetuningRun
+from rope_ext_hf.training.guarded_training import Rows
 from rope_ext_hf.training.questions import Finetuning
 from tests.cli.test_app import run
+from tests.support.byte_tokenizers import SPECIAL, VOCABULARY, byte_tokenizer
 from tests.support.commands import run as command
 from tests.support.forks import kill_when
 from tests.support.inputs import write_inputs, write_model
-from tests.support.models import TRAINED, logits, tokens
+from tests.support.models import TRAINED, build, logits, tokens
 from tests.support.wrapped_text import unwrapped
 
 LONG = 4 * TRAINED
@@ -49,6 +52,46 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     return write_model(tmp_path / "small")
+
+
+@pytest.mark.slow
+def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was begun without those tokens, by an earlier release, is not continued with them."""
+    build("llama", vocab_size=VOCABULARY).save_pretrained(model := tmp_path / "small")
+    byte_tokenizer("[gMASK] <sop> $A").save_pretrained(model)
+    texts = [f"{number}. Mice pay in kind, and nobody counts the cheese. " * 30 for number in range(3)]
+    drawn: list[dict[str, torch.Tensor]] = []
+    draw = Rows.__getitem__
+
+    def note(rows: Rows, index: int) -> dict[str, torch.Tensor]:
+        drawn.append(draw(rows, index))
+        return drawn[-1]
+
+    monkeypatch.setattr(Rows, "__getitem__", note)
+    asked: dict[str, Any] = {"data": texts, "method": "linear", "factor": 2, "steps": 1, "train_all": True}
+    asked |= {"eval_data": texts, "max_spans": 2}
+    finetune(model, tmp_path / "run", **asked)
+    first = [row[:2].tolist() for each in drawn for row in (*each["long"], *each["short"])]
+    assert first == [[SPECIAL.index("[gMASK]"), SPECIAL.index("<sop>")]] * len(first) != []
+    kept = read_whole(settings := tmp_path / "run" / "settings.json")
+    inputs = {name: value for name, value in kept["inputs"].items() if name != "what every text begins with"}
+    assert inputs != kept["inputs"]
+    write_whole(settings, {"settings": kept["settings"], "inputs": inputs})
+    with pytest.raises(FileError, match="what every text begins with changed since the run in"):
+        finetune(model, tmp_path / "run", **asked)
+
+
+@pytest.mark.parametrize("name", ["as loaded", "trained"])
+def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_path: Path) -> None:
+    model, tokenizer = build("llama", vocab_size=259), AutoTokenizer.from_pretrained(reference())
+    torch.nn.init.constant_(model.lm_head.weight, torch.nan)
+    asked = Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1)
+    file = RunFile("finetune", "a", {})
+    held_out = tokenize([Document("a", "Mice pay in kind. " * 9)], tokenizer)
+    run = _FinetuningRun(asked, tmp_path, lambda line: None, None, tokenizer, [], held_out, 32, 64, file)
+    why = {"as loaded": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
+    with pytest.raises(UnsupportedModelError, match=why[name]):
+        run.measure(name, model)
 
 
 @pytest.mark.slow

@@ -11,9 +11,12 @@ from torch.nn import functional
 from transformers import TrainerState, TrainingArguments
 
 import rope_ext_hf as rope
+from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.spans import prefix_tokens, tokenize
 from rope_ext_hf.training.guarded_training import Clock, Rows, find_checkpoint, train
 from rope_ext_hf.training.questions import Finetuning
 from rope_ext_hf.training.run_folder import Budget
+from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, byte_tokenizer
 from tests.support.models import build, logits, tokens
 
 DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
@@ -22,6 +25,16 @@ DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
 def asked(**given: Any) -> Finetuning:
     own: dict[str, Any] = {"model": "m", "method": "linear", "factor": 4, "data": "texts", "learning_rate": 1e-3}
     return Finetuning(**own | {"accumulate": 1} | given)
+
+
+class Repeated(Rows):
+    """The first row of others, again and again."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.__dict__ |= vars(rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__(0)
 
 
 def test_rows_are_windows_of_the_text_and_the_same_in_every_run() -> None:
@@ -33,6 +46,38 @@ def test_rows_are_windows_of_the_text_and_the_same_in_every_run() -> None:
     assert all(each["short"].shape == (4, 4) for each in drawn)
     assert torch.equal(rows[77]["short"], same[77]["short"])
     assert not torch.equal(rows[77]["long"], Rows(DOCUMENTS, 16, 4, end=2, seed=4)[77]["long"])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_rows_and_documents_begin_as_the_tokenizer_begins_a_text(template: str) -> None:
+    tokenizer, texts = byte_tokenizer(template), ["Mice pay in kind. ", "", "Nobody counts the cheese."]
+    prefix = tokenizer("M")["input_ids"][: TEMPLATES[template]]  # by the definition: what stands before the first byte
+    documents = tokenize([Document(text, text) for text in texts], tokenizer)
+    rows = Rows(
+        [each.ids for each in documents], 20, 5, prefix=prefix_tokens(tokenizer, None), end=tokenizer.eos_token_id,
+        seed=0,
+    )  # fmt: skip
+    plain = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    whole = [token for ids in plain for token in (*prefix, *ids)]
+    begins = [at for at in range(len(whole)) if whole[at : at + len(prefix)] == prefix]
+    for length, name in ((20, "long"), (5, "short")):
+        drawn = {tuple(row.tolist()) for index in range(600) for row in rows[index][name]}
+        read = length - len(prefix)
+        outside = [at for at in range(len(whole) - read + 1) if not any(0 <= at - b < len(prefix) for b in begins)]
+        assert drawn == {(*prefix, *whole[at : at + read]) for at in outside}
+    mine = [prefix, [tokenizer.eos_token_id], []]  # nothing that stands behind a text is in the rows
+    assert {token for token in rows.text.tolist() if token < len(SPECIAL)} <= {token for ids in mine for token in ids}
+
+
+@pytest.mark.parametrize("prefix", [(), (5,), (5, 6)])
+def test_the_tokens_before_a_row_are_not_predicted(prefix: tuple[int, ...], tmp_path: Path) -> None:
+    rows = Rows([tokens(400)[0]], 32, 16, prefix=prefix, end=None, seed=0)
+    ids = Rows.collate([rows[0]])["long"]
+    likely = logits(build("llama"), ids)[0].double().log_softmax(-1)
+    first = max(1, len(prefix))
+    by_hand = -sum(float(likely[i - 1, ids[0, i]]) for i in range(first, 32)) / (32 - first)
+    ran = train(asked(steps=10, guard=0, learning_rate=0.0), build("llama"), None, Repeated(rows), tmp_path, batch=1)
+    assert ran["losses"][0]["loss"] == pytest.approx(by_hand, rel=1e-4)
 
 
 @pytest.mark.slow
