@@ -50,7 +50,16 @@ from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state, present_specs
+from rope_ext_hf.patches.slots import (
+    ConfigSwap,
+    PatchedSlot,
+    PatchState,
+    Slot,
+    check_filled,
+    patch_state,
+    patched_slots,
+    present_specs,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -369,6 +378,8 @@ def patch_as_planned(plan: PatchPlan) -> None:
 def take_off(model: nn.Module) -> None:
     state = patch_state(model)
     configs = state.configs if state else []
+    for slot in patched_slots(model):
+        check_filled(slot.replaced)
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
             if isinstance(child, PatchedSlot):
