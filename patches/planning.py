@@ -143,7 +143,7 @@ def _plan(
     spec = replace(spec, method=bound, target_length=spec.target_length or bound.extended_length(spec.rotary))
     _check_method(model, slots, spec)
     attention: list[tuple[nn.Module, Layer]] = []
-    if isinstance(spec.method, RemappingMethod) and not _on_meta_device(model):
+    if isinstance(spec.method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, spec.method, spec.rotary)
     unlike_published = recipe_warning(config, spec.rotary, spec.method, spec.target_length)
     # 3. how the configs state it; these are copies
@@ -215,9 +215,12 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
 
 
-def _on_meta_device(model: nn.Module) -> bool:
-    """Whether a model's weights are not there, and no hook brings them when they are needed."""
-    return all(p.device.type == "meta" for p in model.parameters()) and not any(
+def on_meta_device(model: nn.Module) -> bool:
+    """Whether a model's weights are not there, and no hook brings them when they are needed.
+
+    Some classes make a few of them with numbers on the CPU, whatever the device (DiffLlama).
+    """
+    return any(p.device.type == "meta" for p in model.parameters()) and not any(
         hasattr(module, "_hf_hook") for module in model.modules()
     )
 
@@ -301,6 +304,11 @@ def apply_plan(plan: PatchPlan) -> None:
     attach_saving(model, modules[0])
     extend_generation(model, modules[0])
     modules[0].before_use = check_trainers_above
+
+
+def needs_hooks(spec: PatchSpec) -> bool:
+    """Whether a method is more than other frequencies, so that a model with its weights may refuse it."""
+    return _hooks_for(spec) is not None
 
 
 def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
