@@ -96,7 +96,7 @@ def _plain_table(module: nn.Module, positions: int) -> Tensor:
     """Return the table of plain RoPE, on the CPU, as the class of a module computes it."""
     plain: Any
     with torch.device("cpu"), torch.no_grad():
-        plain = type(module)(positions, module.embedding_dim)  # type: ignore[arg-type]
+        plain = type(module)(positions, module.embedding_dim)
         weight: Tensor = plain.create_weight()
     return weight
 
