@@ -75,6 +75,9 @@ class _TableSlot(PatchedSlot):
         cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 
+    def _anew(self) -> dict[str, Tensor]:
+        return {"weight": _plain_table(self.replaced, self.replaced.num_embeddings)}  # type: ignore[arg-type]
+
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """As any module's, with the table under `weight`."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -89,14 +92,21 @@ class _TableSlot(PatchedSlot):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def _plain_table(module: nn.Module, positions: int) -> Tensor:
+    """Return the table of plain RoPE, on the CPU, as the class of a module computes it."""
+    plain: Any
+    with torch.device("cpu"), torch.no_grad():
+        plain = type(module)(positions, module.embedding_dim)
+        weight: Tensor = plain.create_weight()
+    return weight
+
+
 def restore_table(model: nn.Module, positions: int) -> None:
     """Put the table of plain RoPE, of the `positions` before the patch, back into a model loaded with its table."""
     for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)
-        plain: Any = type(module)(positions, table.shape[-1])
-        with torch.no_grad():
-            plain.weight.copy_(plain.create_weight())
-        module.weight = nn.Parameter(plain.weight.to(table.device, table.dtype), requires_grad=False)
+        plain = _plain_table(module, positions)
+        module.weight = nn.Parameter(plain.to(table.device, table.dtype), requires_grad=False)
         module.num_embeddings = positions  # type: ignore[assignment]
         config.max_position_embeddings = positions

@@ -7,6 +7,7 @@ reading of the config may differ from that of the class; this cannot.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
@@ -60,6 +61,36 @@ def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
     if layout == "bare":
         return columns
     return columns[: len(columns) // 2] if layout == "half" else columns[0::2]
+
+
+def built_anew(module: nn.Module) -> nn.Module | None:
+    """Return a new module of the same class on the CPU; None where it cannot be built.
+
+    Arguments of its class are the attributes of the same name. One that is not kept has its default, so that the result
+    may differ in its numbers.
+    """
+    arguments: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(module)).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if name == "device":
+            arguments[name] = "cpu"
+        elif hasattr(module, name):
+            arguments[name] = getattr(module, name)
+        elif parameter.default is parameter.empty:
+            return None
+    try:
+        with torch.device("cpu"), torch.no_grad():
+            return type(module)(**arguments)
+    except Exception:  # classes raise anything where an attribute is not what its argument was
+        return None
+
+
+def same_frequencies(inv_freq: Tensor, stated: Tensor) -> bool:
+    """Whether the frequencies of a module are those that its config states, but for rounding."""
+    # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
+    # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
+    return inv_freq.shape == stated.shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)
 
 
 def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:

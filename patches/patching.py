@@ -24,6 +24,7 @@ from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay, take_off
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
+from rope_ext_hf.patches.stand_in import check_without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -294,5 +295,7 @@ def _parameters_for(name: str | RopeMethod, choice: MethodChoice) -> dict[str, A
 
 
 def apply_choice(choice: PatchChoice, model: nn.Module, *, native: bool = False) -> None:
+    """Patch a model as a command asks; one without weights is refused what it would be refused with them."""
     if choice.method:
         patch(model, native=native, **choice.arguments_of_patch)
+        check_without_weights(model)

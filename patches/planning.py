@@ -50,7 +50,16 @@ from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState, Slot, patch_state, present_specs
+from rope_ext_hf.patches.slots import (
+    ConfigSwap,
+    PatchedSlot,
+    PatchState,
+    Slot,
+    check_filled,
+    patch_state,
+    patched_slots,
+    present_specs,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -134,7 +143,7 @@ def _plan(
     spec = replace(spec, method=bound, target_length=spec.target_length or bound.extended_length(spec.rotary))
     _check_method(model, slots, spec)
     attention: list[tuple[nn.Module, Layer]] = []
-    if isinstance(spec.method, RemappingMethod) and not _on_meta_device(model):
+    if isinstance(spec.method, RemappingMethod) and not on_meta_device(model):
         attention = probe_layers(model, slots, spec.method, spec.rotary)
     unlike_published = recipe_warning(config, spec.rotary, spec.method, spec.target_length)
     # 3. how the configs state it; these are copies
@@ -206,9 +215,12 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
     return [ConfigSwap(copy.deepcopy(config, memo), config) for config in originals.values()]
 
 
-def _on_meta_device(model: nn.Module) -> bool:
-    """Whether a model's weights are not there, and no hook brings them when they are needed."""
-    return all(p.device.type == "meta" for p in model.parameters()) and not any(
+def on_meta_device(model: nn.Module) -> bool:
+    """Whether a model's weights are not there, and no hook brings them when they are needed.
+
+    Some classes make a few of them with numbers on the CPU, whatever the device (DiffLlama).
+    """
+    return any(p.device.type == "meta" for p in model.parameters()) and not any(
         hasattr(module, "_hf_hook") for module in model.modules()
     )
 
@@ -294,6 +306,11 @@ def apply_plan(plan: PatchPlan) -> None:
     modules[0].before_use = check_trainers_above
 
 
+def needs_hooks(spec: PatchSpec) -> bool:
+    """Whether a method is more than other frequencies, so that a model with its weights may refuse it."""
+    return _hooks_for(spec) is not None
+
+
 def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
     """The hooks around a decoder that a method needs; None: a static method needs none."""
     if isinstance(spec.method, RemappingMethod):
@@ -369,6 +386,8 @@ def patch_as_planned(plan: PatchPlan) -> None:
 def take_off(model: nn.Module) -> None:
     state = patch_state(model)
     configs = state.configs if state else []
+    for slot in patched_slots(model):
+        check_filled(slot.replaced)
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
             if isinstance(child, PatchedSlot):

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.patches.class_angles import same_frequencies
 from rope_ext_hf.patches.config import ConfigRope, read_rope
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.layer_types import AttentionLayers, Layers, LayerType
-from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_is_model
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, check_is_model
 from rope_ext_hf.rotary.embedding import Layout
 
 
@@ -97,6 +98,7 @@ def _inspect(
     layout: Layout = "bare"
     cast, log_multiplier = True, None
     axis_of_pair: dict[LayerType, tuple[int, ...] | None] = {}
+    check_filled(module)
     if is_table := attribute == family(config.model_type).angle_table:
         as_loaded[None], axis_of_pair[None] = _rope_of_table(module, config), None
     for layer_type, name in ({} if is_table else frequency_buffers(module)).items():
@@ -144,9 +146,7 @@ def _check_against_config(config: Any, inv_freq: Tensor, rope: ConfigRope, state
     """The config must describe the frequencies the model has; else a patch would start from the wrong geometry."""
     if inv_freq.device.type == "meta":
         return
-    # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
-    # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
-    if not torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8):
+    if not same_frequencies(inv_freq, stated):
         raise _another_geometry(config, rope)
 
 

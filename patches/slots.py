@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.class_angles import built_anew, same_frequencies
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope, PatchSpec
 from rope_ext_hf.patches.engine_keys import EngineAgreement
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
@@ -174,13 +175,14 @@ class PatchedSlot(nn.Module):
             chosen = (method, rotary) if layer_type in scaled else (rope.method, rope.plain)
             self.tables[layer_type or "all"] = _table(slot, slot.axis_of_pair[layer_type], *chosen)
         self.axes = slot.axes
+        self._as_loaded = slot.as_loaded
         self._kept_length = method.max_distance if isinstance(method, RemappingMethod) and method.by_length else None
         # A child, so that `.to` and `.half` reach it and unpatching gives what a model without a patch would have.
         self.replaced = slot.module
         self._state = state
         self.hooks: list[Any] = []  # what the patch has put elsewhere in the model; `remove` takes each away again
         self.before_use: Callable[[PatchedSlot], object] | None = None  # called by `train` and `eval` of the model
-        if slot.log_multiplier is not None:
+        if not slot.is_table and slot.module.state_dict():  # a learned multiplier; frequencies, in older classes
             self._register_state_dict_hook(_without_replaced)  # type: ignore[no-untyped-call]
             self._register_load_state_dict_pre_hook(_with_replaced)  # type: ignore[no-untyped-call]
         device = next(chain(slot.module.buffers(), slot.module.parameters())).device
@@ -281,18 +283,38 @@ class PatchedSlot(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the module; fill the replaced one anew where it comes off the meta device, as `to_empty` does not."""
-        empty = {name for name, buffer in self.replaced.named_buffers() if buffer.device.type == "meta"}
+        """Move the module; fill the replaced one anew where it comes off the meta device, as `to_empty` does not.
+
+        A buffer whose numbers its class does not say is filled with NaN, which `check_filled` refuses.
+        """
+        empty = {name for name, tensor in _tensors(self.replaced).items() if tensor.device.type == "meta"}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        buffers = {name: buffer for name, buffer in self.replaced.named_buffers() if name in empty}
-        config = self.replaced.__dict__.get("config")
-        if config is not None and any(buffer.device.type != "meta" for buffer in buffers.values()):
-            with torch.device("cpu"):
-                filled = dict(type(self.replaced)(config).named_buffers())
-            for name, buffer in buffers.items():
-                if buffer.device.type != "meta" and name in filled and filled[name].shape == buffer.shape:
-                    buffer.data.copy_(filled[name])
+        tensors = {name: tensor for name, tensor in _tensors(self.replaced).items() if name in empty}
+        if all(tensor.device.type == "meta" for tensor in tensors.values()):
+            return self
+        anew = self._anew()
+        buffers = dict(self.replaced.named_buffers())
+        for name, tensor in tensors.items():
+            if name in anew and anew[name].shape == tensor.shape:
+                tensor.data.copy_(anew[name])
+            elif name in buffers and tensor.is_floating_point():
+                tensor.data.fill_(torch.nan)
         return self
+
+    def _anew(self) -> dict[str, Tensor]:
+        """Return the tensors of a newly built module of the replaced one's class; none where they cannot be known.
+
+        Frequencies that are not those of the config, by which the patch was made, are not known: a class may keep
+        another base than the one it states.
+        """
+        built = built_anew(self.replaced)
+        tensors = {} if built is None else _tensors(built)
+        for layer_type, rope in self._as_loaded.items():
+            stated = rope.method.frequencies(rope.plain, rope.plain.trained_length).inv_freq
+            inv_freq = tensors.get("inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
+            if inv_freq is not None and not same_frequencies(inv_freq, stated):
+                return {}
+        return tensors
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         angles = self.tables[layer_type or "all"](x, position_ids)
@@ -304,6 +326,23 @@ class PatchedSlot(nn.Module):
         if isinstance(own, Tensor):
             return torch.where(kept, own, angles)
         return tuple(torch.where(kept, as_loaded, ours) for as_loaded, ours in zip(own, angles, strict=True))
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(chain(module.named_buffers(), module.named_parameters()))
+
+
+def check_filled(module: nn.Module) -> None:
+    """Check that a rotary module has its numbers; else UnsupportedModelError.
+
+    It lacks them where its model was patched on the meta device and its class does not say how it is built, see
+    `PatchedSlot._apply`.
+    """
+    if any(each.device.type != "meta" and bool(each.isnan().any()) for each in module.buffers()):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lost its frequencies: the model was patched on the meta device, and weights that "
+            "are loaded later do not hold them; load the model anew with its weights, and patch it then"
+        )
 
 
 _REPLACED = "replaced."

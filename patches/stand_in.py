@@ -9,16 +9,21 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
-from rope_ext_hf.errors import MethodError, UnsupportedModelError
+from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import class_to_load, empty_model
-from rope_ext_hf.patches.planning import apply_plan, plan_patch, take_off
+from rope_ext_hf.patches.planning import apply_plan, needs_hooks, on_meta_device, plan_patch, replay, take_off
+from rope_ext_hf.patches.slot_finding import rotary_modules
+from rope_ext_hf.patches.slots import present_specs
 
 _VOCABULARY, _WIDTH, _INNER_WIDTH, _HEADS = 128, 64, 16, 4
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": _VOCABULARY}
@@ -32,20 +37,34 @@ def stand_in(config: str) -> PreTrainedModel | None:
 
     None: it cannot be built.
     """
-    values = json.loads(config)
-    for narrow in (True, False):  # some classes want as many heads as they have
+    values = json.loads(config, object_hook=_number)
+    known = values.get("model_type") in CONFIG_MAPPING
+    names = CONFIG_MAPPING[values["model_type"]].attribute_map if known else {}  # a family's own, by the usual ones
+    usual = {own: name for name, own in names.items()}
+    values = {usual.get(key, key): value for key, value in values.items()}
+    # Some classes want as many heads as they have, or as many layers, of which they count kinds of their own.
+    for short, narrow in ((True, True), (True, False), (False, True), (False, False)):
         try:
-            small = AutoConfig.for_model(**_small(values, narrow=narrow))
+            sizes = _small(values, narrow=narrow, short=short)
+            small = AutoConfig.for_model(**{names.get(key, key): value for key, value in sizes.items()})
             if sum(each.numel() for each in empty_model(small).parameters()) > _MOST_PARAMETERS:
                 continue
             loader = class_to_load(small)
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
                 torch.manual_seed(0)
                 model = loader.from_config(small) if hasattr(loader, "_model_mapping") else loader._from_config(small)
+            model = _perturbed(model.float().eval())
+            with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+                model(input_ids=torch.arange(3, 11)[None])
         except Exception:  # classes raise anything where sizes depend on each other in a way of their own
             continue
-        return _perturbed(model.float().eval())
+        return model
     return None
+
+
+def _number(value: dict[str, Any]) -> Any:
+    """Return the number that transformers writes as a table into JSON, which has no infinity; other tables as is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 @torch.no_grad()
@@ -57,7 +76,7 @@ def _perturbed(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def refusal(config: Any, method: str, **arguments: Any) -> Exception | None:
+def refusal(config: Any, method: str, **arguments: Any) -> RopeExtError | None:
     """Return the error with which `patch` refuses a method on a model of a text config; None: it does not, or no small
     model can be built to try it on.
     """
@@ -65,23 +84,59 @@ def refusal(config: Any, method: str, **arguments: Any) -> Exception | None:
 
 
 @lru_cache(maxsize=1024)
-def _refusal(config: str, method: str, arguments: tuple[tuple[str, Any], ...]) -> Exception | None:
+def _refusal(config: str, method: str, arguments: tuple[tuple[str, Any], ...]) -> RopeExtError | None:
     model = stand_in(config)
-    return None if model is None else _refused(model, method, **dict(arguments))
+    return None if model is None else _refused(model, lambda: apply_plan(plan_patch(model, method, **dict(arguments))))
 
 
-def _refused(model: PreTrainedModel, method: str, **arguments: Any) -> Exception | None:
+def check_without_weights(model: nn.Module) -> None:
+    """Check that a patched model without weights could be patched so with them, by a small model of its class.
+
+    Nothing is tried on a model that has weights, or where no small model can be built.
+
+    Raises:
+        MethodError, UnsupportedModelError: as `patch` does on the model with its weights.
+    """
+    specs = present_specs(model)
+    if not (specs and needs_hooks(specs[-1]) and on_meta_device(model)):
+        return
+    config = rotary_modules(model)[0][3]
+    small = stand_in(config.to_json_string(use_diff=False))
+    if small is None:
+        return
+    types = AttentionLayers(config).types  # the small model has fewer layers, and each type
+    alike = tuple([replace(spec, layers=_by_type(spec.layers, types)) for spec in specs])
+    refused = _refused(small, lambda: replay(small, alike))
+    if refused is None:
+        return
+    empty = empty_model(small.config)
+    if _refused(empty, lambda: replay(empty, alike)) is None:  # else it is the small size that does not fit
+        raise refused
+
+
+def _by_type(layers: tuple[str | int, ...] | None, types: Sequence[str]) -> tuple[str | int, ...] | None:
+    if layers is None:
+        return None
+    return tuple(dict.fromkeys([types[each] if isinstance(each, int) else each for each in layers]))
+
+
+def _refused(model: PreTrainedModel, apply: Callable[[], object]) -> RopeExtError | None:
+    """Return the error with which a patch is refused, or None; the model is unpatched afterwards."""
     with warnings.catch_warnings(action="ignore"):
         try:
-            apply_plan(plan_patch(model, method, **arguments))
+            apply()
         except (MethodError, UnsupportedModelError) as error:
             return error
-        take_off(model)
+        finally:
+            take_off(model)
     return None
 
 
-def _small(values: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
-    """A config with fewer layers, tokens and inner widths; `narrow`: and fewer heads, of the same size."""
+def _small(values: Mapping[str, Any], *, narrow: bool, short: bool) -> dict[str, Any]:
+    """A config of fewer tokens and smaller inner widths; `narrow`: fewer heads of the same size; `short`: fewer layers.
+
+    Settings have their usual names.
+    """
     small = {key: copy.deepcopy(value) for key, value in values.items() if key != "transformers_version"}
     layers = values["num_hidden_layers"]
     if narrow:
@@ -99,6 +154,8 @@ def _small(values: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
     small |= {key: _INNER_WIDTH for key, value in values.items() if key.endswith("intermediate_size") and value}
     small |= {key: value for key, value in _TOKEN_IDS.items() if key in values}
     small |= {"initializer_range": _SPREAD} if "initializer_range" in values else {}
+    if not short:
+        return small
     # so many layers that each kind is there; lists and tables state something of each
     by_layer = [value for value in values.values() if isinstance(value, list) and len(value) == layers]
     kinds = list(zip(*map(_hashable, by_layer), strict=True)) or [()] * layers

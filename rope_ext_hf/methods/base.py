@@ -163,6 +163,11 @@ def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
     return tuple(inv_freq.tolist()), attention_factor
 
 
+def _as_tensor(number: Tensor | float, device: torch.device) -> Tensor:
+    """Return a number as a float64 tensor; `torch.as_tensor` takes none that a trace with dynamic shapes computed."""
+    return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.float64, device=device)
+
+
 def constant(numbers: tuple[float, ...], device: torch.device | str, dtype: torch.dtype = torch.float64) -> Tensor:
     """Numbers as a tensor (len(numbers),) on a device, which nobody may write to.
 
@@ -301,8 +306,7 @@ class RopeMethod(ABC):
         own_inv_freq, own_factor = rotary.own.method.at_lengths(rotary.own.rotary, lengths)
         long = length > rotary.trained_length
         if isinstance(attention_factor, Tensor) or attention_factor != own_factor:
-            factors = (attention_factor, own_factor)
-            new, old = (torch.as_tensor(f, dtype=torch.float64, device=lengths.device) for f in factors)
+            new, old = (_as_tensor(factor, lengths.device) for factor in (attention_factor, own_factor))
             attention_factor = torch.where(long, new, old)
         return torch.where(long, inv_freq, own_inv_freq), attention_factor
 

@@ -14,6 +14,7 @@ from rope_ext_hf.advice.advising import advise
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.serving.audit import audit_config
 from rope_ext_hf.serving.configs import Model, make_target
+from tests.support.commands import run_json
 from tests.support.models import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -53,6 +54,26 @@ def test_advice_and_audit_take_the_trained_length() -> None:
     assert (advice.context_length, round(advice.factor, 2)) == (256, 3.91)
     [vllm] = [report for report in audit_config(config.to_dict()).engines if report.engine == "vllm"]
     assert "dual chunk attention" in str(vllm.unknown)
+
+
+@pytest.mark.slow
+def test_the_commands_take_the_trained_length_of_qwen_1m(tmp_path: Path) -> None:
+    """Qwen2.5-1M by its published numbers: trained at 262,144 tokens, chunks of 262,144 and 8,192 of them local."""
+    stated = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    folder = tmp_path / "qwen"
+    sizes: dict[str, Any] = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": stated}
+    build("qwen2", {"rope_type": "default", "rope_theta": 1e7}, **sizes).save_pretrained(folder)
+    described = run_json("describe", folder)
+    assert (described["trained_length"], described["context_length"]) == (262144, 262144)
+    of_engine = ("--engine", "llama.cpp", "--no-measure")  # vLLM, the default, runs dual chunk attention of its own
+    planned = run_json("extend", folder, "--target-length", "524288", "--dry-run", *of_engine)["plan"]
+    assert (planned["context_length"], planned["target_length"]) == (262144, 524288)
+    chosen = ("--method", "dca", "--target-length", "1010000", "--out", tmp_path / "new")
+    patched = run_json("patch", folder, *chosen)
+    sizes = {"chunk": 262144 - 8192, "window": 8192}
+    assert patched["context_length"] == 262144
+    assert patched["params"] | sizes == patched["params"]
+    assert rope.describe(rope.from_pretrained(tmp_path / "new")).params | sizes == patched["params"]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,66 @@ def test_one_graph_over_a_scaling(method: str, scaling: str) -> None:
     torch.testing.assert_close(actual, logits(model, ids), atol=1e-5, rtol=1e-5)
 
 
+HALF = TRAINED // 2
+LISTS = {"short_factor": [1.0 + i / 10 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+OVER_LONGROPE: dict[str, tuple[str | None, dict[str, Any], int]] = {
+    "unpatched": (None, {}, 6 * HALF),
+    "linear": ("linear", {"factor": 2}, HALF),
+    "ntk": ("ntk", {"factor": 2}, HALF),
+    "yarn": ("yarn", {"factor": 2}, HALF),
+    "by-parts": ("by-parts", {"factor": 2}, HALF),
+    "dynamic-ntk": ("dynamic-ntk", {}, 4 * HALF),
+    "dynamic-yarn": ("dynamic-yarn", {}, 4 * HALF),
+    "yarn, original": ("yarn", {"factor": 4, "over": "original"}, 0),
+    "dynamic-ntk, original": ("dynamic-ntk", {"over": "original"}, 0),
+    "dynamic-yarn, original": ("dynamic-yarn", {"over": "original"}, 0),
+    "longrope, original": ("longrope", {"factor": 4, "over": "original"} | LISTS, 6 * HALF),
+}
+"""Methods over the longrope of Phi-3, which has a list of divisors up to the original length and another beyond it, and
+the longest input that is read as by the unpatched model."""
+
+QUICK = [("linear", "compiled"), ("yarn", "compiled for any length"), ("dynamic-yarn", "exported")]
+
+
+def phi3(which: str) -> Any:
+    form = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": HALF} | LISTS
+    sizes = {"max_position_embeddings": 4 * HALF, "original_max_position_embeddings": HALF}
+    method, params, _ = OVER_LONGROPE[which]
+    model = build("phi3", form, num_hidden_layers=1, **sizes)
+    return model if method is None else rope.patch(model, method, **params)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize(
+    ("which", "how"),
+    [
+        pytest.param(which, how, marks=[pytest.mark.thorough] * ((which, how) not in QUICK))
+        for which in OVER_LONGROPE
+        if which != "unpatched"
+        for how in ("compiled", "compiled for any length", "exported")
+    ],
+)
+def test_one_graph_over_the_longrope_of_phi3(which: str, how: str) -> None:
+    """On both sides of the original length, and of the extended one."""
+    model, unpatched, kept = phi3(which), phi3("unpatched"), OVER_LONGROPE[which][2]
+    traced: Any
+    if how == "exported":
+        shapes = {"input_ids": {1: torch.export.Dim("length", min=4, max=1024)}, "use_cache": None}
+        example = (tokens(HALF + 3),)
+        traced = torch.export.export(model, example, {"use_cache": False}, dynamic_shapes=shapes).module()
+    else:
+        dynamic = True if how == "compiled for any length" else None
+        traced = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
+    for length in (HALF + 1, HALF - 4, HALF, 4 * HALF, 4 * HALF + 1, 6 * HALF):
+        ids = tokens(length)
+        expected = logits(model, ids)
+        with torch.no_grad():
+            torch.testing.assert_close(traced(ids, use_cache=False).logits, expected, atol=1e-5, rtol=1e-5)
+        if length <= kept:
+            torch.testing.assert_close(expected, logits(unpatched, ids), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("method", ["dynamic-self-extend", "jet-long"])
 def test_a_trace_of_positions_by_length_is_refused(method: str) -> None:
     model = rope.patch(build("llama"), method)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import UnsupportedModelError
-from tests.support.models import build, logits, rotary_of, tokens
+from tests.support.models import build, build_known, logits, rotary_of, tokens
+from tests.support.tiers import needs_family
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_neox", "glm"])
@@ -48,6 +51,128 @@ def test_a_remapping_method_is_patched_again_once_weights_are_there(name: str, m
     rope.patch(model, method)
     assert torch.equal(logits(model, ids), logits(rope.patch(given, method), ids))
     assert torch.equal(logits(rope.unpatch(model), ids), logits(build(name), ids))
+
+
+class OlderRotary(nn.Module):
+    """A rotary module as Llama's was before it had a config (transformers 4.38), its arguments kept as attributes."""
+
+    persistent = False
+    inv_freq: Tensor
+
+    def __init__(self, dim: int, max_position_embeddings: int = 2048, base: float = 10_000.0, device: Any = None):
+        super().__init__()
+        self.dim, self.max_position_embeddings, self.base = dim, max_position_embeddings, base
+        inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64, device=device).float() / dim))
+        self.register_buffer("inv_freq", inv_freq, persistent=self.persistent)
+        self.attention_scaling = 1.0
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        freqs = position_ids[..., None].float() * self.inv_freq.float()
+        emb = torch.cat((freqs, freqs), dim=-1)
+        return emb.cos().to(x.dtype), emb.sin().to(x.dtype)
+
+
+class KeepsNothing(OlderRotary):
+    def __init__(self, dim: int, max_position_embeddings: int = 2048, base: float = 10_000.0):
+        super().__init__(dim, max_position_embeddings, base)
+        del self.dim
+
+
+class KeepsNoBase(OlderRotary):
+    """Built anew from its attributes, it would have the default base."""
+
+    def __init__(self, dim: int, max_position_embeddings: int = 2048, base: float = 10_000.0):
+        super().__init__(dim, max_position_embeddings, base)
+        del self.base
+
+
+class InWeights(KeepsNothing):
+    persistent = True
+
+
+def with_rotary(cls: type, model: Any) -> Any:
+    """The model with a rotary module of that class, for base 5000."""
+    decoder = getattr(model, "model", None) or model.gpt_neox
+    decoder.rotary_emb = cls(2 * decoder.rotary_emb.inv_freq.shape[-1], 64, 5_000.0)
+    return model
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has filled is NaN inside."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+def later(cls: type, name: str, method: str, params: dict[str, Any]) -> tuple[Any, Any]:
+    """A model patched on the meta device that got its weights later, and the model that it got them from."""
+    form = {"rope_type": "default", "rope_theta": 5_000.0}
+    given = with_rotary(cls, build(name, form))
+    with torch.device("meta"):
+        model = with_rotary(cls, type(given)(given.config))
+        rope.patch(model, method, **params)
+    model = model.to_empty(device="cpu").eval()
+    model.load_state_dict(given.state_dict())
+    return model, given
+
+
+OLDER_FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox")
+OLDER_METHODS = [
+    ("yarn", {"factor": 4}),
+    ("dynamic-ntk", {}),
+    ("profiles", {"factor": 4, "smaller": [2]}),
+    ("rerope", {}),
+    ("dynamic-self-extend", {}),
+]
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", OLDER_FAMILIES)
+@pytest.mark.parametrize(("method", "params"), OLDER_METHODS)
+@pytest.mark.parametrize("cls", [OlderRotary, InWeights])
+def test_a_rotary_module_without_a_config_is_built_anew(
+    cls: type, method: str, params: dict[str, Any], name: str
+) -> None:
+    model, given = later(cls, name, method, params)
+    rope.unpatch(model)
+    assert torch.equal(logits(model, tokens(80)), logits(given, tokens(80)))
+    assert torch.equal(
+        logits(rope.patch(model, method, **params), tokens(80)), logits(rope.patch(given, method, **params), tokens(80))
+    )
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("name", OLDER_FAMILIES)
+@pytest.mark.parametrize(("method", "params"), OLDER_METHODS)
+@pytest.mark.parametrize("cls", [KeepsNothing, KeepsNoBase])
+def test_a_rotary_module_that_cannot_be_built_anew_is_not_given_back(
+    cls: type, method: str, params: dict[str, Any], name: str
+) -> None:
+    model, given = later(cls, name, method, params)
+    refused = r"lost its frequencies.* load the model anew with its weights"
+    with pytest.raises(UnsupportedModelError, match=refused):
+        rope.unpatch(model)
+    with pytest.raises(UnsupportedModelError, match=refused):
+        rope.patch(model, "linear", factor=2)
+    if method == "yarn":  # whose own frequencies are there
+        assert torch.equal(logits(model, tokens(80)), logits(rope.patch(given, method, **params), tokens(80)))
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("method", ["yarn", "linear"])
+def test_a_table_of_angles_is_filled_anew(method: str) -> None:
+    needs_family("roformer")
+    given = build_known("roformer")
+    with torch.device("meta"):
+        model = type(given)(given.config)
+    rope.patch(model, method, factor=2)
+    model = model.to_empty(device="cpu").eval()
+    state = given.state_dict()
+    model.load_state_dict(state)
+    assert torch.equal(logits(model, tokens(40)), logits(rope.patch(given, method, factor=2), tokens(40)))
+    assert torch.equal(logits(rope.unpatch(model), tokens(40)), logits(rope.unpatch(given), tokens(40)))
 
 
 AVERAGES: dict[str, dict[str, Any]] = {
