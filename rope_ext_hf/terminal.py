@@ -68,7 +68,8 @@ def table_text(table: Table) -> str:
     """A table of rich as text, as wide as the terminal; its title and caption are lines of text."""
     title, caption = table.title, table.caption
     table.title = table.caption = None
-    lines = [str(title or ""), _printed(table), wrapped(str(caption or ""))]
+    notes = map(wrapped, str(caption or "").splitlines())
+    lines = [str(title or ""), _printed(table), *notes]
     return "\n".join(line for line in lines if line)
 
 

@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import evaluation, lm_eval, models, run_files, serving
+from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files, serving
 from rope_ext_hf.cli.console import all_results, print_error, print_text, quiet_transformers, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
@@ -27,7 +27,7 @@ _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
     "Measurements": (
         evaluation.need,
-        evaluation.demo,
+        demo.demo,
         evaluation.ppl,
         evaluation.sweep,
         evaluation.passkey,

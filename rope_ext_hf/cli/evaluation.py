@@ -1,4 +1,4 @@
-"""Commands that measure how far a model reads: `demo`, `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `need`, `report`."""
+"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `need`, `report`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _RESULTS = Path("rope-ext-results")
 _NEED_FILE = "need.json"  # the name of the file that `need` leaves in its folder
-_DEMO_METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 
 
 @dataclass(frozen=True)
@@ -121,46 +120,6 @@ class ReaderOptions(_ProcessOptions):
         if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
         return plan, workers
-
-
-def demo(
-    out: Out = _RESULTS,
-    spans: int = asked(8, "Spans of text per length; more is slower and steadier.", least=1),
-    trials: int = asked(3, "Retrieval prompts per length, each with five questions.", least=1),
-    device: str = asked("cpu", "cpu, cuda, mps, ..."),
-    as_json: Json = False,
-) -> None:
-    """Show what the bundled model loses beyond its trained length and what methods bring back: loss, and retrieval.
-
-    Offline, two to three minutes on two CPU cores.
-
-    Example: `rope-ext demo`
-    """
-    from rope_ext_hf.eval.measuring import measure
-    from rope_ext_hf.hub import load_model
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.runs.report import Comparison
-
-    model = load_model("reference", dtype="float32", device=device)
-    trained = patch_geometry(model).context_length
-    lengths = [trained * 2**doublings for doublings in range(4)]
-    ask = partial(measure, model, methods=_DEMO_METHODS, out=out, progress=shown_progress())
-    loss = ask(Perplexity(lengths=lengths, max_spans=spans))
-    _stop_if_not_finite(loss)
-    retrieval = ask(Passkey(lengths=lengths, task="key-value", keys=5, trials=trials, distractors=4))
-    comparison = Comparison([loss, retrieval])
-    page, picture = comparison.write_page(out / "comparison.html"), out / "demo.png"
-    note = str(picture)
-    try:
-        comparison.draw(picture, f"A small model trained at {trained} bytes, as loaded and with methods that extend it")
-    except ImportError as error:
-        note = f"none; {error}"
-    if as_json:
-        whole = {"perplexity": loss.to_dict(), "passkey": retrieval.to_dict()}
-        print_text(json_text(whole | {"conclusion": str(comparison.conclusion)}))
-        return
-    print_table(comparison.table())
-    print_text(f"\n{wrapped(str(comparison.conclusion))}\n\nreport   {page}\npicture  {note}")
 
 
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:

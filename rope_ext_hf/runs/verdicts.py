@@ -242,8 +242,8 @@ def _no_lead(known: Findings) -> list[str]:
     pairs = combinations(known.unbeaten, 2)
     pair = next(pair for pair in pairs if known.outcomes[pair] is Outcome.NOT_MEASURED)
     return [
-        f"{capital(listed(map(known.called, pair)))} cannot be compared: they were not measured on the same text or "
-        "prompts at one length."
+        f"No comparison of {listed(map(known.called, pair))}: they were not measured on the same text or prompts at "
+        "one length."
     ]
 
 

@@ -101,7 +101,7 @@ def test_every_command_has_help_with_an_example(command: str) -> None:
 
 # What makes an example quick: the last of two values of an option counts.
 QUICK = {
-    "demo": ["--spans", "1", "--trials", "1"],
+    "demo": ["--texts", "3", "--questions", "5"],
     "ppl": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
     "passkey": ["--trials", "1"],

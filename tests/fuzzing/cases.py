@@ -326,7 +326,7 @@ class _Maker:
             "passkey": [model, "--task", "copy", "--lengths", "48", "--trials", "1"],
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
             "need": [model, "--data", text, "--target-length", "64"],
-            "demo": ["--spans", "1", "--trials", "1"],
+            "demo": ["--texts", "3", "--questions", "5"],
             "explain": [model, "--no-weights"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
             "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
@@ -441,7 +441,7 @@ class _Maker:
         return [self.model(), "--tasks", "nope", *self.options("lm-eval"), "--batch-size", "0"]
 
     def demo(self) -> list[str]:
-        return ["--out", str(self.out), *self.options("demo"), "--spans", self.draw.choice(("0", "x", "-1", ""))]
+        return ["--out", str(self.out), *self.options("demo"), "--texts", self.draw.choice(("0", "x", "-1", ""))]
 
     def none(self) -> list[str]:
         """No command, or one that there is not."""

@@ -173,7 +173,7 @@ def test_runs_that_share_no_text_are_not_compared() -> None:
         made = concluded(*ordered)
         assert made.best is None
         assert made.text == (
-            "Linear and rerope cannot be compared: they were not measured on the same text or prompts at one length."
+            "No comparison of linear and rerope: they were not measured on the same text or prompts at one length."
         )
 
 
