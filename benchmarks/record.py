@@ -37,7 +37,7 @@ def with_machine(result: dict[str, Any], device: str) -> dict[str, Any]:
 
         name = torch.cuda.get_device_name()
     versions = {"rope-ext-hf": __version__} | {package: version(package) for package in ("torch", "transformers")}
-    return result | {"device": name, "versions": versions, "intervals": "Student's with Hall's correction"}
+    return result | {"device": name, "versions": versions, "intervals": "Student, Wilson, Newcombe"}
 
 
 def record(result: dict[str, Any], arguments: argparse.Namespace) -> None:

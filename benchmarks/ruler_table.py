@@ -61,7 +61,7 @@ def measured(model: Any, lengths: list[int], arguments: Any) -> tuple[Scores, di
 
 def changed(mine: list[float], base: list[float]) -> list[float | None]:
     """The mean difference of the prompts in percent, and its interval."""
-    change = estimate_share_change([one - other for one, other in zip(mine, base, strict=True)])
+    change = estimate_share_change(mine, base)
     return [None if end is None else round(100 * end, 2) for end in change[:3]]
 
 

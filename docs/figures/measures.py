@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from docs.figures.registry import NARROW, Row, figure, last_line, lines_of, markdown_table, stamp
+from docs.figures.registry import NARROW, NOW, Row, figure, last_line, lines_of, markdown_table, stamp
 
 MODELS = {
     "reference": "bundled",
@@ -20,7 +20,7 @@ def _compared(benchmark: str) -> list[Row]:
 
 def _note(benchmark: str) -> str:
     """How it was measured, and which models' intervals are of an older kind."""
-    made = {row["model"]: "intervals" in line for line in lines_of(benchmark) for row in line["rows"]}
+    made = {row["model"]: line.get("intervals") == NOW for line in lines_of(benchmark) for row in line["rows"]}
     older = " and ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
     note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
     return note + (f" Intervals of {older} {NARROW}" if older else "")
@@ -32,17 +32,11 @@ def _model(row: Row) -> str:
 
 @figure
 def interval_coverage() -> str:
-    """How often each interval holds the mean, by distribution and number of documents."""
+    """How often an interval covers the true mean, by the kind and the number of items."""
     line = last_line("intervals")
-    methods = ("here", "percentile")
-    sizes = (3, 8, 32)
-    cells = {
-        (row["losses"], row["documents"]): " / ".join(f"{row[name]['held']:.1%}" for name in methods)
-        for row in line["rows"]
-    }
-    table = ([losses, *(cells[losses, size] for size in sizes)] for losses in dict.fromkeys(key[0] for key in cells))
-    heads = (f"losses ({' / '.join(methods)})", *(f"{size} documents" for size in sizes))
-    return markdown_table(heads, table, stamp(line, "benchmarks/intervals.py"))
+    sizes = [key for key in line["rows"][0] if key != "items"]
+    table = ([row["items"], *(f"{row[size]:.0%}" for size in sizes)] for row in line["rows"])
+    return markdown_table(("", *(f"{size} items" for size in sizes)), table, stamp(line, "benchmarks/intervals.py"))
 
 
 @figure

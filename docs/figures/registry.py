@@ -68,8 +68,10 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
     }
 
 
-NARROW = "by [percentiles](evaluation.md#intervals), too narrow."
-"""What is said of intervals of before Student's."""
+NARROW = "by an earlier method, not Student's t."
+"""What is said of intervals that were measured before the present ones."""
+NOW = "Student, Wilson, Newcombe"
+"""How `benchmarks/record.py` calls the present intervals."""
 
 
 def stamp(line: Row, command: str) -> str:
@@ -77,7 +79,7 @@ def stamp(line: Row, command: str) -> str:
     count = line.get("threads", 1)
     threads = f", {count} threads" if count > 1 else ""
     over_documents = any("low" in row and "ratio" not in row for row in line.get("rows", ()))
-    narrow = f" Intervals {NARROW}" if over_documents and "intervals" not in line else ""
+    narrow = f" Intervals {NARROW}" if over_documents and line.get("intervals") != NOW else ""
     return f"*Measured by `{command}`{setting}{threads}.*{narrow}"
 
 

@@ -121,9 +121,9 @@ class Measure:
         mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
         if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
             return None
-        gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]
         if self.shares:
-            return estimate_share_change([gap / weight for gap, (_, weight) in zip(gaps, mine, strict=True)])
+            return estimate_share_change(*([total / weight for total, weight in side] for side in (mine, theirs)))
+        gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]
         if not all(map(math.isfinite, gaps)):
             bad = [not all(math.isfinite(value) for value, _ in side) for side in (mine, theirs)]
             return Estimate(math.inf * (bad[0] - bad[1]) if bad[0] != bad[1] else math.nan, None, None, len(mine))

@@ -312,7 +312,7 @@ class _FinetuningRun:
             gains=gains,
             retrieval={name: estimate_share(shares) for name, shares in answered.items()},
             retrieval_gains={
-                name: estimate_share_change([a - b for a, b in zip(answered["trained"], shares, strict=True)])
+                name: estimate_share_change(answered["trained"], shares)
                 for name, shares in answered.items()
                 if name != "trained"
             },

@@ -77,17 +77,18 @@ def test_shares_with_parts_have_students_interval_within_0_and_1() -> None:
     assert made == pytest.approx((0.85, low, 1.0, 4))
 
 
-def test_paired_shares_are_compared_by_mcnemars_exact_test() -> None:
-    for higher, lower, same in ((6, 0, 0), (5, 0, 20), (9, 1, 30), (12, 4, 3), (0, 7, 7), (3, 3, 3)):
-        change = estimate_share_change([1.0] * higher + [-1.0] * lower + [0.0] * same)
-        assert change.value == pytest.approx((higher - lower) / (higher + lower + same))
-        assert change.low is not None
-        assert change.high is not None
-        assert change.low <= change.value <= change.high
-        significant = stats.binomtest(higher, higher + lower).pvalue < 0.05
-        assert (not change.low <= 0 <= change.high) == significant
-    assert estimate_share_change([0.0] * 9) == (0.0, 0.0, 0.0, 9)
-    assert estimate_share_change([0.5, 0.25, 0.5]).low == pytest.approx(0.0586, abs=1e-3)  # Student's
+def test_paired_shares_have_newcombes_interval() -> None:
+    """Examples of table II of the paper, method 10: pairs right for both, for the first, for the second, for none."""
+    for counts, expected in (
+        ((36, 12, 2, 0), (0.0569, 0.3404)),
+        ((36, 14, 0, 0), (0.1528, 0.4167)),
+    ):
+        both, first, second, none = counts
+        ones = [1.0] * (both + first) + [0.0] * (second + none)
+        others = [1.0] * both + [0.0] * first + [1.0] * second + [0.0] * none
+        made = estimate_share_change(ones, others)
+        assert made.value == pytest.approx((first - second) / sum(counts))
+        assert made[1:3] == pytest.approx(expected, abs=1e-4)
 
 
 @given(st.lists(st.floats(0, 10), min_size=FEWEST, max_size=12))
@@ -99,7 +100,7 @@ def test_an_interval_holds_its_value_and_no_impossible_one(values: list[float]) 
     assert made.value <= made.high + 1e-9
     shares = estimate_share([value / 10 for value in values])
     assert 0 <= shares.low <= shares.high <= 1  # type: ignore[operator]
-    changes = estimate_share_change([value / 5 - 1 for value in values])
+    changes = estimate_share_change([value / 10 for value in values], [1 - value / 10 for value in values])
     assert -1 <= changes.low <= changes.high <= 1  # type: ignore[operator]
 
 
@@ -108,7 +109,7 @@ def test_there_is_no_interval_of_few_items_or_of_values_that_are_not_finite(valu
     made = estimate(values)
     assert (made.low, made.high, made.items) == (None, None, len(values))
     assert estimate_share([1.0, 1.0]).low is None
-    assert estimate_share_change([1.0, 1.0]).low is None
+    assert estimate_share_change([1.0, 1.0], [0.0, 1.0]).low is None
 
 
 def test_a_mean_weighs_every_token_alike() -> None:
