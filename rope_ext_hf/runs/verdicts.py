@@ -66,7 +66,8 @@ def verdict(
     if change.low is None or change.high is None:
         if math.isfinite(change.value):
             few = f"{change.items} {item}{'s' * (change.items != 1)} {'is' if change.items == 1 else 'are'} too few"
-            return Verdict(outcome, change, f"{value} different ({few} to tell whether by chance)")
+            size = f"{'lower' if change.value < 0 else 'higher'} by {abs(scale * change.value):.{digits}f} {unit}"
+            return Verdict(outcome, change, f"{size} ({few} for a confidence interval)")
         return Verdict(
             outcome, change, "finite, and the other one is not" if outcome is Outcome.BETTER else "not finite"
         )

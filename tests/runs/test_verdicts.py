@@ -16,7 +16,7 @@ from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, Outcome, conclude, verdict
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_MEASURED = Outcome
-FEW = "-3.000 nats per token different ({} too few to tell whether by chance)"
+FEW = "lower by 3.000 nats per token ({} too few for a confidence interval)"
 NOT_SIGNIFICANT = "not significantly different ({} nats per token, 95% confidence interval {} to {})"
 
 

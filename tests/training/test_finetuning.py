@@ -122,7 +122,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert report.training["control"]["steps"] == report.training["trained"]["steps"] == 3
     assert json.loads((tmp_path / "run" / "report.json").read_text())["losses"] == report.losses
     assert "loss of the model 'patched', against the trained one" in unwrapped(report)
-    assert "1 document gives no interval" in unwrapped(report)
+    assert "1 document is too few for a confidence interval" in unwrapped(report)
     assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
@@ -357,11 +357,15 @@ def losses_of(length: int, nats: list[float]) -> Result:
 @pytest.mark.parametrize(
     ("before", "outcome", "said"),
     [
-        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 [1.000 to 1.000] nats"),
-        ([1.0, 1.5, 0.9, 1.4], Outcome.NO_DIFFERENCE, "not told apart: +0.050 [-"),
-        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ["),
-        ([2.0, 2.1], Outcome.NO_DIFFERENCE, "not told apart: +1.000 nats, and 2 documents give no interval"),
-        ([2.0], Outcome.NO_DIFFERENCE, "not told apart: +1.000 nats, and 1 document gives no interval"),
+        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 (1.000 to 1.000) nats"),
+        (
+            [1.0, 1.5, 0.9, 1.4],
+            Outcome.NO_DIFFERENCE,
+            "not significantly different (+0.050 nats, 95% confidence interval -",
+        ),
+        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ("),
+        ([2.0, 2.1], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (2 documents are too few for a confidence interval)"),
+        ([2.0], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (1 document is too few for a confidence interval)"),
         ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
     ],
 )
@@ -389,7 +393,7 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     with_prompts = run.report()
     assert with_prompts.retrieval == {name: estimate_share(shares) for name, shares in run.answered.items()}
     assert with_prompts.retrieval_gains == {"patched": estimate_share_change([1.0] * 12, [0.0] * 12)}
-    assert re.search(r"patched: 0% \[0% to \d+%\]\n  trained: 100% \[\d\d% to 100%\]", str(with_prompts))
+    assert re.search(r"patched: 0% \(0% to \d+%\)\n  trained: 100% \(\d\d% to 100%\)", str(with_prompts))
     assert re.search(r"trained, against 'patched': higher by 100.0 \[\d\d\.\d to 100.0\] points", str(with_prompts))
 
 

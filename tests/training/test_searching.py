@@ -75,7 +75,7 @@ def test_a_search_ends_in_a_folder_that_loads_plainly(small: Path, tmp_path: Pat
     assert report.method == next(trial for trial in trials if trial["label"] == report.label)["method"]
     assert re.fullmatch(
         rf"The loss of what was found, .*, at {LONG} tokens, compared with {report.label}, the best fixed method, "
-        rf"is not told apart: .* nats per token: {report.label} is written.",
+        rf"is not significantly different .*: {report.label} is written.",
         report.decision,
     )
     assert "lower by -" not in unwrapped(report)
