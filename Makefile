@@ -273,7 +273,6 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
-	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --wide-heads-model build/bench/wide-heads-model --folder build/bench/measures --out $(RESULTS)
 	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models reference build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --method rerope --steps 100 --folder build/bench/finetuning-rerope --out $(RESULTS)

@@ -26,7 +26,6 @@ from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line
 _COMMANDS = {
     "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
     "Measurements": (
-        evaluation.need,
         evaluation.demo,
         evaluation.ppl,
         evaluation.sweep,
@@ -52,7 +51,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "passkey", "ppl", "run", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }

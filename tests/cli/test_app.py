@@ -167,7 +167,7 @@ def test_an_option_with_nothing_in_it_is_refused(
             c.name,
             marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend", "card"})
             + [pytest.mark.thorough]
-            * (c.name in ("sweep", "passkey", "tasks", "need", "lm-eval", "report", "explain", "demo", "extend")),
+            * (c.name in ("sweep", "passkey", "tasks", "lm-eval", "report", "explain", "demo", "extend")),
         )
         for c in app.registered_commands
         if c.name

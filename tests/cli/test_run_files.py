@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "passkey": (*HAY, "--lengths", "128,256", "--task", "key-value", "--depths", "0,1", "--trials", "2"),
     "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
     "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
-    "need": (*TEXT, "--target-length", "128"),
     "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
     "search": (*MORE, *SEARCHED, "--target-length", "128", "--trials", "4", "--out", "found"),
     "finetune": (*MORE, *TRAINED, "--method", "linear", "--factor", "2", "--steps", "2", "--out", "trained"),

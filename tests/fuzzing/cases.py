@@ -325,7 +325,6 @@ class _Maker:
             "sweep": [model, *method, *spans],
             "passkey": [model, "--task", "copy", "--lengths", "48", "--trials", "1"],
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
-            "need": [model, "--data", text, "--target-length", "64"],
             "demo": ["--spans", "1", "--trials", "1"],
             "explain": [model, "--no-weights"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
