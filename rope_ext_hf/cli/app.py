@@ -24,7 +24,7 @@ from rope_ext_hf.cli.options import expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
+    "Models": (models.methods, models.describe, models.diff, models.patch, models.card),
     "Measurements": (
         evaluation.demo,
         evaluation.ppl,
@@ -104,8 +104,6 @@ class _Command(TyperCommand):
             known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
             if name not in known and name.replace("_", "-") not in known:
                 hint = did_you_mean(name, [*options, *known])
-                if name == "--plot":
-                    hint = " `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
                 ctx.fail(f"no such option: {short(name)}.{hint}")
             parameters.append(arg)
             if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):

@@ -85,16 +85,6 @@ def draw_lines(
     name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
 
 
-def distance_axis(axes: Any, length: int) -> None:
-    """Distances from 1 to a length in tokens, by octaves, with at most nine ticks."""
-    octaves = math.floor(math.log2(length))
-    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, max(length, 2))
-    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
-    axes.minorticks_off()
-
-
 def write_note(
     axes: Any, text: str, at: tuple[float, float], of: str | tuple[str, str], moved: tuple[float, float], **how: Any
 ) -> None:

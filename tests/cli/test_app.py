@@ -165,9 +165,8 @@ def test_an_option_with_nothing_in_it_is_refused(
     [
         pytest.param(
             c.name,
-            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "explain", "extend", "card"})
-            + [pytest.mark.thorough]
-            * (c.name in ("sweep", "passkey", "tasks", "lm-eval", "report", "explain", "demo", "extend")),
+            marks=[pytest.mark.slow] * (c.name in {*QUICK, "report", "extend", "card"})
+            + [pytest.mark.thorough] * (c.name in ("sweep", "passkey", "tasks", "lm-eval", "report", "demo", "extend")),
         )
         for c in app.registered_commands
         if c.name
@@ -322,12 +321,6 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for task 'kv'"),
         (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
-        (["describe", "reference", "--plot", "a.png"], "no such option: --plot. `rope-ext explain` draws"),
-        (["methods", "--plot", "a.png"], "no such option: --plot. `rope-ext explain` draws"),
-        (["explain", "--dim", "999999998"], "at most 4,096 dims"),
-        (["explain", "--factor", "1e300"], "--factor must be a finite number of a possible size"),
-        (["explain", "--theta", "1e300"], "cannot be drawn"),
-        (["explain", "--over", "patched"], "--over"),
         (["describe", "./no-such-folder"], "no such model folder"),
         (
             ["describe", "reference", "--method", "longrope", "--short-factor", "1,2", "--long-factor", "1,2"],
@@ -337,7 +330,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: str, tmp_path: Path) -> None:
-    if arguments[0] in ("ppl", "sweep", "passkey", "tasks", "explain"):
+    if arguments[0] in ("ppl", "sweep", "passkey", "tasks"):
         arguments = [*arguments, "--out", str(tmp_path)]
     if arguments[0] == "ppl" and "--data" not in arguments:
         arguments += ["--data", "stdlib?max_documents=1"]

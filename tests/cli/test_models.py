@@ -1,4 +1,4 @@
-"""`describe`, `diff`, `explain` and `patch` on the bundled model, against formulas and stock transformers."""
+"""`describe`, `diff` and `patch` on the bundled model, against formulas and stock transformers."""
 
 from __future__ import annotations
 
@@ -88,22 +88,3 @@ def test_a_model_in_memory_is_compared_by_the_file_of_its_fingerprint(patched: P
     written.write_text(json.dumps({"digest": 1}))
     code, _, err = run("diff", written, patched)
     assert (code, err.count("\n")) == (2, 1)
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_geometry_without_a_model_is_explained(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    stated = ("--dim", "32", "--theta", "5e5", "--trained-length", "1k", "--method", "linear", "--factor", "2")
-    said = run_json("explain", *stated, "--out", tmp_path / "page")
-    assert said["rotary"] == {"dim": 32, "theta": 5e5, "trained_length": 1024}
-    assert said["trained_heads"] is None
-    assert "linear x2" in Path(said["page"]).read_text(encoding="utf-8")
-    assert all(Path(picture).read_bytes().startswith(b"\x89PNG") for picture in said["pictures"].values())
-
-
-def test_a_geometry_beside_a_model_is_refused(tmp_path: Path) -> None:
-    code, _, err = run("explain", "reference", "--dim", "64", "--out", tmp_path / "page")
-    assert code == 2
-    assert "--dim given beside a model, which states its own" in err
-    assert not (tmp_path / "page").exists()

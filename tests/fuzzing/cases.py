@@ -142,7 +142,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
     "audit": ("--revision",),
     "extend": ("--engine", "--over", "--context-length", "--dtype"),
-    "explain": _METHOD_OPTIONS,
     "report": (),
     "methods": (),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
@@ -300,12 +299,11 @@ class _Maker:
             "audit": [draw.choice((model, f"{model}/config.json"))],
             "diff": draw.choice(([model, str(self.inputs.models[kind])], ["reference", model])),
             "describe": [model, *draw.choice(([], method))],
-            "explain": [model, "--no-weights", "--out", str(self.out), *draw.choice(([], method))],
             "patch": [model, *method, "--out", out],
             "convert": [model, out, "--to", draw.choice(("half", "interleaved"))],
             "detect": [model],
         }
-        weights = [1 if name in ("explain", "patch", "convert", "detect", "describe") else 3 for name in lines]
+        weights = [1 if name in ("patch", "convert", "detect", "describe") else 3 for name in lines]
         command = draw.choices(list(lines), weights)[0]
         self.new = Path(out) if command in ("patch", "convert") else None
         return [command, *self.json(command), *lines[command]]
@@ -326,7 +324,6 @@ class _Maker:
             "passkey": [model, "--task", "copy", "--lengths", "48", "--trials", "1"],
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
             "demo": ["--spans", "1", "--trials", "1"],
-            "explain": [model, "--no-weights"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
             "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
             "lm-eval-tasks": [out],
@@ -425,9 +422,6 @@ class _Maker:
     def diff(self) -> list[str]:
         return [self.model(), self.draw.choice(("reference", *map(str, self.inputs.models.values())))]
 
-    def explain(self) -> list[str]:
-        return [self.model(), "--no-weights", "--out", str(self.out), *self.options("explain", 2)]
-
     def detect(self) -> list[str]:
         text = ["--text", self.text()] if self.draw.random() < 0.15 else []
         return [self.model(), *text, *self.options("detect", 1)]
@@ -468,7 +462,6 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "none": (1, _Maker.none),
     "extend": (4, _Maker.extend),
     "diff": (3, _Maker.diff),
-    "explain": (2, _Maker.explain),
     "config": (20, _Maker.config),
     "no out": (6, _Maker.no_out),
 }
