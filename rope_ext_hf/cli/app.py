@@ -24,7 +24,7 @@ from rope_ext_hf.cli.options import expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.patch, models.card),
+    "Models": (models.methods, models.describe, models.patch, models.card),
     "Measurements": (
         evaluation.demo,
         evaluation.ppl,

@@ -1,4 +1,4 @@
-"""Commands about models: methods, describe, diff, patch, card, convert, detect, search, finetune."""
+"""Commands about models: methods, describe, patch, card, convert, detect, search, finetune."""
 
 from __future__ import annotations
 
@@ -89,32 +89,6 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
         apply_choice(methods, empty)
         description = _describe(empty, model, source)
     print_text(json_text(description.to_dict()) if as_json else str(description))
-
-
-def diff(
-    expected: Annotated[
-        str, typer.Argument(metavar="EXPECTED", help="A folder, a Hub id, 'reference', or a file of a fingerprint.")
-    ],
-    actual: Annotated[str, typer.Argument(metavar="ACTUAL", help="What is compared with it; the same kinds.")],
-    source: SourceOptions,
-    as_json: Json = False,
-) -> None:
-    """Compare what rotates how in two models, in sentences; exit code 1 where they differ. Reads no weights.
-
-    The file of a fingerprint is the JSON of `rope_ext_hf.fingerprint(model).to_dict()`, of a model in a trainer, say.
-
-    Example: `rope-ext diff reference reference`
-    """
-    from rope_ext_hf.hub import fingerprint
-
-    one, other = (fingerprint(name, **source.version) for name in (expected, actual))
-    sentences = one.differences(other)
-    if as_json:
-        print_text(json_text({"expected": one.to_dict(), "actual": other.to_dict(), "differences": sentences}))
-    else:
-        print_text("\n".join(sentences or [f"Both rotate alike: {one.digest}."]))
-    if sentences:
-        raise typer.Exit(1)
 
 
 def patch(

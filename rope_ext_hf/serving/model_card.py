@@ -108,7 +108,7 @@ def write_card(
     named = base_model or (source and described.name)
     origin = f"The weights come from {_plain(named)}. " if named else origin
     rows = [(key, text) for key, text in describe(model).rows if key in _ROWS]
-    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
+    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, by `rope_ext_hf.fingerprint`"))
     title = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
     loading = f"## How to load it\n\n{_loading(folder, model, name)}"
     made = "\n\n".join([title, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])

@@ -365,7 +365,6 @@ _NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4
         ("serve-config", {"rope_parameters": _NESTED}, 0, ""),
         ("describe", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
         ("audit", {"num_labels": 2**31}, 2, "states 2147483648 as its num_labels"),
-        ("diff", {"text_config": {"num_hidden_layers": 2**53}}, 2, "states 9007199254740992 as its num_hidden_layers"),
     ],
 )
 def test_one_damaged_value_of_a_config(
@@ -375,7 +374,7 @@ def test_one_damaged_value_of_a_config(
     build("llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None} | change), encoding="utf-8")
-    more = {"advise": ["--target-length", "1k"], "serve-config": ["--engine", "gguf"], "diff": ["reference"]}
+    more = {"advise": ["--target-length", "1k"], "serve-config": ["--engine", "gguf"]}
     given, _, err = run(command, str(tmp_path), *more.get(command, []))
     assert given == code, err
     assert message in err

@@ -297,7 +297,6 @@ class _Maker:
             "extend": [model, *length, *engine, "--no-measure", "--yes", "--out", out],
             "serve-config": [model, *engine, *draw.choice(([], method))],
             "audit": [draw.choice((model, f"{model}/config.json"))],
-            "diff": draw.choice(([model, str(self.inputs.models[kind])], ["reference", model])),
             "describe": [model, *draw.choice(([], method))],
             "patch": [model, *method, "--out", out],
             "convert": [model, out, "--to", draw.choice(("half", "interleaved"))],
@@ -419,9 +418,6 @@ class _Maker:
         out, self.new = self.new_folder(model), None  # it may write a folder, and then find no engine for it
         return [*given, "--out", str(out), *self.options("extend")]
 
-    def diff(self) -> list[str]:
-        return [self.model(), self.draw.choice(("reference", *map(str, self.inputs.models.values())))]
-
     def detect(self) -> list[str]:
         text = ["--text", self.text()] if self.draw.random() < 0.15 else []
         return [self.model(), *text, *self.options("detect", 1)]
@@ -461,7 +457,6 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "demo": (1, _Maker.demo),
     "none": (1, _Maker.none),
     "extend": (4, _Maker.extend),
-    "diff": (3, _Maker.diff),
     "config": (20, _Maker.config),
     "no out": (6, _Maker.no_out),
 }
