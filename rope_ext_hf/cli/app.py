@@ -35,7 +35,6 @@ _COMMANDS = {
         run_files.run,
         evaluation.report,
         lm_eval.lm_eval,
-        lm_eval.lm_eval_tasks,
     ),
     "Training": (models.search, models.finetune),
     "Checkpoints": (models.convert, models.detect),

@@ -400,14 +400,11 @@ def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None
         ["finetune", "reference", "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1", "--out"],
         ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--trials", "1", "--out"],
         ["extend", "reference", "--target-length", "2k", "--no-measure", "--yes", "--out"],
-        ["lm-eval-tasks"],
     ],
     ids=lambda words: words[0],
 )
 def test_a_place_where_no_folder_can_be_made(command: list[str], place: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept", encoding="utf-8")
-    if command[0] == "lm-eval-tasks":
-        pytest.importorskip("lm_eval")
     code, _, err = run(*command, str(tmp_path / place))
     assert code == 2
     assert [line for line in err.splitlines() if line.startswith("rope-ext: ")] == err.splitlines()[-1:]

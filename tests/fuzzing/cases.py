@@ -325,7 +325,6 @@ class _Maker:
             "demo": ["--spans", "1", "--trials", "1"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
             "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
-            "lm-eval-tasks": [out],
             "report": [str(run)],
         }
         command = draw.choice(list(lines))
