@@ -69,9 +69,9 @@ class _ProcessOptions(Question):
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
-    ) -> tuple[RunPlan[Any], Workers]:
-        """The plan with what reads its text, and its processes; prints what is left out. `empty` has no weights."""
-        return plan, workers
+    ) -> RunPlan[Any]:
+        """Return the plan with what reads its text; print what is left out. `empty` has no weights."""
+        return plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,40 +84,28 @@ class ReaderOptions(_ProcessOptions):
         metavar="NAME",
     )
     gpus: int | None = asked(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
-    parallel: str | None = asked(
-        None,
-        "context: all processes read every span together, each a part of it. Default: spans are dealt out.",
-        metavar="HOW",
-    )
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
-    ) -> tuple[RunPlan[Any], Workers]:
+    ) -> RunPlan[Any]:
         from rope_ext_hf.hub import is_adapter
-        from rope_ext_hf.runs.context_parallel import spread_over
         from rope_ext_hf.servers.vllm_scorer import scored_by_engine
 
-        left_out = None
-        if self.gpus is not None and self.engine is None:
-            raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
-        if self.parallel is not None:
-            if self.parallel != "context" or self.engine is not None or load.device_map is not None:
-                raise MethodError(
-                    f"--parallel takes context, without --engine and --device-map; got {short(self.parallel)!r}"
-                )
-            plan, workers, left_out = spread_over(empty, plan, workers)
-        elif self.engine is not None:
-            if is_adapter(model, revision=load.revision):
-                raise MethodError(
-                    f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
-                    "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
-                )
-            alone = workers.count == 1 and load.device_map is None
-            gpus = self.gpus or 1
-            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
+        if self.engine is None:
+            if self.gpus is not None:
+                raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
+            return plan
+        if is_adapter(model, revision=load.revision):
+            raise MethodError(
+                f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
+                "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
+            )
+        alone = workers.count == 1 and load.device_map is None
+        gpus = self.gpus or 1
+        plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
         if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
-        return plan, workers
+        return plan
 
 
 def demo(
@@ -266,7 +254,7 @@ class Prepared:
             self.file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
             if isinstance(question, Perplexity):
                 plan = _with_keys(plan, question, given, load, workers, self.file)
-            plan, workers = shared.reading(plan, given.model, empty, load, workers)
+            plan = shared.reading(plan, given.model, empty, load, workers)
             most_spans = getattr(question, "max_spans", None)
             self.forecast = _preflight(empty, load, plan, workers, most_spans, given)  # what a dry run takes
         self.load, self.plan, self.workers = load, plan, workers
@@ -335,7 +323,7 @@ def _preflight(
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
-    how: dict[str, Any] = {"offload_cache": load.offload_cache, "together": workers.count if workers.together else 1}
+    how: dict[str, Any] = {"offload_cache": load.offload_cache}
     if given.dry_run:
         needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
     else:
@@ -395,7 +383,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if sharing.together else sharing.count)
+            self.plan, self.share = plan, max(1, len(plan.methods)) / sharing.count
             self.work = cache(partial(_work, model, plan.measurement))
             self.bar.left.total = self.share * self.work(*plan.measurement.passes)
 
