@@ -47,7 +47,6 @@ METHODS = (
     "jet-long",
     "dca",
     "stairs",
-    "string",
 )
 FACTOR, STEPS = 8, 150
 THETA, BATCH, LEARNING_RATE, SEED = 1e6, 8, 1e-3, 0  # of the reader's training

@@ -34,7 +34,6 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "stairs": ("stairs", {}),
     "stairs, small zones": ("stairs", {"window": 96, "start": 32, "chunk": 80}),
     "stairs over yarn": ("stairs", {"frequency": {"method": "yarn", "factor": 2.0}}),
-    "string": ("string", {"temperature": "log-n"}),
     "rerope": ("rerope", {}),
     "leaky-rerope": ("leaky-rerope", {}),
     "self-extend": ("self-extend", {}),

@@ -33,7 +33,7 @@ from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
-from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
+from rope_ext_hf.serving.configs import Model, make_target, open_model
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 
@@ -262,7 +262,7 @@ class _Planner:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            [target] = make_targets(self.opened, spec)
+            target = make_target(self.opened, spec)
         except (MethodError, ServingError) as error:
             return encodings, dict.fromkeys(self.engines, one_line(error))
         for engine in self.asked:

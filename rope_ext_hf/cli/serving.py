@@ -250,8 +250,6 @@ def gguf(
 
     methods.check_single()
     config = _configure(model, methods, source, "gguf", None)
-    if config.shorter:
-        raise MethodError("one file has one set of frequencies: write one for each profile, such as --method yarn")
     rewrite(file, out, config)
     print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
 

@@ -1,7 +1,7 @@
 """Attention of a remapping method over a paged cache: keys lie in blocks, rotated once to where the method stores them.
 
 Queries are turned for each zone of keys, and the zones are merged by their log-sum-exp (`rope_ext_hf.attention`).
-`stairs` and `string` store keys at their own positions, as every engine does. An experiment, for `vllm_attention`.
+`stairs` stores keys at their own positions, as every engine does. An experiment, for `vllm_attention`.
 """
 
 from __future__ import annotations

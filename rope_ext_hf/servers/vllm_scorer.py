@@ -107,7 +107,7 @@ def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any
         except ServingError as reason:
             reasons.append(reason)
             continue
-        if config.length >= longest and not config.shorter:
+        if config.length >= longest:
             _check_lengths(empty, method, lengths, under)
             return config
     if config is None:

@@ -128,8 +128,6 @@ MIXED = [(300, 300), (201, 1), (40, 3), (64, 64), (250, 90), (17, 1)]
         ("stairs", {}),
         ("stairs", {"window": 24, "start": 8, "chunk": 20, "temperature": "log-n"}),
         ("stairs", {"temperature": "none"}),
-        ("string", {}),
-        ("string", {"temperature": "llama4"}),
         ("rerope", {}),
         ("leaky-rerope", {"window": 20}),
         ("self-extend", {"window": 20}),

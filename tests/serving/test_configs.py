@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -176,38 +175,6 @@ def test_lists_in_the_place_of_a_method_are_called_longrope(method: str, params:
     assert config.encoding == encoding
     assert config.overrides is not None
     assert (config.overrides["rope_parameters"]["rope_type"] == "longrope") == ("longrope" in (encoding, method))
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
-def test_length_profiles_are_an_instance_each(engine: str) -> None:
-    params: dict[str, Any] = {"smaller": [1, 2], "frequency": "yarn", "beta_fast": 16.0}
-    config = rope.serving_config("reference", engine, "profiles", factor=4, **params)
-    *shorter, longest = *config.shorter, dataclasses.replace(config, shorter=())
-    static = [rope.serving_config("reference", engine, "yarn", factor=factor, beta_fast=16.0) for factor in (2, 4)]
-    assert [shorter[1], longest] == static
-    published = rope.serving_config("reference", engine)
-    assert (shorter[0].overrides, shorter[0].computed) == (published.overrides, published.computed)
-    assert [each.length for each in (*shorter, longest)] == [256, 512, 1024]
-
-
-def test_a_folder_with_profiles_prints_its_instances_and_the_way_to_them(tmp_path: Path) -> None:
-    folder = str(tmp_path / "profiles")
-    run = CliRunner().invoke
-    written = run(app, ["patch", "reference", "--method", "profiles", "--factor", "2", "--out", folder])
-    assert written.exit_code == 0, written.output
-    printed = run(app, ["serve-config", folder, "--engine", "vllm"]).output
-    assert [line for line in printed.splitlines() if line.startswith("vllm serve")] == [
-        "vllm serve MODEL \\",  # the folder itself states the patch
-        f"vllm serve {folder} \\",
-    ]
-    assert "a router" in printed
-    assert "carries a patch that this is without" in printed.replace("\n# ", " ")
-    audited = rope.audit(folder)
-    assert any("profiles for 256, 512 tokens" in problem for problem in audited.problems)
-    assert not audited.agrees
-    refused = run(app, ["gguf", "in.gguf", "out.gguf", "--model", folder])
-    assert refused.exit_code == 2
-    assert "one for each profile" in refused.output
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
