@@ -175,7 +175,6 @@ build/llama-cpp-source/ready: Makefile
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_remapping --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_perplexity --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_lora --python build/vllm/bin/python
 	build/vllm/bin/python tests/vllm_drafts.py

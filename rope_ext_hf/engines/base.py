@@ -60,7 +60,6 @@ class Target:
     length: int  # tokens to serve
     method: str  # for messages
     notes: tuple[str, ...] = ()  # the layers that the method does not reach, and what else a user must hear
-    remapping: str | None = None  # a remapping method and the model's pairing, as JSON text for the plug-in
     mistral_format: bool = False  # whether its folder holds params.json, Mistral's own format, beside config.json
 
     @functools.cached_property
@@ -195,7 +194,6 @@ class Engine(ABC):
     former: ClassVar[type[Engine] | None] = None  # a former major version that is still in use, with rules of its own
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
-    remaps: ClassVar[bool] = False  # whether the engine runs remapping methods
     on_gpus: ClassVar[str] = ""
     """The options for the GPUs of a server, to be filled with those of `GPUMemory`; empty: not known."""
     file_suffix: ClassVar[str] = ".json"  # suffix of the file that the engine reads

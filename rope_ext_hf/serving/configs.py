@@ -38,7 +38,6 @@ from rope_ext_hf.patches.config import (
     write_settings,
 )
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
@@ -135,13 +134,11 @@ def make_target(
     target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
-    remaps: bool = False,
     **params: Any,
 ) -> Target:
     """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
 
-    Without a method it is the patch that the model carries, else the model as published. `remaps`: the engine runs
-    remapping methods.
+    Without a method it is the patch that the model carries, else the model as published.
     """
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
@@ -169,18 +166,10 @@ def make_target(
                 f"{label} adds to scores by distance; no serving engine runs that. Serve the model with this package "
                 "and transformers"
             )
-        if spec.method.by_length:
-            raise ServingError(
-                f"{label} reads short inputs as loaded and takes its rule from the length of each; no serving engine "
-                "runs that, nor does the plug-in. Serve the model with this package and transformers, or choose a "
-                "remapping method with one rule for all lengths"
-            )
-        if not remaps:
-            raise ServingError(
-                f"{label} changes the relative positions that queries see; no serving engine runs that by itself. "
-                "Serve the model with this package and transformers, or choose a static method; as an experiment, vLLM "
-                "runs it with the plug-in of this package (serve-config --plugin)"
-            )
+        raise ServingError(
+            f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
+            "with this package and transformers, or choose a static method"
+        )
     if spec.method.length_dependent:
         raise ServingError(
             f"{label} follows the length of every input; serving engines compute one set of frequencies when they "
@@ -223,23 +212,8 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
         notes=() if changes_nothing else tuple([note for note in notes if note]),
-        remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
         mistral_format=model.mistral_format,
     )
-
-
-def _remapping(model: Model, spec: PatchSpec) -> str:
-    """A remapping method and the pairing of the model, as the plug-in reads them."""
-    if spec.target_length is None and spec.method.extended_length(spec.rotary) is None:
-        raise ServingError(f"{spec.method.name} has no end: give the method with the length to serve as target_length")
-    layers = model.layers
-    alike = layers.rotating[0] == model.config.num_hidden_layers and not layers.sliding and model.layer_types == [None]
-    if not alike or spec.layers is not None:
-        raise ServingError(
-            f"{spec.method.name} is served where every layer attends to everything and rotates alike; serve this "
-            "model with this package and transformers"
-        )
-    return json.dumps({"method": spec.method.to_dict(), "pairing": class_pairing(model.config)})
 
 
 @foreign_errors("this model cannot be configured for the engine")
@@ -285,7 +259,7 @@ def serving_config(
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     asked: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}
     length = parse_length(context_length)
-    target = make_target(opened, method, over=over, context_length=length, remaps=chosen.remaps, **asked)
+    target = make_target(opened, method, over=over, context_length=length, **asked)
     by_folder = None
     if isinstance(method, str) and not isinstance(model, nn.Module):
         asked = {"method": method, **asked, "revision": revision}
@@ -341,15 +315,14 @@ def configure(
 
 def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) -> tuple[Target, GPUMemory]:
     """The target, of the longest length that fits where it may be shortened, and the memory that it takes."""
-    kv_bits = (16, 8) if target.remapping is None else (16,)  # all that the attention of the plug-in reads
-    memory = gpu_memory(model, target.length, server, kv_bits=kv_bits)
+    memory = gpu_memory(model, target.length, server)
     if memory.kv_bits is not None:
         return target, memory
     if not shorten or not memory.longest[16]:
         raise ServingError(str(memory))
     note = f"{memory.sentences[-1]} The server is started for {memory.longest[16]:,} tokens."
     target = replace(target, length=memory.longest[16], notes=(*target.notes, note))
-    return target, gpu_memory(model, target.length, server, kv_bits=kv_bits)
+    return target, gpu_memory(model, target.length, server)
 
 
 def _by_folder(
