@@ -6,7 +6,7 @@
 
 The decoder reads a span in chunks that add their keys and values to a cache allocated once (`span_cache`); attention of
 a chunk is to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is
-built and no key is repeated over query heads (`chunked_attention`). The head runs over a few tokens at a time
+built and no key is repeated over query heads (chunked_attention.py). The head runs over a few tokens at a time
 (`head_losses`). Memory above weights and cache does not depend on the length.
 """
 
