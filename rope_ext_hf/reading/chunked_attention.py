@@ -1,8 +1,8 @@
 """Attention of a chunk of tokens to everything before it, without a mask tensor: what the scorer reads texts with.
 
 transformers describes every mask by a function of indices before it makes a tensor of it. Here the description alone
-goes to the attention modules (`_MaskRule`), so that a window counts wherever a model class states it: in its mask, or in
-its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
+goes to the attention modules (`_MaskRule`), so that a window counts wherever a model class states it: in its mask, or
+in its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
 """
 
 from __future__ import annotations
