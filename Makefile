@@ -175,7 +175,6 @@ build/llama-cpp-source/ready: Makefile
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_remapping --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_perplexity --python build/vllm/bin/python
 	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_lora --python build/vllm/bin/python
 	build/vllm/bin/python tests/vllm_drafts.py
@@ -273,7 +272,6 @@ bench: .venv/ready
 	$(RUN)/python benchmarks/linear_attention.py --device $(DEVICE) --text --out $(RESULTS)
 	$(RUN)/python benchmarks/reference.py --device $(DEVICE) --biases --out $(RESULTS)
 	$(RUN)/python benchmarks/learnable.py --device $(DEVICE) --out $(RESULTS)
-	$(RUN)/python benchmarks/needs.py --device $(DEVICE) --out $(RESULTS)
 	$(RUN)/python benchmarks/measures.py --device $(DEVICE) --docstring-model build/bench/docstring-model --wide-heads-model build/bench/wide-heads-model --folder build/bench/measures --out $(RESULTS)
 	$(RUN)/python benchmarks/gain.py --device $(DEVICE) --models reference build/bench/docstring-model build/bench/wide-heads-model --folder build/bench/gain --out $(RESULTS)
 	$(RUN)/python benchmarks/finetuning.py --device $(DEVICE) --method rerope --steps 100 --folder build/bench/finetuning-rerope --out $(RESULTS)

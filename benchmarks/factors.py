@@ -2,7 +2,7 @@
 
     python benchmarks/factors.py --model reference --data stdlib
     python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'
-    python benchmarks/factors.py --methods stairs,string    # the tables keep the rows of the other methods
+    python benchmarks/factors.py --methods stairs    # the tables keep the rows of the other methods
     python benchmarks/factors.py --longest 32 --factors 32 --methods yarn,dca    # they get a column for 32 times
 
 Protocol `matched`: the same tokens are scored at every length, from the context length to the longest. Methods with a
@@ -51,7 +51,6 @@ FITTED = (
     "jet-long",
     "dca",
     "stairs",
-    "string",
     "alibi",
     "kerple",
 )

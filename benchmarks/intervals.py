@@ -2,8 +2,8 @@
 
     python benchmarks/intervals.py
 
-Losses are drawn by the thousand, normal ones and skewed ones (lognormal), and shares of right answers; an interval is made
-of each few items. The last line is JSON.
+Losses are drawn by the thousand, normal ones and skewed ones (lognormal), and shares of right answers; an interval is
+made of each few items. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def main() -> None:
         for items in ITEMS:
             draw = np.random.default_rng(items)
             made = [interval(values.tolist()) for values in drawn(draw, (arguments.trials, items))]
-            covered = [each.low is not None and each.high is not None and each.low <= mean <= each.high for each in made]
+            covered = [
+                each.low is not None and each.high is not None and each.low <= mean <= each.high for each in made
+            ]
             row[str(items)] = round(float(np.mean(covered)), 4)
         rows.append(row)
         print(row, flush=True)

@@ -6,7 +6,8 @@
 
 Four models: the bundled one; the one of `docstring_model.py`, which is trained on no questions, so that the rank of the
 right answer among 20 counts; that of `train_reference.py --recipe wide-heads`, which answers no questions; and the
-reader of `needs.py`, which needs no method. Every method has the factor 8.
+reader, the bundled model trained further with a larger theta on rows of its context length whose tokens stand at
+random positions of a longer one, which needs no method. Every method has the factor 8.
 The tables keep the rows of a model that is not measured again.
 Key tokens are found by each model itself with rerope. What is measured is kept in --folder, so that an interrupted run
 continues with the same command. The last line is JSON.
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from needs import reader
 from record import benchmark_parser, record
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from train_reference import encode
+from training import take_steps
+from training_text import stdlib_training
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
@@ -28,6 +32,7 @@ from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path
+from rope_ext_hf.training import RandomPositionsCollator
 
 METHODS = (
     "linear",
@@ -42,9 +47,34 @@ METHODS = (
     "jet-long",
     "dca",
     "stairs",
-    "string",
 )
 FACTOR, STEPS = 8, 150
+THETA, BATCH, LEARNING_RATE, SEED = 1e6, 8, 1e-3, 0  # of the reader's training
+
+
+def reader(steps: int, device: str) -> Any:
+    """The model that is trained to read `FACTOR` times its context length."""
+    config = AutoConfig.from_pretrained(path())
+    config.rope_parameters = config.rope_parameters | {"rope_theta": THETA}
+    model: Any = AutoModelForCausalLM.from_pretrained(path(), config=config, dtype=torch.float32).to(device)
+    length, stream = config.max_position_embeddings, encode(stdlib_training()).long()
+    collator = RandomPositionsCollator(length=length, target_length=FACTOR * length, seed=SEED)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=steps, pct_start=0.1)
+    draws = torch.Generator().manual_seed(SEED)
+
+    def loss_of_step() -> Tensor:
+        starts = torch.randint(0, len(stream) - length, (BATCH, 1), generator=draws)
+        rows = stream[starts + torch.arange(length)]
+        loss: Tensor = model(
+            **{name: value.to(device) for name, value in collator([{"input_ids": row} for row in rows]).items()},
+            use_cache=False,
+        ).loss
+        return loss
+
+    model.train()
+    take_steps(optimizer, schedule, steps, loss_of_step, every=20)
+    return model.eval()
 
 
 def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
     from rope_ext_hf.eval.measuring import tasks as tasks
-    from rope_ext_hf.eval.needs import NeedReport as NeedReport
-    from rope_ext_hf.eval.needs import need as need
     from rope_ext_hf.eval.perplexity_runs import Result as Result
     from rope_ext_hf.eval.questions import Gain as Gain
-    from rope_ext_hf.eval.questions import Need as Need
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep

@@ -1,10 +1,9 @@
 """The task suites of this package as tasks of lm-evaluation-harness: `rope_ruler`, `rope_ruler_vt`, `rope_graphwalks`.
 
-    lm_eval run --model rope-ext --model_args pretrained=DIR,method=yarn,factor=4 --tasks rope_ruler
-        --include_path "$(rope-ext lm-eval-tasks)" --metadata '{"max_seq_lengths": [16384]}'
+    rope-ext lm-eval DIR --method yarn --factor 4 --tasks rope_ruler
 
-lm-eval finds tasks in folders of YAML files; `write_tasks` writes one that names every suite there is. The prompts are
-those of `rope-ext tasks`: made from a seed and a text, without a download.
+lm-eval finds tasks in folders of YAML files; `write_tasks` writes one that names every suite there is, for the time of
+a run. The prompts are those of `rope-ext tasks`: made from a seed and a text, without a download.
 """
 
 from __future__ import annotations

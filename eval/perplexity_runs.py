@@ -375,7 +375,11 @@ def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set
 
 
 def _with_interval(
-    number: Callable[[float], str], value: float, ends: tuple[float | None, float | None], detailed: bool, mark: str = ""
+    number: Callable[[float], str],
+    value: float,
+    ends: tuple[float | None, float | None],
+    detailed: bool,
+    mark: str = "",
 ) -> str:
     low, high = ends
     interval = f"\n({number(low)} to {number(high)})" if detailed and low is not None and high is not None else ""

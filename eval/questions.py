@@ -274,21 +274,3 @@ class Gain(LengthsQuestion):
         "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
         parse=anything,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Need(Question):
-    """Whether a model needs a longer context at all, and how far it reads as it is."""
-
-    command = "need"
-
-    target_length: int | Any | None = asked(
-        None,
-        "The length that you need, e.g. 128k. Default: up to 4 context lengths.",
-        parse=parse_length,
-        least=1,
-        metavar="TOKENS",
-    )
-    data: Any = asked(
-        "stdlib", "The text that is read, as in `rope-ext ppl`, with long documents.", parse=anything, metavar="TEXT"
-    )

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 class RetrievalSetting:
     """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values.
 
-    `own_prompts`: each depth has prompts of its own. Elsewhere the prompts of one trial have the same text at every depth
-    and are one item; so it was in older runs, and so it is where one text is asked for each of its keys.
+    `own_prompts`: each depth has prompts of its own. Elsewhere the prompts of one trial have the same text at every
+    depth and are one item; so it was in older runs, and so it is where one text is asked for each of its keys.
     """
 
     task: str
@@ -150,7 +150,8 @@ class RetrievalRuns(RunKind):
         title = f"Retrieval, task {short(printable(one.task))}{keys}: exact match, mean rank"
         caption = (
             f"{one.trials} prompts per depth and length. The rank is that of the right answer among "
-            f"{one.distractors + 1}: 1 is best, {one.chance_rank:g} is luck; green: better than luck by 3 standard errors"
+            f"{one.distractors + 1}: 1 is best, {one.chance_rank:g} is luck; green: better than luck by 3 standard "
+            "errors"
         )
         return two_column_table(run, title, caption, "depth", "{:.0%}".format, partial(_retrieval_cell, run))
 

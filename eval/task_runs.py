@@ -248,8 +248,8 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     The interval is over prompts: up to its low end, the score of every length is significantly above that threshold; up
     to its high end, none is significantly below. The threshold itself counts as known, as in NoLiMa.
 
-    None are stated where one length was measured, or where the score at the shortest length is not significantly better
-    than luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
+    None are stated where one length was measured, or where the score at the shortest length is not significantly
+    better than luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
     method is compared with itself.
     """
     means = _suite_scores(run)

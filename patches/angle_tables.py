@@ -18,13 +18,12 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.length_hooks import ProfileSlot
 from rope_ext_hf.patches.slot_finding import rotary_modules
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
-    kind = _TableSlot if slot.is_table else ProfileSlot if method.one_per_cache else PatchedSlot
+    kind = _TableSlot if slot.is_table else PatchedSlot
     return kind(slot, method, rotary, state)
 
 

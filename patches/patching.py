@@ -15,7 +15,7 @@ from torch import nn
 from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.method_choice import MethodChoice, PatchChoice
-from rope_ext_hf.methods.base import RopeMethod, Rotary, is_number
+from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import accepts_factor, list_methods, registered_name, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.geometry import base_rope_of_model, stated_length
@@ -106,43 +106,6 @@ def patch(
     )
     patch_as_planned(plan)
     return model
-
-
-def profiles(
-    model: M,
-    factors: Sequence[float],
-    /,
-    method: str | RopeMethod = "yarn",
-    *,
-    over: str = "own",
-    context_length: Length | None = None,
-    layers: Layers | None = None,
-    **params: Any,
-) -> M:
-    """Patch a model with a static method at several factors: every row gets the smallest that covers it.
-
-        model = rope_ext_hf.profiles(model, [1, 2, 4])
-        model.generate(ids, max_new_tokens=500)
-
-    In `generate` a row is covered with all that may be generated after it; in other forwards up to the size of a static
-    cache, else with the tokens that are there. A row keeps its factor as long as its cache lives. At factor 1 rows are
-    bit for bit those of the model as loaded, at another those of the static method. The model is returned.
-
-    Args:
-        model, over, context_length, layers: as in `patch`.
-        factors: each covers as many times the context length; the largest has every longer input, too.
-        method: a static frequency method.
-        **params: further parameters of the method.
-
-    Raises:
-        MethodError, UnsupportedModelError: as `patch` does; factors that are no numbers of at least 1.
-        LengthError: in a forward: a row that may outgrow the factor of its cache. `fixed_length` states a whole length.
-    """
-    if not factors or not all(is_number(factor) for factor in factors):
-        raise MethodError(f"factors must be a list of numbers, e.g. [1, 2, 4]; got {factors!r}")
-    *smaller, factor = sorted({*factors})
-    underneath: dict[str, Any] = {"over": over, "context_length": context_length, "layers": layers}
-    return patch(model, "profiles", factor=factor, smaller=smaller, frequency=method, **underneath, **params)
 
 
 def unpatch(model: M) -> M:

@@ -45,7 +45,7 @@ from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_
 from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks, ProfileHooks, check_batching, install_generate
+from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
@@ -299,8 +299,6 @@ def apply_plan(plan: PatchPlan) -> None:
     _install(plan, modules, hooks)
     if hooks is not None and issubclass(hooks, LengthHooks):
         check_batching(model, modules)
-    if hooks is ProfileHooks:
-        install_generate(model, modules[0])
     attach_saving(model, modules[0])
     extend_generation(model, modules[0])
     modules[0].before_use = check_trainers_above
@@ -315,8 +313,6 @@ def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
     """The hooks around a decoder that a method needs; None: a static method needs none."""
     if isinstance(spec.method, RemappingMethod):
         return RemappingHooks
-    if spec.method.one_per_cache:
-        return ProfileHooks
     return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
 
 

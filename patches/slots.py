@@ -129,7 +129,6 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
     def __init__(self, *args: Any, source: nn.Module, buffer: str, **kwargs: Any) -> None:
         self.__dict__["_learned"] = (source, buffer)  # no submodule: the slot holds it
         super().__init__(*args, **kwargs)
-        self.profiles = ()
 
     def _multiplied(self, inv_freq: Tensor) -> Tensor:
         source, buffer = self.__dict__["_learned"]

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
-    from rope_ext_hf.patches.patching import profiles as profiles
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan

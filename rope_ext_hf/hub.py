@@ -7,7 +7,6 @@ Every failure a user can cause is a CheckpointError of one line.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,9 +17,9 @@ import torch
 from huggingface_hub import constants
 from torch import nn
 
-from rope_ext_hf.downloads import WEIGHT_SUFFIXES, download, hub_answers
+from rope_ext_hf.downloads import download, hub_answers
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, entry, one_line, short
-from rope_ext_hf.files import check_full, disk_errors, read_json
+from rope_ext_hf.files import check_full, read_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, finding_base, tokenizer_source
 from rope_ext_hf.patches.config import UNKNOWN_TYPE
@@ -32,7 +31,6 @@ from rope_ext_hf.reference import folder_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_SAMPLES, _SAMPLED_BYTES = 256, 4096  # blocks of a file of weights that count for its digest, and the bytes of each
 
 _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
     name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")
@@ -75,29 +73,6 @@ def model_commit(name: str | Path, *, revision: str | None = None) -> str | None
     if _is_folder(Path(model_source(name))):
         return None
     return model_folder(name, revision=revision, weights=False).name
-
-
-def source_digest(name: str | Path, *, revision: str | None = None) -> str:
-    """A digest of a model by its name, in milliseconds: of a Hub id its commit, of a folder its files; 64 hex digits.
-
-    JSON files count whole; of a file of weights its size and `_SAMPLES` blocks spread over it do, so that another
-    training is seen, and an edit between two blocks is not.
-    """
-    if (commit := model_commit(name, revision=revision)) is not None:
-        return hashlib.sha256(f"{name} {commit}".encode()).hexdigest()
-    folder = model_folder(name)
-    digest = hashlib.sha256()
-    with disk_errors(folder):
-        for file in sorted(folder.iterdir()):
-            weights = file.suffix in WEIGHT_SUFFIXES
-            if file.is_file() and (weights or file.suffix == ".json"):
-                size = file.stat().st_size
-                digest.update(f"{file.name} {size} ".encode())
-                with file.open("rb") as stream:
-                    for part in range(_SAMPLES if weights else 1):
-                        stream.seek(part * size // _SAMPLES)
-                        digest.update(stream.read(_SAMPLED_BYTES if weights else -1))
-    return digest.hexdigest()
 
 
 def _locate(

@@ -49,7 +49,6 @@ LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {
     "transformers",
     "matplotlib",
-    "sklearn",
     "datasets",
     "huggingface_hub",
     "lm_eval",

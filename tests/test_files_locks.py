@@ -8,12 +8,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.eval import need
 from rope_ext_hf.files import locked
 from rope_ext_hf.runs.journal import exclusive
 from rope_ext_hf.training import finetune
@@ -53,12 +51,7 @@ def test_what_another_library_wrote_into_a_lock_is_left(tmp_path: Path) -> None:
         assert "process" not in path.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["finetune", "need"])
-def test_a_command_that_keeps_a_folder_is_refused_before_it_reads_a_model(command: str, tmp_path: Path) -> None:
-    work: Any = {
-        "finetune": lambda: finetune("no model", tmp_path, data="stdlib", method="yarn", factor=4, steps=1),
-        "need": lambda: need(cast(Any, "no model"), out=tmp_path),
-    }[command]
+def test_a_command_that_keeps_a_folder_is_refused_before_it_reads_a_model(tmp_path: Path) -> None:
     with exclusive(tmp_path, 0), pytest.raises(rope.FileError, match=rf"writing '.*' \(process {os.getpid()} on"):
-        work()
+        finetune("no model", tmp_path, data="stdlib", method="yarn", factor=4, steps=1)
     assert [path.name for path in tmp_path.iterdir()] == ["run.0.lock"]

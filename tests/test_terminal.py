@@ -10,9 +10,7 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import printable
-from rope_ext_hf.eval.needs import NeedReport
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.servers.checking import ServerReport
 from rope_ext_hf.terminal import as_wide_as, terminal_width, text_table, wrapped
 from tests.support.wrapped_text import unwrapped
@@ -76,7 +74,6 @@ HOSTILE = "<script>alert('\x1b')</script>"
 def answers() -> dict[str, Any]:
     """One answer of each kind that a notebook shows, with a hostile text in it."""
     served = rope.serving_config("reference", "vllm", "yarn", factor=4)
-    gain = Estimate(0.5, 0.4, 0.6, 9)
     differences = {HOSTILE: (0.001, 0.002), "the model as loaded": (0.3,)}
     checked = ServerReport("http://here", "vLLM 1", "yarn x4", "as measured", "as measured", None, (), None, (8, 16),
                            differences, {})  # fmt: skip
@@ -85,7 +82,6 @@ def answers() -> dict[str, Any]:
         "Advice": replace(rope.advise("reference", 2048), notes=(HOSTILE,)),
         "ServingConfig": replace(served, notes=(HOSTILE,)),
         "Audit": replace(rope.audit("reference"), problems=(HOSTILE,)),
-        "NeedReport": NeedReport(256, 512, 1.2, {512: gain}, gain, gain, {HOSTILE: {256: gain, 512: gain}}),
         "ServerReport": checked,
     }
 

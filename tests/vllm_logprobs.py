@@ -1,11 +1,9 @@
-"""Log-probabilities by vLLM, run in an environment of its own by tests/vllm_engine.py and tests/vllm_remapping.py.
+"""Log-probabilities by vLLM, run in an environment of its own by tests/vllm_engine.py.
 
     python tests/vllm_logprobs.py JOBS.json ANSWERS.jsonl
 
-Each job names a model's folder, the overrides of its config, and the token ids; or rounds, one after the other, of
-requests that are sent together. Each answer is a line, written as soon as it is there: the log-probabilities of all
-tokens but the first, or for each request of a round those, what was generated, and tokens read from a cache; or the
-error.
+Each job names a folder, the overrides of its config, and the token ids. Each answer is a line, written as soon as
+it is there: the log-probabilities of all tokens but the first, or the error.
 """
 
 from __future__ import annotations
@@ -21,51 +19,23 @@ from vllm import LLM, SamplingParams
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    rounds = job.get("rounds") or [{"prompts": [job["ids"]], "generated": 1, "scored": True}]
-    longest = max(len(ids) for each in rounds for ids in each["prompts"])
+    ids: list[int] = job["ids"]
     options = {"enforce_eager": True, "enable_prefix_caching": False, "max_num_batched_tokens": 2048} | job["options"]
+    asked = SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0, temperature=0, detokenize=False)
     try:
         engine = LLM(
             model=job["folder"],
             dtype="float32",
             skip_tokenizer_init=True,
-            max_model_len=longest + rounds[0]["generated"] + 7,
+            max_model_len=len(ids) + 8,
             hf_overrides=job["overrides"],
             **options,
         )
-        answers = [run(engine, **each) for each in rounds]
+        [request] = engine.generate([{"prompt_token_ids": ids}], asked, use_tqdm=False)
+        given = zip(ids, request.prompt_logprobs, strict=True)
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"rounds": answers} if "rounds" in job else {"logprobs": answers[0][0]["logprobs"]}
-
-
-def run(engine: LLM, prompts: list[list[int]], generated: int, scored: bool) -> list[dict[str, Any]]:
-    """What vLLM gives for requests that are sent together.
-
-    Args:
-        generated: tokens that each is to be continued by, greedily.
-        scored: whether the log-probabilities of prompts are asked for, which keeps vLLM from reading its prefix cache.
-    """
-    asked = SamplingParams(
-        max_tokens=generated, logprobs=0, prompt_logprobs=0 if scored else None, temperature=0, detokenize=False
-    )
-    answers = []
-    for ids, request in zip(
-        prompts, engine.generate([{"prompt_token_ids": ids} for ids in prompts], asked, use_tqdm=False), strict=True
-    ):
-        [output] = request.outputs
-        given = zip(ids, request.prompt_logprobs or [], strict=scored)
-        answers.append(
-            {
-                "logprobs": [each[token].logprob for token, each in given if each],
-                "generated": list(output.token_ids),
-                "generated_logprobs": [
-                    each[token].logprob for token, each in zip(output.token_ids, output.logprobs, strict=True)
-                ],
-                "cached": request.num_cached_tokens or 0,
-            }
-        )
-    return answers
+    return {"logprobs": [each[token].logprob for token, each in given if each]}
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from rope_ext_hf.runs.labels import label
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "vllm_perplexity.json"
-OPTIONS = ("--method", "yarn,rerope", "--factor", "4", "--lengths", "256,1024", "--max-spans", "8")
+OPTIONS = ("--method", "yarn", "--factor", "4", "--lengths", "256,1024", "--max-spans", "8")
 AGREE = {"float32": 1e-4, "bfloat16": 0.02}
 """The largest difference of two losses in nats per token that counts as equal."""
 

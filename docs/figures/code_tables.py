@@ -126,7 +126,7 @@ def _code(method: str) -> str:
 
 @figure
 def methods_without_a_section() -> str:
-    """The docstring of each method, and its picture, where the page has no section written for it."""
+    """The docstring of each method, where the page has no section written for it."""
     from rope_ext_hf import list_methods
 
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
@@ -134,9 +134,7 @@ def methods_without_a_section() -> str:
     sections = []
     for name, cls in list_methods().items():
         if name not in written:
-            drawn = (ROOT / "docs" / "pictures" / f"{name}.png").exists()
-            picture = f"![{name}](pictures/{name}.png)\n\n" if drawn else ""
-            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}\n\n{picture}")
+            sections.append(f"## {name}\n\n{inspect.getdoc(cls)}\n\n")
     return "\n\n" + "".join(sections) if sections else "\n"
 
 

@@ -146,40 +146,6 @@ def vllm_logprobs() -> str:
 
 
 @figure
-def vllm_remapping() -> str:
-    """How far a real vLLM under remapping methods lies from the patched model, in each way of reading the prompts."""
-    result = read_result("vllm_remapping")
-    ways = list(dict.fromkeys(row["way"] for row in result["rows"]))
-    by_model: dict[str, dict[str, list[Row]]] = {}
-    methods: dict[str, dict[str, None]] = {}
-    for row in result["rows"]:
-        by_model.setdefault(row["model"], {}).setdefault(row["way"], []).append(row)
-        methods.setdefault(row["model"], {})[f"`{row['method']}`"] = None
-
-    def cell(model: str, rows: list[Row]) -> str:
-        if failed := [row["method"] for row in rows if "failed" in row]:
-            return f"**{', '.join(failed)} does not run**"
-        if not rows:
-            return "–"
-        some = ", ".join(f"`{row['method']}`" for row in rows) if 2 * len(rows) < len(methods[model]) else ""
-        return f"{max(row['largest_difference'] for row in rows):.0e}" + f" ({some})" * bool(some)
-
-    moved = [row["moved_by"] for row in result["rows"]]
-    longest, *others = result["lengths"]
-    note = (
-        f"*The largest difference in nats, float32, CPU, of the log-probabilities of a prompt of {longest} tokens, of "
-        f"{', '.join(map(str, others))} more beside it where there are four, and of the {result['generated']} tokens "
-        "generated after each; where a prefix is cached, of the latter. The models are for 256 tokens, and the methods "
-        f"move the former by {min(moved):.2g} to {max(moved):.2g}. {made_by(result)}*"
-    )
-    table = [
-        (model, ", ".join(methods[model]), *(cell(model, rows.get(way, [])) for way in ways))
-        for model, rows in by_model.items()
-    ]
-    return markdown_table(["model", "methods", *ways], table, note)
-
-
-@figure
 def vllm_perplexity() -> str:
     """How far perplexities of the bundled model by a real vLLM and by transformers lie apart."""
     result = read_result("vllm_perplexity")

@@ -121,7 +121,6 @@ def _sections(title: str, model: Published) -> Iterator[str]:
         longer = f"{recipe.extended_length:,} tokens with the entry below" if recipe.entry else "nothing longer"
         facts.append(("published", f"{recipe.context_length:,} tokens, and {longer} ([source]({recipe.source}))"))
     facts += [
-        ("is it needed?", f"`rope-ext need {model.name} --target-length {target}`"),
         ("all steps at once", _extension(model)[1]),
     ]
     yield markdown_table(("", ""), facts).strip()

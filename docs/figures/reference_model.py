@@ -270,29 +270,6 @@ def learnable() -> str:
 
 
 @figure
-def needs() -> str:
-    """What `need` found of two models: rises of the loss by length."""
-    line = last_line("needs")
-    names = {"bundled": "the bundled model", "reader": "trained to read further"}
-    short, *lengths = line["rows"][0]["lengths"]
-    rows = []
-    for row in line["rows"]:
-        rises = (f"{mean:+.2f} ({low:+.2f} to {high:+.2f})" for mean, low, high, _ in row["rises"].values())
-        answered = row["scores"].get("key-value", {}).get(str(short))
-        known = "-" if answered is None else f"{answered[0]:.0%}"
-        reads = "cannot tell" if row["reads_to"] is None else f"{row['reads_to']:,}"
-        rows.append([names[row["model"]], f"{row['loss']:.2f}", *rises, known, reads])
-    further = (f"{n:,} ({n / short:g}x)" for n in lengths)
-    head = ["nats per byte at", f"{short:,}", *further, f"key-value at {short:,}", "reads to"]
-    note = (
-        f"The loss at {short:,}, differences to it with their 95% intervals, and the share of key-value prompts that "
-        f"are answered. The second model is the bundled one with theta {line['theta']:,.0f}, trained in "
-        f"{line['steps']} steps on rows of {short:,} bytes at random positions up to {line['scale'] * short:,}. "
-    )
-    return markdown_table(head, rows, note + stamp(line, f"benchmarks/needs.py --steps {line['steps']}"))
-
-
-@figure
 def finetuning() -> str:
     """Bits per byte before and after `finetune` under several methods, in as many steps, beside the control."""
     lines = {line["method"]: line for line in lines_of("finetuning") if line.get("steps")}

@@ -33,7 +33,7 @@ from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
-from rope_ext_hf.serving.configs import Model, make_target, make_targets, open_model
+from rope_ext_hf.serving.configs import Model, make_target, open_model
 from rope_ext_hf.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.serving.questions import GPUServer
 
@@ -53,7 +53,6 @@ def advise(
     over: str = "own",
     context_length: Length | None = None,
     batches: Sequence[int] = (1, 8),
-    reads_to: int | None = None,
     server: GPUServer | None = None,
     engines: Collection[str] | None = None,
     revision: str | None = None,
@@ -66,8 +65,6 @@ def advise(
         target_length: tokens.
         over, context_length: as in `patch`.
         batches: the numbers of inputs at a time that memory is computed for.
-        reads_to: tokens that the model was found to read as it is (`rope_ext_hf.eval.need`), where those are more than
-            it is for.
         server: the GPUs of a server, for what fits there and for its options.
         engines: those that are asked whether they serve each method, by name; None: all.
         revision: branch, tag or commit on the Hub.
@@ -80,7 +77,7 @@ def advise(
     """
     target_length, context_length = parse_length(target_length), parse_length(context_length)
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
-    for name, value in given if reads_to is None else [*given, ("reads_to", reads_to)]:
+    for name, value in given:
         whole(name, value, 1, MOST_TOKENS)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     specs = opened.specs if over == "own" and context_length is None else []
@@ -92,8 +89,6 @@ def advise(
         extended = top.target_length or top.method.extended_length(top.rotary)
         reached, rule = max(reached, extended or 0), "the patch that it carries"
         extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
-    if reads_to is not None and reads_to > reached:
-        reached, rule = reads_to, "what `rope-ext need` measured: it reads beyond what its config states"
     on_gpus = None if server is None or not server.gpus else gpu_memory(opened.whole(), target_length, server)
     given_base = {"over": over, "context_length": context_length}
     run = _Planner(opened, rotary, target_length, given_base, engines or list_engines())
@@ -267,7 +262,7 @@ class _Planner:
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
-            [target] = make_targets(self.opened, spec)
+            target = make_target(self.opened, spec)
         except (MethodError, ServingError) as error:
             return encodings, dict.fromkeys(self.engines, one_line(error))
         for engine in self.asked:

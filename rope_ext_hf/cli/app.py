@@ -24,9 +24,8 @@ from rope_ext_hf.cli.options import expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
 
 _COMMANDS = {
-    "Models": (models.methods, models.describe, models.diff, models.explain, models.patch, models.card),
+    "Models": (models.methods, models.describe, models.patch, models.card),
     "Measurements": (
-        evaluation.need,
         demo.demo,
         evaluation.ppl,
         evaluation.sweep,
@@ -36,7 +35,6 @@ _COMMANDS = {
         run_files.run,
         evaluation.report,
         lm_eval.lm_eval,
-        lm_eval.lm_eval_tasks,
     ),
     "Training": (models.search, models.finetune),
     "Checkpoints": (models.convert, models.detect),
@@ -52,7 +50,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "gain", "need", "passkey", "ppl", "run", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "passkey", "ppl", "run", "search", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }
@@ -105,8 +103,6 @@ class _Command(TyperCommand):
             known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
             if name not in known and name.replace("_", "-") not in known:
                 hint = did_you_mean(name, [*options, *known])
-                if name == "--plot":
-                    hint = " `rope-ext explain` draws: a model, or a geometry, under the methods of --method"
                 ctx.fail(f"no such option: {short(name)}.{hint}")
             parameters.append(arg)
             if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):

@@ -1,4 +1,4 @@
-"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `need`, `report`."""
+"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `report`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
-from rope_ext_hf.errors import FileError, MethodError, duration, short
-from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Need, Passkey, Perplexity, Sweep, Tasks
-from rope_ext_hf.files import json_text, read_json, write_json
+from rope_ext_hf.errors import MethodError, duration, short
+from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
-from rope_ext_hf.questions import Question, asked, command_line
+from rope_ext_hf.questions import Question, asked
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.eval.key_token_runs import KeyRanges
-    from rope_ext_hf.eval.needs import NeedReport
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.runs.workers import Workers
 
 _RESULTS = Path("rope-ext-results")
-_NEED_FILE = "need.json"  # the name of the file that `need` leaves in its folder
 
 
 @dataclass(frozen=True)
@@ -71,9 +68,9 @@ class _ProcessOptions(Question):
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
-    ) -> tuple[RunPlan[Any], Workers]:
-        """The plan with what reads its text, and its processes; prints what is left out. `empty` has no weights."""
-        return plan, workers
+    ) -> RunPlan[Any]:
+        """Return the plan with what reads its text; print what is left out. `empty` has no weights."""
+        return plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,40 +83,28 @@ class ReaderOptions(_ProcessOptions):
         metavar="NAME",
     )
     gpus: int | None = asked(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
-    parallel: str | None = asked(
-        None,
-        "context: all processes read every span together, each a part of it. Default: spans are dealt out.",
-        metavar="HOW",
-    )
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
-    ) -> tuple[RunPlan[Any], Workers]:
+    ) -> RunPlan[Any]:
         from rope_ext_hf.hub import is_adapter
-        from rope_ext_hf.runs.context_parallel import spread_over
         from rope_ext_hf.servers.vllm_scorer import scored_by_engine
 
-        left_out = None
-        if self.gpus is not None and self.engine is None:
-            raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
-        if self.parallel is not None:
-            if self.parallel != "context" or self.engine is not None or load.device_map is not None:
-                raise MethodError(
-                    f"--parallel takes context, without --engine and --device-map; got {short(self.parallel)!r}"
-                )
-            plan, workers, left_out = spread_over(empty, plan, workers)
-        elif self.engine is not None:
-            if is_adapter(model, revision=load.revision):
-                raise MethodError(
-                    f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
-                    "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
-                )
-            alone = workers.count == 1 and load.device_map is None
-            gpus = self.gpus or 1
-            plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
+        if self.engine is None:
+            if self.gpus is not None:
+                raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
+            return plan
+        if is_adapter(model, revision=load.revision):
+            raise MethodError(
+                f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
+                "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
+            )
+        alone = workers.count == 1 and load.device_map is None
+        gpus = self.gpus or 1
+        plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
         if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
-        return plan, workers
+        return plan
 
 
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
@@ -169,82 +154,6 @@ def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
     Prepared(given, question, shared).measure()
-
-
-def need(
-    model: Model,
-    load: EvalOptions,
-    question: Need,
-    out: Path | None = asked(
-        None,
-        "Where the result is kept; the same command continues there. Default: a folder of this model's own in "
-        "rope-ext-results.",
-        metavar="FOLDER",
-    ),
-    as_json: Json = False,
-) -> None:
-    """Find out whether a model needs extending, how far it reads as it is, and what in its architecture says so.
-
-    A short fixed plan: the loss of the same tokens at growing lengths, and answers hidden in text. `rope-ext advise`
-    takes what it leaves in --out FOLDER by its option --need FOLDER.
-
-    Example: `rope-ext need reference --target-length 512`
-    """
-    from rope_ext_hf.eval.needs import need as find_need
-    from rope_ext_hf.hub import foreign_errors, source_digest
-    from rope_ext_hf.runs.run_file import run_file
-
-    digest = source_digest(model, revision=load.revision)
-    out = out or _RESULTS / f"need-{Path(model).name or 'model'}-{digest[:10]}"
-    with foreign_errors(f"the model {model!r} could not be measured"):
-        found = find_need(
-            load.model(model),
-            question.data,
-            target_length=question.target_length,
-            tokenizer=load.tokenizer(model),
-            out=out,
-            chunk=load.tokens_per_pass,
-            report=lambda line: print_note("need", line),
-            progress=shown_progress(),
-            file=run_file(question, model, load, out=out),
-        )
-    record = {"model": model, "digest": digest} | found.to_dict() | {"command": _next_command(found, model, out)}
-    write_json(out / _NEED_FILE, record)
-    print_text(json_text(record) if as_json else f"{found}\n  {record['command']}".rstrip())
-
-
-def _next_command(found: NeedReport, model: str, out: Path) -> str:
-    """The command that follows from what was found; none where every layer's window is too narrow."""
-    from rope_ext_hf.runs.verdicts import Outcome
-
-    short, goal, text = found.context_length, found.goal, "texts/*.txt"
-    lengths = sorted({short, goal})
-    match found.outcome:
-        case _ if found.too_narrow:
-            return ""
-        case Outcome.WORSE:
-            need = out if (found.reads_to or 0) > short else None
-            return command_line("advise", model, target_length=goal, need=need)
-        case Outcome.NOT_MEASURED:
-            return command_line("ppl", model, lengths=lengths, keys_by=model, data=text)
-        case Outcome.BETTER if found.target_length:
-            return command_line("ppl", model, lengths=lengths, data=text)
-        case outcome:
-            longer = 2 * goal if outcome is Outcome.BETTER else goal
-            return command_line("need", model, target_length=longer, data=text)
-
-
-def reach_in(folder: Path, model: str, *, revision: str | None = None) -> int | None:
-    """The tokens up to which a model reads as it is, by what `need` left in a folder; None: it is not known."""
-    from rope_ext_hf.hub import source_digest
-
-    found, file = read_json(folder / _NEED_FILE), repr(str(folder / _NEED_FILE))
-    if found.get("digest") != source_digest(model, revision=revision):
-        raise FileError(f"{file} was not measured of {model!r} as it is now; run {command_line('need', model)}")
-    reach, lengths = found.get("reads_to"), found.get("lengths")
-    if reach is not None and not (type(reach) is int and 1 <= reach <= MOST_TOKENS and reach in (lengths or ())):
-        raise FileError(f"{file} states no length that a model reads to; run {command_line('need', model)} again")
-    return reach
 
 
 def report(
@@ -304,7 +213,7 @@ class Prepared:
             self.file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
             if isinstance(question, Perplexity):
                 plan = _with_keys(plan, question, given, load, workers, self.file)
-            plan, workers = shared.reading(plan, given.model, empty, load, workers)
+            plan = shared.reading(plan, given.model, empty, load, workers)
             most_spans = getattr(question, "max_spans", None)
             self.forecast = _preflight(empty, load, plan, workers, most_spans, given)  # what a dry run takes
         self.load, self.plan, self.workers = load, plan, workers
@@ -373,7 +282,7 @@ def _preflight(
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
-    how: dict[str, Any] = {"offload_cache": load.offload_cache, "together": workers.count if workers.together else 1}
+    how: dict[str, Any] = {"offload_cache": load.offload_cache}
     if given.dry_run:
         needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
     else:
@@ -433,7 +342,7 @@ def shown_progress(workers: Workers | None = None) -> Progress:
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.plan, self.share = plan, max(1, len(plan.methods)) / (1 if sharing.together else sharing.count)
+            self.plan, self.share = plan, max(1, len(plan.methods)) / sharing.count
             self.work = cache(partial(_work, model, plan.measurement))
             self.bar.left.total = self.share * self.work(*plan.measurement.passes)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text
@@ -18,20 +15,6 @@ from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import asked
 
 _TEMPLATE = {"auto": None, "always": True, "never": False}
-
-
-def lm_eval_tasks(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the files are written.")],
-) -> None:
-    """Write the suites of this package as tasks of lm-evaluation-harness, for `--include_path` of `lm_eval`.
-
-    Example: `rope-ext lm-eval-tasks rope-tasks`
-    """
-    try:
-        from rope_ext_hf.eval.lm_eval_tasks import write_tasks
-    except ImportError as error:
-        raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
-    print_text(str(write_tasks(folder)))
 
 
 def lm_eval(

@@ -1,4 +1,4 @@
-"""Commands about models: methods, describe, explain, diff, patch, card, convert, detect, search, finetune."""
+"""Commands about models: methods, describe, patch, card, convert, detect, search, finetune."""
 
 from __future__ import annotations
 
@@ -14,18 +14,16 @@ import typer
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
-from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model, Out, PublishOptions, SourceOptions
-from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, short
-from rope_ext_hf.files import disk_errors, json_text
-from rope_ext_hf.method_choice import LayerChoice, MethodChoice
+from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model, PublishOptions, SourceOptions
+from rope_ext_hf.errors import CheckpointError, MethodError, short
+from rope_ext_hf.files import json_text
+from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import asked
 from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.methods.base import RopeMethod, Rotary
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
@@ -35,7 +33,7 @@ _RunFolder = Annotated[
 
 
 def methods(as_json: Json = False) -> None:
-    """List the methods and their parameters, with the defaults; `rope-ext explain` draws them.
+    """List the methods and their parameters, with the defaults.
 
     Each parameter is an option of every command that takes --method. A required factor may be given as --target-length.
 
@@ -91,143 +89,6 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
         apply_choice(methods, empty)
         description = _describe(empty, model, source)
     print_text(json_text(description.to_dict()) if as_json else str(description))
-
-
-def explain(
-    methods: MethodChoice,
-    source: LoadOptions,
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A folder or Hub id, or 'reference'. Without one, the geometry that the options state."),
-    ] = None,
-    out: Out = Path("rope-ext-explanation"),
-    dim: int | None = asked(None, "Without a model: rotated dims per head. Default: 128."),
-    theta: float | None = asked(None, "Without a model: the base. Default: 10000."),
-    trained_length: str | None = asked(None, "Without a model: the trained length. Default: 4k.", metavar="TOKENS"),
-    weights: bool = asked(True, "Also draw the scores of the model's own queries and keys."),
-    as_json: Json = False,
-) -> None:
-    """Draw RoPE and what methods change in it, of a model or of any geometry, into one page with its pictures.
-
-    Angles, similarity by offset, long-range decay, mean scores of random and of trained queries and keys, rotated
-    vectors, wavelengths against the trained length. Without --method it is the patch that the folder carries, else
-    those that need only a factor; the factor is 8 unless given.
-
-    Example: `rope-ext explain reference --method yarn --factor 8`
-    """
-    from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.methods.base import Rotary
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import patched_method
-    from rope_ext_hf.pictures.explaining import explain as write_explanation
-    from rope_ext_hf.runs.labels import label
-
-    stated = {"--dim": dim, "--theta": theta, "--trained-length": trained_length}
-    if model is not None and (extra := [name for name, value in stated.items() if value is not None]):
-        raise MethodError(f"{', '.join(extra)} given beside a model, which states its own; leave one of the two out")
-    trained, note, own = None, "", None
-    if model is None:
-        if methods.underneath != {"over": "own", "context_length": None}:
-            raise MethodError("--over and --context-length say what of a model is extended; give a model")
-        rotary = Rotary(
-            128 if dim is None else dim, 1e4 if theta is None else theta, parse_length(trained_length or "4k")
-        )
-    else:
-        empty = source.empty_model(model)
-        rotary, own = patch_geometry(empty, **methods.underneath), patched_method(empty)
-        trained, note = _trained_spectra(model, source) if weights else (None, "")
-    drawn, length = _methods_to_draw(methods, rotary, own)
-    title = f"RoPE of {Path(model).name}" if model else "Rotary position embedding"
-    with disk_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
-    by_label = {label(method.to_dict()): method for method in drawn}
-    words: dict[str, Any] = {"title": title, "note": note}
-    with foreign_errors("the pictures cannot be drawn"), progress_bar("drawing", unit="pictures") as bar:
-        try:
-            made = write_explanation(out, rotary, by_label, length=length, trained=trained, progress=bar.set, **words)
-        except ImportError as error:
-            raise MethodError(str(error)) from error
-    if as_json:
-        pictures = {name: str(path) for name, path in made.pictures.items()}
-        heads = None if trained is None else len(trained)
-        told = {"page": str(made.page), "pictures": pictures, "rotary": rotary.to_dict(), "trained_heads": heads}
-        print_text(json_text(told))
-    else:
-        print_text(str(made.page))
-
-
-def _methods_to_draw(methods: MethodChoice, rotary: Rotary, own: RopeMethod | None) -> tuple[list[RopeMethod], int]:
-    """What is drawn beside plain RoPE, and how far, in tokens; the model's own patch where nothing was asked for."""
-    from rope_ext_hf.eval.questions import DEFAULT_METHODS
-    from rope_ext_hf.methods.remapping import RemappingMethod
-    from rope_ext_hf.patches.patching import over_rotary
-    from rope_ext_hf.pictures.rope_plots import check_size, reach
-
-    methods.check(factor_alone=True)
-    length = methods.target_length or round(rotary.context_length * max(methods.factor or [8.0]))
-    check_size(rotary, length)
-    if own is not None and not methods.method and not methods.factor:
-        return [own], reach(rotary, [own])
-    chosen = over_rotary(replace(methods, method=methods.method or DEFAULT_METHODS), rotary, length)
-    bound = (m.bind(rotary, to) if isinstance(m, RemappingMethod) else m for m, to in chosen)
-    return list(dict.fromkeys(bound)), length
-
-
-def _trained_spectra(name: str, source: LoadOptions) -> tuple[Tensor | None, str]:
-    """Mean products of a model's queries and keys on held-out text, None where it cannot be listened to; a sentence."""
-    import torch
-
-    from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.patches.patching import unpatch
-    from rope_ext_hf.patches.slots import patched_slots
-    from rope_ext_hf.pictures.attention_vectors import spectra
-    from rope_ext_hf.reading.corpora import stdlib_held_out
-    from rope_ext_hf.reading.spans import encode, prefix_tokens
-
-    loaded = source.model(name)
-    if patched_slots(loaded):
-        unpatch(loaded)
-    document = stdlib_held_out()[0]
-    with foreign_errors(f"the model {short(name)!r} could not be run"):
-        tokenizer = source.tokenizer(name)
-        ids = [*prefix_tokens(tokenizer, None), *encode(tokenizer, document.text[:8000])]
-        ids = ids[: min(512, patch_geometry(loaded).context_length)]
-        try:
-            kept = spectra(loaded, torch.tensor(ids))
-        except UnsupportedModelError as error:
-            print_note("warning", f"scores of trained queries and keys are left out: {error}")
-            return None, f"Those of this model are left out: {error}."
-    return kept, (
-        f"On the right: every query and key of {len(ids)} tokens of {document.name}, put at each distance in turn, "
-        "wherever they stood."
-    )
-
-
-def diff(
-    expected: Annotated[
-        str, typer.Argument(metavar="EXPECTED", help="A folder, a Hub id, 'reference', or a file of a fingerprint.")
-    ],
-    actual: Annotated[str, typer.Argument(metavar="ACTUAL", help="What is compared with it; the same kinds.")],
-    source: SourceOptions,
-    as_json: Json = False,
-) -> None:
-    """Compare what rotates how in two models, in sentences; exit code 1 where they differ. Reads no weights.
-
-    The file of a fingerprint is the JSON of `rope_ext_hf.fingerprint(model).to_dict()`, of a model in a trainer, say.
-
-    Example: `rope-ext diff reference reference`
-    """
-    from rope_ext_hf.hub import fingerprint
-
-    one, other = (fingerprint(name, **source.version) for name in (expected, actual))
-    sentences = one.differences(other)
-    if as_json:
-        print_text(json_text({"expected": one.to_dict(), "actual": other.to_dict(), "differences": sentences}))
-    else:
-        print_text("\n".join(sentences or [f"Both rotate alike: {one.digest}."]))
-    if sentences:
-        raise typer.Exit(1)
 
 
 def patch(

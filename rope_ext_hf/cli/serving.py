@@ -12,7 +12,7 @@ import typer
 
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, results_to
-from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions, print_forecast, reach_in
+from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions, print_forecast
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
 from rope_ext_hf.engines.base import list_engines
@@ -127,7 +127,6 @@ def advise(
     context_length: str | None = asked(
         None, "The length that the model is for, instead of what its config states.", metavar="TOKENS"
     ),
-    need: Path | None = asked(None, "What `rope-ext need --out FOLDER` measured.", metavar="FOLDER"),
     as_json: Json = False,
 ) -> None:
     """Say how a model gets to a length: methods, their cost, memory, engines, and the commands; reads no weights.
@@ -145,7 +144,6 @@ def advise(
         over=over,
         context_length=context_length,
         batches=[int(number) for number in batches],
-        reads_to=None if need is None else reach_in(need, model, revision=source.revision),
         server=server,
         **source.version,
     )
@@ -252,8 +250,6 @@ def gguf(
 
     methods.check_single()
     config = _configure(model, methods, source, "gguf", None)
-    if config.shorter:
-        raise MethodError("one file has one set of frequencies: write one for each profile, such as --method yarn")
     rewrite(file, out, config)
     print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
 

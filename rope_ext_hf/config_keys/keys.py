@@ -21,7 +21,7 @@ GEOMETRY_KEYS = frozenset({"partial_rotary_factor", "mrope_section", "mrope_inte
 """Rope settings that say which dims rotate and by which positions, whatever the method is."""
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.plugins.tables` describes its settings and builds their tables."""
-REMAPPING_KEY = "remapping"  # the setting that holds a remapping method and the pairing of the model, as JSON text
+REMAPPING_KEY = "remapping"  # the setting by which version 0.1.0 named a remapping method to the plug-in of vLLM
 _SLIDING_LAYERS = frozenset({"sliding_attention", "chunked_attention", "main"})
 """Keys of rope settings of other layers than full-attention ones; "main" is that of DeepSeek V4's sliding windows."""
 

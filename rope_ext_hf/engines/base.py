@@ -60,7 +60,6 @@ class Target:
     length: int  # tokens to serve
     method: str  # for messages
     notes: tuple[str, ...] = ()  # the layers that the method does not reach, and what else a user must hear
-    remapping: str | None = None  # a remapping method and the model's pairing, as JSON text for the plug-in
     mistral_format: bool = False  # whether its folder holds params.json, Mistral's own format, beside config.json
 
     @functools.cached_property
@@ -102,13 +101,6 @@ class Encoding:
     config: dict[str, Any] = field(default_factory=dict)  # further keys of the text config
 
 
-_ROUTING = (
-    "No engine has several sets of frequencies: start an instance for each length, on a port of its own, and have a "
-    "router send a request to the first whose length covers its prompt and its max_tokens. A conversation that "
-    "outgrows its instance goes on in the next, which reads it anew; prefix caches are not shared."
-)
-
-
 @dataclass(frozen=True, repr=False)
 class ServingConfig(ShownAsTables):
     """How to have an engine serve what was measured; as text it is a block to copy.
@@ -126,7 +118,6 @@ class ServingConfig(ShownAsTables):
         gguf_removed: tensors to leave out of it.
         computed: the numbers that the engine computes then.
         notes: further remarks.
-        shorter: for length profiles, an instance of the engine for each but the longest, shortest first.
         by_folder: two command lines that do the same by a patched folder, which the engine reads as it is; empty: it
             does not, or the command line needs no overrides.
     """
@@ -144,13 +135,7 @@ class ServingConfig(ShownAsTables):
     gguf_removed: tuple[str, ...] = ()
     computed: Computed | None = None
     notes: tuple[str, ...] = ()
-    shorter: tuple[ServingConfig, ...] = ()
     by_folder: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def instances(self) -> tuple[ServingConfig, ...]:
-        """One for each instance of the engine, shortest first."""
-        return (*self.shorter, replace(self, shorter=()))
 
     @property
     def _heading(self) -> str:
@@ -179,17 +164,10 @@ class ServingConfig(ShownAsTables):
         return [(name, text) for name, text in named if text]
 
     def tables(self) -> Sequence[Rows]:
-        routing = [[("note", _ROUTING)]] if self.shorter else []
-        return [*routing, *(each._rows for each in self.instances)]
-
-    @property
-    def _rows(self) -> Rows:
         command = [("command", self._command)] if self.command else []
-        return [("serves", self._heading), *(("note", note) for note in self.notes), *command, *self._files]
+        return [[("serves", self._heading), *(("note", note) for note in self.notes), *command, *self._files]]
 
     def __str__(self) -> str:
-        if self.shorter:
-            return "\n\n".join([_remark(_ROUTING), *map(str, self.instances)])
         blocks = [f"# {name}:\n{text}" if "\n" in text else _remark(f"{name}: {text}") for name, text in self._files]
         return "\n".join(filter(None, [*map(_remark, (self._heading, *self.notes)), self._command, *blocks]))
 
@@ -216,7 +194,6 @@ class Engine(ABC):
     former: ClassVar[type[Engine] | None] = None  # a former major version that is still in use, with rules of its own
     rules_of: ClassVar[str] = ""
     """The engine whose program this one runs, so that a comparison need not list both; empty: its own."""
-    remaps: ClassVar[bool] = False  # whether the engine runs remapping methods
     on_gpus: ClassVar[str] = ""
     """The options for the GPUs of a server, to be filled with those of `GPUMemory`; empty: not known."""
     file_suffix: ClassVar[str] = ".json"  # suffix of the file that the engine reads

@@ -13,7 +13,6 @@ from rope_ext_hf.config_keys.formulas import alpha_theta, plain
 from rope_ext_hf.config_keys.keys import (
     GEOMETRY_KEYS,
     PLUGIN_TYPE,
-    REMAPPING_KEY,
     Computed,
     RopeKeys,
     length_setting,
@@ -117,6 +116,5 @@ def plugin_encoding(target: Target, **more: Any) -> Encoding:
         "rope_theta": target.theta,
         "inv_freq": json.dumps(list(target.inv_freq)),
         "attention_factor": target.attention_factor,
-        **({REMAPPING_KEY: target.remapping} if target.remapping else {}),
     }
     return Encoding(_BY_PLUGIN, settings | more, {"max_position_embeddings": target.length})

@@ -15,8 +15,8 @@ from typing import Any
 
 from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn, yarn_magnitude
 from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, plugin_settings
-from rope_ext_hf.engines.base import Encoding, NotCheckedError, ServingConfig, Target, engine_table, register_engine
-from rope_ext_hf.engines.hf_transformers import MLA_FAMILIES, yarn_magnitude_by_config
+from rope_ext_hf.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
 
@@ -184,13 +184,9 @@ class VLLM(OverridingEngine):
 class _VLLMWithPlugin(VLLM):
     """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
 
-    remaps = True
-
     def encodings(self, target: Target) -> Iterator[Encoding]:
         encoding = plugin_encoding(target)
         settings = dict(encoding.settings)
-        if target.remapping and (target.model_type in {*MLA_FAMILIES, "gpt_oss"} or "mrope_section" in settings):
-            raise ServingError(f"{target.method} in vLLM is for models without latent attention, sinks and M-RoPE")
         if target.model_type in DEEPSEEK_FAMILIES:
             # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
             # the length as it is; without the plug-in vLLM stops at the missing original length.
@@ -216,13 +212,6 @@ class _VLLMWithPlugin(VLLM):
         if rope.model_type in self.table["by_layer"]:
             raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
         return self.by_plugin(rope, rope.most, latent=rope.model_type in DEEPSEEK_FAMILIES)
-
-    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
-        config = super().served(target, encoding, changes, computed)
-        if not target.remapping:
-            return config
-        note = "An experiment, in plain torch and slow: docs/vllm-sglang.md has its limits."
-        return replace(config, command=(*config.command, "--attention-backend", "CUSTOM"), notes=(*config.notes, note))
 
 
 def _length_stated(kind: str, model_type: str) -> bool:

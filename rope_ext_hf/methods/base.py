@@ -229,8 +229,6 @@ class RopeMethod(ABC):
     """Parameters that must be above 0."""
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
     """What parameters may be, by name."""
-    one_per_cache: ClassVar[bool] = False
-    """Whether a row keeps the frequencies that it began with as long as its cache lives."""
     begins_search: ClassVar[bool] = False
     """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
@@ -341,10 +339,6 @@ class RopeMethod(ABC):
     def piecewise_constant(self) -> bool:
         """Whether the frequencies, where the method makes them depend on the length, change at a few lengths only."""
         return False
-
-    def profiles(self, rotary: Rotary) -> tuple[tuple[int, RopeMethod], ...]:
-        """The static methods that it chooses from by length, each with its longest input in tokens; empty: none."""
-        return ()
 
     def changes_in_steps(self, rotary: Rotary) -> bool:
         """Whether the frequencies change at a few lengths only, by the method and by what is underneath."""

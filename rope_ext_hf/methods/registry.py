@@ -16,6 +16,8 @@ from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedSca
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
 """The method that another name stands for, and the parameters that the name implies."""
+_REMOVED = {"profiles": "0.1.0", "string": "0.1.0"}
+"""Methods that left the package, by name, with the last version that has them."""
 _S = TypeVar("_S", bound=RopeMethod)
 
 
@@ -153,6 +155,11 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
+        if (version := _REMOVED.get(_folded(method))) is not None:
+            raise UnknownMethodError(
+                f"the method {method!r} was removed; the last version of this package that has it is {version}: "
+                f"pip install rope-ext-hf=={version}"
+            )
         known = sorted([*_METHODS, *_ALIASES])
         raise UnknownMethodError(
             f"unknown method {method!r}.{did_you_mean(method, known)} Known methods: {', '.join(known)}"

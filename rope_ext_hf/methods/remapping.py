@@ -135,7 +135,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
             does so by itself.
         frequency: a static frequency method underneath; default: the model's own frequencies.
         beyond_only: rows of at most `max_distance` tokens are read by the model as loaded, bit for bit, also rows that
-            grow longer later. A token then costs one more rotation of the keys, except in `stairs` and `string`.
+            grow longer later. A token then costs one more rotation of the keys, except in `stairs`.
     """
 
     left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}

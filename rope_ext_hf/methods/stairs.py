@@ -1,4 +1,4 @@
-"""Remapping methods whose far keys stay as they are cached, and are seen by queries that are turned back.
+"""A remapping method whose far keys stay as they are cached, and are seen by queries that are turned back.
 
     >>> method = Stairs(window=4, start=2, chunk=3, max_distance=8)
     >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
@@ -17,19 +17,24 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.guidance import ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
 
 
+@register_method("stairs")
 @dataclass(frozen=True, kw_only=True)
-class _TurnedQueries(RemappingMethod):
-    """Keys at distances below `window` are seen where they are, those beyond from `start` on.
+class Stairs(RemappingMethod):
+    """Beyond the window distances climb from `start` again and again: W + ((d - S) mod B).
 
-    `window`: S, in tokens. `start`: W, the distance at which the key at the distance S is seen; at most `window`.
+    The zones of dual chunk attention, counted from each query: no boundary moves through the input, and no key is
+    stored twice. `window`: S, default three quarters of the limit; `start`: W, default a quarter of it; `chunk`: B,
+    default half of it. S and W as in STRING (An et al. 2024, arXiv 2410.18745), of which this is the form without an
+    end. Keys at distances below S are seen where they are.
     """
+
+    guidance = Guidance(when="the length is open-ended and cached keys must stay as an engine has them", decode=ZONES)
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False
@@ -37,6 +42,7 @@ class _TurnedQueries(RemappingMethod):
 
     window: int | None = None
     start: int | None = None
+    chunk: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,8 +58,9 @@ class _TurnedQueries(RemappingMethod):
 
     @property
     def band(self) -> int:
-        """How many distances each zone of far keys spans."""
-        return UNBOUNDED
+        """Return how many distances each zone of far keys spans."""
+        assert self.chunk is not None
+        return self.chunk
 
     @property
     def exact_length(self) -> int:
@@ -73,21 +80,6 @@ class _TurnedQueries(RemappingMethod):
         far = range(window, max(window + 1, length), self.band)  # the far zones an input of this length has
         return (0, window), *((smallest, smallest + self.band) for smallest in far)
 
-
-@register_method("stairs")
-@dataclass(frozen=True, kw_only=True)
-class Stairs(_TurnedQueries):
-    """Beyond the window distances climb from `start` again and again: W + ((d - S) mod B).
-
-    The zones of dual chunk attention, counted from each query: no boundary moves through the input, and no key is
-    stored twice. `window`: S, default three quarters of the limit; `start`: W, default a quarter of it; `chunk`: B,
-    default half of it. S and W as in STRING, of which this is the form without an end.
-    """
-
-    guidance = Guidance(when="the length is open-ended and cached keys must stay as an engine has them", decode=ZONES)
-
-    chunk: int | None = None
-
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         window = self.window or max(3 * limit // 4, self.start or 0)
         start = self.start or min(window, limit // 4)
@@ -95,11 +87,6 @@ class Stairs(_TurnedQueries):
         self.check_reach(limit, "window", window)
         self.check_reach(limit, "start and chunk together", start + chunk)
         return replace(self, window=window, start=start, chunk=chunk)
-
-    @property
-    def band(self) -> int:
-        assert self.chunk is not None
-        return self.chunk
 
     def for_queries(self, first: int, count: int) -> tuple[AttentionRule, int, int]:
         if count < self.band:  # they are rotated faster than the keys
@@ -139,30 +126,3 @@ class _StairsInBands(Stairs):
                 if key < begin - window:
                     above = begin - key - self.band  # keys above the diagonal of the square, all that are there
                     yield Tile(2, (start, stop), (max(0, key), key + self.band), above, self.band)
-
-
-@register_method("string")
-@dataclass(frozen=True, kw_only=True)
-class String(_TurnedQueries):
-    """STRING (An et al. 2024, arXiv 2410.18745, sec. 4): beyond the window keys are seen S - W closer: W + (d - S).
-
-    It replaces the largest distances, which training shows rarely, by well-trained ones, and is for inputs up to the
-    trained length: it reaches S - W tokens further and no more. `window`: S, default a third of the limit, as in the
-    paper; `start`: W, default 128, and at most a quarter of the window.
-    """
-
-    guidance = Guidance(
-        when="inputs stay within the trained length, and the keys farthest back are read badly", decode=ZONES
-    )
-    default_temperature = "none"  # the paper has none
-
-    def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        window = self.window or max(limit // 3, self.start or 0)
-        start = self.start or max(1, min(128, window // 4))
-        self.check_reach(limit, "window", window)
-        return replace(self, window=window, start=start)
-
-    def extended_length(self, rotary: Rotary) -> int | None:
-        if self.max_distance is None or self.window is None or self.start is None:
-            return None
-        return self.max_distance + self.window - self.start

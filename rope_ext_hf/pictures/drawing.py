@@ -6,7 +6,6 @@ Names come from files and models and may hold anything: `plot_text` makes them s
 from __future__ import annotations
 
 import io
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +59,7 @@ def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
     return placed
 
 
-def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
+def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
     """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
     places = sorted(ends)
     # heights as shares of the axes, whatever their scale
@@ -82,17 +81,7 @@ def draw_lines(
     for _, across, up, style in lines:
         axes.plot(across, up, **style)
     axes.set_ylim(*(own if given is None else given for own, given in zip(axes.get_ylim(), limits, strict=True)))
-    name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
-
-
-def distance_axis(axes: Any, length: int) -> None:
-    """Distances from 1 to a length in tokens, by octaves, with at most nine ticks."""
-    octaves = math.floor(math.log2(length))
-    ticks = [2**k for k in range(0, octaves + 1, math.ceil((octaves + 1) / 9))]
-    axes.set_xscale("log", base=2)
-    axes.set_xlim(1, max(length, 2))
-    axes.set_xticks(ticks, [short_length(tick) for tick in ticks])
-    axes.minorticks_off()
+    _name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
 
 
 def write_note(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from rope_ext_hf.config_keys.keys import PLUGIN_TYPE
-from rope_ext_hf.plugins.tables import build_rotary, for_transformers, refuse_remapping, taken_over
+from rope_ext_hf.plugins.tables import build_rotary, for_transformers, taken_over
 
 FACTORY = "sglang.srt.layers.rotary_embedding.factory"
 
@@ -26,6 +26,5 @@ def register() -> None:
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from sglang.srt.layers import rotary_embedding
 
-    refuse_remapping(settings)
     part = min(arguments["partial_rotary_factor"], 1.0)
     return build_rotary(rotary_embedding, arguments, settings, int(arguments["rotary_dim"] * part))

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.config_keys.keys import REMAPPING_KEY, plugin_frequencies, plugin_settings
-from rope_ext_hf.methods.registry import method_from_dict
-from rope_ext_hf.methods.remapping import RemappingMethod
 
 _BLOCK = 65536  # positions whose angles are computed at a time, in float64
 
@@ -56,6 +54,7 @@ def _freed(module: Any) -> bool:
 
 def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, Any], rotary_dim: int) -> Any:
     """The rotary module for these settings, of a class of `engine`, its package; `arguments` are of its `get_rope`."""
+    _refuse_remapping(settings)
     frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
         raise ValueError(
@@ -64,11 +63,9 @@ def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, 
         )
     several_axes = "mrope_section" in settings
     base: type[Any] = engine.MRotaryEmbedding if several_axes else engine.RotaryEmbedding
-    remapping = held_remapping(settings)
     held = {
         "frequencies": torch.tensor(frequencies, dtype=torch.float64, device="cpu"),
         "magnitude": factor,
-        "remapping": None if remapping is None else remapping[0],
     }
     cls = type(f"RopeExt{base.__name__}", (_Table, base), held)
     known = inspect.signature(base.__init__).parameters
@@ -85,7 +82,6 @@ class _Table:
 
     frequencies: Tensor  # (pairs,) float64, radians per position
     magnitude: float  # the number that cos and sin are multiplied by
-    remapping: RemappingMethod | None  # whose keys the cache holds; None: keys are held at their own positions
     cos_sin_cache: Tensor  # of the engine's class, as the length below
     max_position_embeddings: int
 
@@ -107,29 +103,18 @@ class _Table:
         parts = []
         for first in range(start, end, _BLOCK):
             positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
-            if self.remapping is not None:
-                positions = self.remapping.key_position(positions.long()).tokens()
             angles = positions[:, None] * self.frequencies
             parts.append(torch.cat((angles.cos(), angles.sin()), dim=-1).mul(self.magnitude).float())
         return torch.cat(parts).to(torch.get_default_device())
 
 
-def held_remapping(settings: Mapping[str, Any]) -> tuple[RemappingMethod, str] | None:
-    """The remapping method that settings for the plug-ins hold, and the model's pairing; None: they hold none."""
-    if REMAPPING_KEY not in settings:
-        return None
-    held = json.loads(settings[REMAPPING_KEY])
-    method = method_from_dict(held["method"])
-    assert isinstance(method, RemappingMethod)
-    return method, held["pairing"]
-
-
-def refuse_remapping(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for rope settings with a remapping method, of which frequencies are not all."""
+def _refuse_remapping(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for rope settings with a remapping method, which an earlier version of the plug-in ran."""
     if REMAPPING_KEY in settings:
         raise ValueError(
-            f"the rope settings of this config have a {REMAPPING_KEY!r} method, which vLLM's own model classes run "
-            "with --attention-backend CUSTOM, and nothing else; write the config anew with rope-ext serve-config"
+            f"the rope settings of this config have a {REMAPPING_KEY!r} method, which the plug-in of vLLM was able to "
+            "run up to version 0.1.0 of rope-ext-hf; choose a static method, and write the config anew with rope-ext "
+            "serve-config"
         )
 
 
@@ -138,6 +123,6 @@ def for_transformers(config: Any, device: Any = None, seq_len: int | None = None
 
     Engines run some models by the classes of transformers, or with their frequencies.
     """
-    refuse_remapping(config.rope_parameters)
+    _refuse_remapping(config.rope_parameters)
     inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)
     return torch.tensor(inv_freq, dtype=torch.float32, device=device), attention_factor

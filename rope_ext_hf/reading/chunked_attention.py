@@ -1,8 +1,8 @@
 """Attention of a chunk of tokens to everything before it, without a mask tensor: what the scorer reads texts with.
 
 transformers describes every mask by a function of indices before it makes a tensor of it. Here the description alone
-goes to the attention modules (`MaskRule`), so that a window counts wherever a model class states it: in its mask, or in
-its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
+goes to the attention modules (`_MaskRule`), so that a window counts wherever a model class states it: in its mask, or
+in its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _MaskReadError(NotReadInChunksError, AttributeError):
 
 
 @dataclass(frozen=True)
-class MaskRule:
+class _MaskRule:
     """The rule that a mask follows, in place of the mask."""
 
     window: int | None  # keys a query sees, itself included; None: no window
@@ -59,7 +59,7 @@ class MaskRule:
         raise _MaskReadError(f"its decoder works with its attention mask itself ({function.__name__})")
 
 
-def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
+def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
     """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function
 
@@ -73,11 +73,16 @@ def mask_rule(*args: Any, **kwargs: Any) -> MaskRule:
         chunk = size
     elif kwargs.get("mask_function") is not causal_mask_function:
         raise NotReadInChunksError("its mask is another one than causality, with or without a window")
-    return MaskRule(window, chunk, tokens_before_queries(kwargs), kwargs["kv_length"])
+    return _MaskRule(window, chunk, tokens_before_queries(kwargs), kwargs["kv_length"])
 
 
-def chunked_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | Tensor | None, **given: Any
+def _chunked_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: _MaskRule | Tensor | None,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of the newest queries to a cache that ends with their own keys.
 
@@ -97,7 +102,7 @@ def chunked_attention(
     if isinstance(attention_mask, Tensor):
         raise NotReadInChunksError("its decoder makes a mask of its own")
     tokens, keys = query.shape[-2], key.shape[-2]
-    rule = MaskRule(None, None, keys - tokens, keys) if attention_mask is None else attention_mask
+    rule = _MaskRule(None, None, keys - tokens, keys) if attention_mask is None else attention_mask
     if rule.keys != keys:
         raise NotReadInChunksError(f"its attention has {keys} keys for {rule.keys} tokens")
     if given.get("sliding_window") not in (None, rule.window):
@@ -130,5 +135,5 @@ def chunked_attention(
 def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Have a model use `chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
-    return attending(model, _ATTENTION, chunked_attention, mask_rule, _REACH_SEEN, reach_seen)
+    """Have a model use `_chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
+    return attending(model, _ATTENTION, _chunked_attention, _mask_rule, _REACH_SEEN, reach_seen)

@@ -193,7 +193,6 @@ def estimate_memory(
     *,
     device: torch.device | None = None,
     offload_cache: bool = False,  # keys and values wait in main memory, those of one layer at a time on the device
-    together: int = 1,  # processes that read a span together, of which the estimate is for one
 ) -> MemoryEstimate:
     """Estimate the memory of reading spans of up to `longest` tokens, by default on the CPU, in the model's dtype."""
     width = torch.finfo(dtype or model.dtype).bits // 8
@@ -201,10 +200,6 @@ def estimate_memory(
     cache = cached_bytes(config, longest, width=width)
     working, logits = budgets(device or torch.device("cpu"))
     weights = model.num_parameters() * width
-    if together > 1:  # what is gathered of one layer, apart and joined; and a part of the tokens in one pass
-        gathered = 2 * max(layer.per_token for layer in cached_layers(config)) * longest * width
-        working += 4 * widest_activation(config) * width * longest // together
-        return MemoryEstimate(weights, gathered, working, logits=logits)
     if offload_cache:
         # Layers without a window alone are offloaded, and the keys of one of them at a time are on the device.
         moved = [layer.per_token * longest * width for layer in cached_layers(config) if layer.window is None]
@@ -222,7 +217,6 @@ def check_memory(
     *,
     spread: bool = False,
     offload_cache: bool = False,
-    together: int = 1,
 ) -> MemoryEstimate:
     """Return the estimated memory if the devices have that much free, under `spread` all of them together.
 
@@ -230,7 +224,7 @@ def check_memory(
     """
     if offload_cache and device.type == "cpu" and not spread:
         raise MethodError("on a CPU keys and values are in main memory as they are; leave out --offload-cache")
-    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache, together=together)
+    needed = estimate_memory(model, longest, dtype, device=device, offload_cache=offload_cache)
     main = available(torch.device("cpu"))
     gpus = [available(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]
     every = sum(gpus) + main
@@ -238,18 +232,16 @@ def check_memory(
     if needed.total <= free and needed.offloaded <= main:
         return needed
     offers = []
-    if not spread and together == 1 and device.type == "cuda" and needed.total <= every:
+    if not spread and device.type == "cuda" and needed.total <= every:
         offers.append("--device-map auto (over all GPUs and main memory)")
-    if together > 1:
-        offers.append("more processes")
-    elif not offload_cache and device.type == "cuda":
+    if not offload_cache and device.type == "cuda":
         offloaded = estimate_memory(model, longest, dtype, device=device, offload_cache=True)
         if offloaded.total <= free and offloaded.offloaded <= main:
             offers.append("--offload-cache (keys and values in main memory)")
     if dtype == torch.float32:
         offers.append("--dtype bfloat16 (half of it)")
     room = free - (needed.total - needed.cache)
-    if together == 1 and (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
+    if (fitting := room * longest // max(1, needed.cache) // 256 * 256) > 0:
         offers.append(f"shorter lengths: up to {min(fitting, longest):,} tokens fit")
     raise CheckpointError(
         f"spans of {longest:,} tokens need {needed}; {'all devices have' if spread else f'{device} has'} "

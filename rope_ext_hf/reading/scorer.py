@@ -6,7 +6,7 @@
 
 The decoder reads a span in chunks that add their keys and values to a cache allocated once (`span_cache`); attention of
 a chunk is to the past, without a mask, plus causal within the chunk, merged by their log-sum-exp, so that no mask is
-built and no key is repeated over query heads (`chunked_attention`). The head runs over a few tokens at a time
+built and no key is repeated over query heads (chunked_attention.py). The head runs over a few tokens at a time
 (`head_losses`). Memory above weights and cache does not depend on the length.
 """
 
@@ -54,10 +54,10 @@ class Cost(NamedTuple):
 
 T = TypeVar("T")
 _LEAST_CHUNK = 16  # tokens per pass below which less memory is of no use
-CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
+_CHECKED = 12  # tokens of the check; no window needs more of them, because windows are taken from the masks themselves
 
 
-def rounding_tolerance(dtype: torch.dtype) -> float:
+def _rounding_tolerance(dtype: torch.dtype) -> float:
     """The root mean square difference of logits that counts as equal, in standard deviations of the logits."""
     # Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
     return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
@@ -372,18 +372,18 @@ class TokenScorer:
 
     def _why_not_in_chunks(self) -> str | None:
         """Why a few tokens in chunks, the head run apart, do not get an ordinary forward's logits; None: they do."""
-        tolerance = rounding_tolerance(self.model.dtype)
+        tolerance = _rounding_tolerance(self.model.dtype)
         # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED, device=self._device).long()
-        with torch.inference_mode(), _length(self.model, CHECKED):
+        ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, _CHECKED, device=self._device).long()
+        with torch.inference_mode(), _length(self.model, _CHECKED):
             wanted = self._ordinary_logits(ids, tolerance)
             if self.decoder is self.model or self.head is None:
                 return "its class has no decoder and head apart"
             chunk, longest = self.chunk, self.longest
             self.chunk, self.longest = 5, 1  # several tokens onto a cache, and a single one
             try:
-                cache = self._empty_cache(CHECKED - 1)
+                cache = self._empty_cache(_CHECKED - 1)
                 with self._in_chunks(cache.see):
                     hidden = torch.cat([each for _, each in self._hidden(ids[:-1], cache)])
                 for index, window in remapped_windows(self.model):

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 
-FULL, SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"  # keys and values of all tokens, or of the last
+_FULL, _SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"  # keys and values of all tokens, or of the last
 _HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 """Its layers that have a state beside keys and values."""
 _STATE = ("LinearAttentionLayer", "DummyLayer")  # no keys: a state of fixed size, or nothing
@@ -67,10 +67,10 @@ class _Preallocated:
 
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
         """The keys after the next update, and the tokens that were dropped before them."""
-        return self.filled + count_queries(queries), 0
+        return self.filled + _count_queries(queries), 0
 
 
-def count_queries(queries: int | Tensor) -> int:
+def _count_queries(queries: int | Tensor) -> int:
     """Return the number of queries that a mask is for: transformers gives it, or in 5.0 the place of each."""
     return len(queries) if isinstance(queries, Tensor) else queries
 
@@ -97,7 +97,7 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
     """Return the layer of a span's cache for one of transformers's, by default for one that keeps all tokens."""
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
-    if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (FULL, SLIDING, *_HYBRID, *_STATE):
+    if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (_FULL, _SLIDING, *_HYBRID, *_STATE):
         raise NotReadInChunksError(f"its cache has layers of the class {kind.__name__}")
     if kind.__name__ in _STATE:
         return stock
@@ -126,7 +126,7 @@ class SpanCache(StoringCache):
             raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
         self.capacity, self.offload = capacity, offload
         stocks: list[Any] = vars(self)["layers"]
-        self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == SLIDING}
+        self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == _SLIDING}
         self.layers: list[Any] = [
             stock if windows and index in windows else self._layer(stock) for index, stock in enumerate(stocks)
         ]

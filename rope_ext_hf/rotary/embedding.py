@@ -14,14 +14,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.errors import LengthError, MethodError
-from rope_ext_hf.methods.base import UNBOUNDED, Frequencies, RopeMethod, Rotary, constant, may_keep_tensors
+from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, constant, may_keep_tensors
 from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_table
@@ -92,7 +91,6 @@ class RotaryEmbedding(nn.Module):
     beside_attention: ClassVar[bool] = False  # True: an attention function carries out the rest of a remapping method
 
     frequency: Tensor
-    profile_frequencies: Tensor
     axes: Tensor
     longest_seen: Tensor
     attention_factor: float
@@ -130,7 +128,6 @@ class RotaryEmbedding(nn.Module):
         # the device. It is no buffer: an average of models with their buffers (SWA, EMA) would round its integers as
         # floating-point numbers, and `to_empty` would leave it without values.
         self._values: tuple[int, ...] = ()
-        self.profiles = self._list_profiles()
         self._device = torch.device("cpu")
         if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
             with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
@@ -203,21 +200,10 @@ class RotaryEmbedding(nn.Module):
         """Inverse frequencies as a model uses them, which may multiply those of the method (a subclass)."""
         return inv_freq
 
-    def _list_profiles(self) -> tuple[tuple[int, Frequencies], ...]:
-        """The longest input and the frequencies of each profile, where a cache has one; else nothing."""
-        profiles: list[tuple[int, Frequencies]] = []
-        while self.method.one_per_cache and (not profiles or profiles[-1][0] < UNBOUNDED):
-            end = self.method.constant_until(self.rotary, profiles[-1][0] + 1 if profiles else 1)
-            profiles.append((end, self._at(end)))
-        return tuple(profiles)
-
     def _place(self, device: torch.device) -> None:
         """Put the tables of integers onto a device; on the meta device they have no values, like all tensors there."""
         self._device = device
         self.frequency = constant(self._values, device, torch.int64)
-        if self.profiles:
-            values = [value for _, each in self.profiles for value in fixed_point(each.inv_freq).tolist()]
-            self.profile_frequencies = constant(tuple(values), device, torch.int64).view(len(self.profiles), -1)
         if self.axis_of_pair is not None:
             self.axes = constant(self.axis_of_pair, device, torch.int64)
 
@@ -248,28 +234,16 @@ class RotaryEmbedding(nn.Module):
         """
         device = lengths.device
         attention_factor: Tensor | float
-        if self.profiles:
-            frequency, attention_factor = self._phase_of_profiles(lengths.unsqueeze(-1))
-        else:
-            wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
-            inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
-            frequency = fixed_point(self._multiplied(inv_freq)).to(device)
-            if isinstance(attention_factor, Tensor):
-                attention_factor = attention_factor.to(device, torch.float32)
+        wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
+        inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
+        frequency = fixed_point(self._multiplied(inv_freq)).to(device)
+        if isinstance(attention_factor, Tensor):
+            attention_factor = attention_factor.to(device, torch.float32)
         if lengths.ndim > 1:
             return frequency, attention_factor
         if isinstance(attention_factor, Tensor):
             attention_factor = attention_factor.unsqueeze(-2)
         return frequency.unsqueeze(-2), attention_factor
-
-    def _phase_of_profiles(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Frequencies and attention factors from the table of all profiles; lengths (rows, 1) or (rows, tokens, 1)."""
-        profile = torch.zeros_like(lengths)
-        attention_factor = torch.full_like(lengths, self.profiles[0][1].attention_factor, dtype=torch.float32)
-        for (end, _), (_, longer) in pairwise(self.profiles):
-            profile = profile + (lengths > end)
-            attention_factor = torch.where(lengths > end, longer.attention_factor, attention_factor)
-        return self.profile_frequencies.to(lengths.device)[profile.squeeze(-1)], attention_factor
 
     def resolve_lengths(self, lengths: Tensor) -> Tensor:
         """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""

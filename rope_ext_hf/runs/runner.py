@@ -236,8 +236,6 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
     measurement, fixed = job.plan.measurement, job.plan.chunk is not None
     records = journal.read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
-    if workers.together:  # also: nobody writes before all have read
-        workers.agree({"what was measured before": _short(sorted(done))})
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
     progress.started(folder, sum([unit in done for unit in units]), len(units))
@@ -256,8 +254,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
             if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
                 agreed = sizes  # the scorer ran out of memory, and went on with less
                 journal.replace_chunks(folder, *agreed)
-            if workers.rank == 0 or not workers.together:
-                write(record)
+            write(record)
             workers.check()
 
         job.score(scorer, items, done, add, progress)
@@ -287,7 +284,7 @@ _WORDS = {
     **dict.fromkeys(("text", "items", "cell_texts"), "the text"),
     **dict.fromkeys(("setting", "per_cell", "tokens"), "the protocol"),
     **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
-    **{"data": "the name of the text", "parallel": "--parallel", "over": "--over"},
+    **{"data": "the name of the text", "over": "--over"},
 }
 """What settings of a run are called in a message."""
 

@@ -22,7 +22,6 @@ from torch import distributed
 
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
 
-LONGEST_WAIT = timedelta(days=30)  # of a collective; the thread that watches ends one whose process has ended
 _MEETING = timedelta(minutes=5)  # how long the first process waits for the last one to start
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 40.0  # seconds without a sign of life after which a process counts as ended
@@ -182,7 +181,6 @@ class Workers:
     rank: int = 0
     count: int = 1
     meeting: _Meeting | None = None  # how they reach each other; None: they do not
-    together: bool = False  # all of them measure every item, each reading a part of it, and the first one writes
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
@@ -231,4 +229,4 @@ class Workers:
             self.meeting.check()
 
     def share(self, items: int) -> range:
-        return range(items) if self.together else range(self.rank, items, self.count)
+        return range(self.rank, items, self.count)

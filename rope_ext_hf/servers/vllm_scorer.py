@@ -23,7 +23,6 @@ from rope_ext_hf.engines.vllm import VLLM
 from rope_ext_hf.errors import MethodError, ServingError, one_line, short
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.methods.base import RopeMethod
-from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
@@ -98,8 +97,6 @@ def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any
     ways: list[dict[str, Any]] = [under | {"method": method}]
     if method is None:  # a table of angles that reaches the longest length, where that is all that vLLM lacks
         ways = [{}, {"method": "default", "target_length": longest}]
-    elif isinstance(method, RemappingMethod):  # which may have no end, and a server has one
-        ways = [under | method.to_dict() | {"target_length": longest}]
     config, reasons = None, list[ServingError]()
     for way, plugin in product(ways, (False, True)):
         try:
@@ -107,7 +104,7 @@ def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any
         except ServingError as reason:
             reasons.append(reason)
             continue
-        if config.length >= longest and not config.shorter:
+        if config.length >= longest:
             _check_lengths(empty, method, lengths, under)
             return config
     if config is None:
@@ -224,7 +221,6 @@ class _VLLMScorer:
         from vllm import LLM
 
         options = list(config.command)
-        backend = options[options.index("--attention-backend") + 1] if "--attention-backend" in options else None
         # A token is generated after each prompt, and nothing is computed at its position.
         os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         try:
@@ -239,7 +235,6 @@ class _VLLMScorer:
                 enable_prefix_caching=False,
                 enforce_eager=True,
                 disable_log_stats=True,
-                **({} if backend is None else {"attention_backend": backend}),
                 **self.source,
             )
         except Exception as error:  # of any kind, from any of its processes

@@ -245,15 +245,9 @@ def _problems(config: Mapping[str, Any]) -> list[str]:
     for part in (config, config.get("text_config")):
         if isinstance(part, Mapping) and PATCH_KEY in part:
             try:
-                spec = checked_specs(part[PATCH_KEY], "this config")[-1]
+                checked_specs(part[PATCH_KEY], "this config")
             except CheckpointError as error:
                 problems.append(one_line(error))
-                continue
-            if lengths := [f"{length:,}" for length, _ in spec.method.profiles(spec.rotary)]:
-                problems.append(
-                    f"profiles for {', '.join(lengths)} tokens: no engine has several sets of frequencies; "
-                    "rope-ext serve-config prints an instance for each, and requests go to them by length"
-                )
     try:
         text = text_settings(config)
         settings = rope_settings(text)

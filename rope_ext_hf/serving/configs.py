@@ -38,7 +38,6 @@ from rope_ext_hf.patches.config import (
     write_settings,
 )
 from rope_ext_hf.patches.families import family
-from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
@@ -127,21 +126,7 @@ def refuse_adapter(name: str | Path, folder: Path) -> None:
         )
 
 
-def make_target(model: Model, method: str | RopeMethod | None = None, **params: Any) -> Target:
-    """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
-
-    Without a method it is the patch that the model carries, else the model as published.
-    """
-    target, *longer = make_targets(model, method, **params)
-    if longer:
-        raise ServingError(
-            f"one engine has one set of frequencies, and these profiles are {1 + len(longer)}: serve-config prints an "
-            "instance for each"
-        )
-    return target
-
-
-def make_targets(
+def make_target(
     model: Model,
     method: str | RopeMethod | PatchSpec | None = None,
     *,
@@ -149,10 +134,12 @@ def make_targets(
     target_length: Length | None = None,
     over: str = "own",
     context_length: int | None = None,
-    remaps: bool = False,
     **params: Any,
-) -> list[Target]:
-    """`make_target` for each length profile, shortest first, else once; `remaps`: the engine runs remapping methods."""
+) -> Target:
+    """What an engine is to compute for a model with a method; the arguments are those of `rope_ext_hf.patch`.
+
+    Without a method it is the patch that the model carries, else the model as published.
+    """
     config, target_length = model.config, parse_length(target_length)
     if method is None and (factor is not None or target_length is not None or params):
         raise MethodError("a factor, a length or a parameter was given without a method; give the method too")
@@ -179,28 +166,17 @@ def make_targets(
                 f"{label} adds to scores by distance; no serving engine runs that. Serve the model with this package "
                 "and transformers"
             )
-        if spec.method.by_length:
-            raise ServingError(
-                f"{label} reads short inputs as loaded and takes its rule from the length of each; no serving engine "
-                "runs that, nor does the plug-in. Serve the model with this package and transformers, or choose a "
-                "remapping method with one rule for all lengths"
-            )
-        if not remaps:
-            raise ServingError(
-                f"{label} changes the relative positions that queries see; no serving engine runs that by itself. "
-                "Serve the model with this package and transformers, or choose a static method; as an experiment, vLLM "
-                "runs it with the plug-in of this package (serve-config --plugin)"
-            )
-    if profiles := spec.method.profiles(spec.rotary):
-        specs = [replace(spec, method=static, target_length=length) for length, static in profiles]
-        return [_target(model, each, changes_nothing=False) for each in specs]
+        raise ServingError(
+            f"{label} changes the relative positions that queries see; no serving engine runs that. Serve the model "
+            "with this package and transformers, or choose a static method"
+        )
     if spec.method.length_dependent:
         raise ServingError(
             f"{label} follows the length of every input; serving engines compute one set of frequencies when they "
             "start. Choose a static method with the factor of the longest input, e.g. yarn"
         )
     changes_nothing = method is None and not model.specs and over == "own" and context_length is None
-    return [_target(model, spec, changes_nothing=changes_nothing)]
+    return _target(model, spec, changes_nothing=changes_nothing)
 
 
 def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
@@ -236,23 +212,8 @@ def _target(model: Model, spec: PatchSpec, *, changes_nothing: bool) -> Target:
         length=max(length, length_setting(values)) if changes_nothing else length,
         method="the model as published" if changes_nothing else spec.method.label(),
         notes=() if changes_nothing else tuple([note for note in notes if note]),
-        remapping=_remapping(model, spec) if isinstance(spec.method, RemappingMethod) else None,
         mistral_format=model.mistral_format,
     )
-
-
-def _remapping(model: Model, spec: PatchSpec) -> str:
-    """A remapping method and the pairing of the model, as the plug-in reads them."""
-    if spec.target_length is None and spec.method.extended_length(spec.rotary) is None:
-        raise ServingError(f"{spec.method.name} has no end: give the method with the length to serve as target_length")
-    layers = model.layers
-    alike = layers.rotating[0] == model.config.num_hidden_layers and not layers.sliding and model.layer_types == [None]
-    if not alike or spec.layers is not None:
-        raise ServingError(
-            f"{spec.method.name} is served where every layer attends to everything and rotates alike; serve this "
-            "model with this package and transformers"
-        )
-    return json.dumps({"method": spec.method.to_dict(), "pairing": class_pairing(model.config)})
 
 
 @foreign_errors("this model cannot be configured for the engine")
@@ -298,75 +259,70 @@ def serving_config(
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     asked: dict[str, Any] = {"factor": factor, "target_length": target_length, **params}
     length = parse_length(context_length)
-    targets = make_targets(opened, method, over=over, context_length=length, remaps=chosen.remaps, **asked)
+    target = make_target(opened, method, over=over, context_length=length, **asked)
     by_folder = None
     if isinstance(method, str) and not isinstance(model, nn.Module):
         asked = {"method": method, **asked, "revision": revision}
         asked |= {"over": over if over != "own" else None, "context_length": context_length}
         by_folder = partial(_by_folder, chosen, model=str(model), asked=asked)
-    return configure(chosen, opened, targets, method=method, notes=notes, server=server, by_folder=by_folder)
+    return configure(chosen, opened, target, method=method, notes=notes, server=server, by_folder=by_folder)
 
 
 def configure(
     engine: Engine,
     opened: Model,
-    targets: list[Target],
+    target: Target,
     *,
     method: str | RopeMethod | None = None,
     notes: tuple[str, ...] = (),
     server: GPUServer | None = None,
     by_folder: Callable[..., tuple[str, ...]] | None = None,
 ) -> ServingConfig:
-    """`serving_config` of a model that was opened, whose targets are known.
+    """`serving_config` of a model that was opened, whose target is known.
 
     `by_folder`: makes the commands by which a folder needs no overrides, of a target and options.
     """
     if opened.described.rotary.length_dependent:
         notes += (
-            f"Inputs of up to {targets[-1].original:,} tokens have frequencies of their own here; the engine gives "
+            f"Inputs of up to {target.original:,} tokens have frequencies of their own here; the engine gives "
             "every input those of long ones, or changes them for keys that are cached already.",
         )
-    configs = []
-    for each in targets:
-        target, options, remarks = each, tuple[str, ...](), notes
-        if server is not None and server.gpus:
-            target, memory = _fitting(each, opened.whole(), server, shorten=method is None)
-            options, remarks = engine.options_on(memory.options), (*notes, *memory.sentences)
-        elif engine.on_gpus and (size := cached_bytes(opened.config, each.length)) > _LARGE_CACHE:
-            cost = f"An input of {each.length:,} tokens takes {size_text(size)} of keys and values in 16 bits"
-            remarks = (*notes, f"{cost}, beside the weights: --gpus and --gpu-memory say what fits.")
-        config = engine.config_for(target)
-        if (as_saved := _as_saved(opened, target)) is None:
-            if opened.specs and config.overrides is None and opened.name in config.command:
-                command = tuple(["MODEL" if each == opened.name else each for each in config.command])
-                note = f"MODEL is the model as it was published: {opened.name} carries a patch that this is without."
-                config = replace(config, command=command, notes=(*config.notes, note))
-        elif config.overrides and method is None:
-            without = engine.config_for(as_saved)
-            if without.overrides is None:  # the folder's own config.json is enough
-                config = replace(without, encoding="as the folder's config.json has it")
-        if config.overrides and by_folder is not None and len(targets) == 1:
-            config = replace(config, by_folder=by_folder(target, options=options))
-        command = (*config.command, *options)
-        configs.append(replace(config, command=command, notes=(*config.notes, *target.notes, *remarks)))
+    options, remarks = tuple[str, ...](), notes
+    if server is not None and server.gpus:
+        target, memory = _fitting(target, opened.whole(), server, shorten=method is None)
+        options, remarks = engine.options_on(memory.options), (*notes, *memory.sentences)
+    elif engine.on_gpus and (size := cached_bytes(opened.config, target.length)) > _LARGE_CACHE:
+        cost = f"An input of {target.length:,} tokens takes {size_text(size)} of keys and values in 16 bits"
+        remarks = (*notes, f"{cost}, beside the weights: --gpus and --gpu-memory say what fits.")
+    config = engine.config_for(target)
+    if (as_saved := _as_saved(opened, target)) is None:
+        if opened.specs and config.overrides is None and opened.name in config.command:
+            command = tuple(["MODEL" if each == opened.name else each for each in config.command])
+            note = f"MODEL is the model as it was published: {opened.name} carries a patch that this is without."
+            config = replace(config, command=command, notes=(*config.notes, note))
+    elif config.overrides and method is None:
+        without = engine.config_for(as_saved)
+        if without.overrides is None:  # the folder's own config.json is enough
+            config = replace(without, encoding="as the folder's config.json has it")
+    if config.overrides and by_folder is not None:
+        config = replace(config, by_folder=by_folder(target, options=options))
+    drafts: tuple[str, ...] = ()
     if any(getattr(opened.config, key, None) for key in _DRAFT_KEYS) and (method is not None or opened.specs):
-        notes = (f"This model has draft layers. {engine.drafts}",) if engine.drafts else ()
-        configs = [replace(config, notes=(*config.notes, *notes)) for config in configs]
-    *shorter, longest = configs
-    return replace(longest, shorter=tuple(shorter))
+        drafts = (f"This model has draft layers. {engine.drafts}",) if engine.drafts else ()
+    command = (*config.command, *options)
+    return replace(config, command=command, notes=(*config.notes, *target.notes, *remarks, *drafts))
 
 
 def _fitting(target: Target, model: Any, server: GPUServer, *, shorten: bool) -> tuple[Target, GPUMemory]:
     """The target, of the longest length that fits where it may be shortened, and the memory that it takes."""
-    kv_bits = (16, 8) if target.remapping is None else (16,)  # all that the attention of the plug-in reads
-    memory = gpu_memory(model, target.length, server, kv_bits=kv_bits)
+    memory = gpu_memory(model, target.length, server)
     if memory.kv_bits is not None:
         return target, memory
     if not shorten or not memory.longest[16]:
         raise ServingError(str(memory))
     note = f"{memory.sentences[-1]} The server is started for {memory.longest[16]:,} tokens."
     target = replace(target, length=memory.longest[16], notes=(*target.notes, note))
-    return target, gpu_memory(model, target.length, server, kv_bits=kv_bits)
+    return target, gpu_memory(model, target.length, server)
 
 
 def _by_folder(

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHARE = 0.9  # of a GPU's memory, for the server: the rest is the driver's, and what libraries keep
+_KV_BITS = (16, 8)  # that keys and values may have on a server, the best first
 _STEP, _BLOCK = 8192, 16  # tokens of a server's step by default, which windows keep for as long, and of a block of keys
 _MOST_INPUTS, _MOST_GPUS = 256, 64  # inputs at a time where memory allows for more, and GPUs that are offered
 _DEALT = ("num_attention_heads", "intermediate_size", "moe_intermediate_size", "linear_num_key_heads")
@@ -89,12 +90,10 @@ class GPUMemory:
         return " ".join(self.sentences)
 
 
-def gpu_memory(
-    model: PreTrainedModel, tokens: int, server: GPUServer, *, kv_bits: Iterable[int] = (16, 8)
-) -> GPUMemory:
+def gpu_memory(model: PreTrainedModel, tokens: int, server: GPUServer) -> GPUMemory:
     """Compute what fits on the GPUs of a server, one if it does not state them, at an input of so many tokens.
 
-    `kv_bits` are those that keys and values may have there, the best first. The model may be on the meta device.
+    The model may be on the meta device.
     """
     whole: Any = model.config
     if server.weight_bits is None and getattr(whole, "quantization_config", None):
@@ -105,7 +104,7 @@ def gpu_memory(
     def on(parts: int) -> GPUMemory:
         weights, sizes, longest = weight_bytes(model, bits=bits, gpus=parts), dict[int, int](), dict[int, int]()
         room = int(_SHARE * server.gpu_memory) - weights - GPU_WORKING_BYTES
-        for each in kv_bits:
+        for each in _KV_BITS:
 
             def size(blocks: int, width: int = each // 8) -> int:
                 ahead = _STEP + _BLOCK

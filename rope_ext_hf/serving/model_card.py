@@ -36,7 +36,7 @@ from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.model_digest import model_digest
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.serving.configs import Model, configure, make_targets, open_model
+from rope_ext_hf.serving.configs import Model, configure, make_target, open_model
 from rope_ext_hf.terminal import as_wide_as
 
 CARD = "README.md"
@@ -108,7 +108,7 @@ def write_card(
     named = base_model or (source and described.name)
     origin = f"The weights come from {_plain(named)}. " if named else origin
     rows = [(key, text) for key, text in describe(model).rows if key in _ROWS]
-    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, as `rope-ext diff` compares it"))
+    rows.append(("fingerprint", f"{fingerprint_of(model).digest}, by `rope_ext_hf.fingerprint`"))
     title = f"# {_plain(name)}\n\n{origin}Written by rope_ext_hf {__version__}."
     loading = f"## How to load it\n\n{_loading(folder, model, name)}"
     made = "\n\n".join([title, _table([("RoPE", "of this model"), *rows]), loading, *_serving(folder, name, **trust)])
@@ -206,12 +206,12 @@ def _serving(folder: Path, name: str, **trust: Any) -> Iterator[str]:
         model.name = name
         return model
 
-    targets = cache(lambda: make_targets(opened()))
+    target = cache(lambda: make_target(opened()))
     servers = [engine() for engine in list_engines().values() if not engine.reference]
     for engine in sorted(servers, key=lambda engine: not engine.usual_server):
         try:
             with foreign_errors("this model cannot be configured for the engine"):
-                config = configure(engine, opened(), targets())
+                config = configure(engine, opened(), target())
         except RopeExtError as error:
             reason = " ".join(str(error).split()).replace(str(folder), name)
             refused.setdefault(reason, []).append(engine.label)

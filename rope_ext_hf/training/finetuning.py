@@ -256,7 +256,7 @@ class _FinetuningRun:
     def _check(self, name: str, results: list[Result]) -> None:
         """Check that a model has a loss at every length: one without cannot be trained, or was not trained well."""
         losses = torch.tensor([each.loss for each in results])
-        if name in ("as loaded", "patched"):
+        if name in ("unpatched", "patched"):
             check_numbers(losses, self.short)
         elif bool(losses.isnan().any()):
             raise UnsupportedModelError(

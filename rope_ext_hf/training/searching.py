@@ -27,7 +27,7 @@ from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patch
-from rope_ext_hf.pictures.rope_plots import draw_divisors
+from rope_ext_hf.pictures.divisors import draw_divisors
 from rope_ext_hf.questions import command_line, forward
 from rope_ext_hf.reading.spans import prefix_tokens, prepare
 from rope_ext_hf.runs.folder import read_run, read_whole, write_whole

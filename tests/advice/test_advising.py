@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ from docs.figures.recipes import published_config
 from rope_ext_hf.advice.extending import plan_extension
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, size_text
-from rope_ext_hf.eval.needs import lengths_to_read
 from rope_ext_hf.hub import fingerprint, load_empty
 from rope_ext_hf.patches.recipes import Recipe, recipes
-from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.serving.audit import audit
 from rope_ext_hf.serving.questions import Extending, GPUServer
 from tests.support.commands import run, run_json
@@ -32,13 +29,11 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.fil
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [64 * K, 128 * K, 256 * K, 512 * K])
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_need_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:
+def test_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:
     """They agree on what is needed, on the length that is extended, and on the factor."""
     stated, folder = PUBLISHED[name].context_length, PUBLISHED[name].write(tmp_path)
     advice = rope.advise(folder, length)
-    assert (
-        advice.context_length == stated == rope.describe(load_empty(folder)).context_length
-    )  # what `need` starts from
+    assert advice.context_length == stated == rope.describe(load_empty(folder)).context_length
     assert bool(advice.methods) == (length > stated)
     for asked in (extend, serve):
         try:
@@ -83,8 +78,6 @@ def test_methods_lengths_memory_and_commands_agree(name: str, tmp_path: Path, mo
     context, target = model.context_length, model.target_length
     advice = rope.advise(model.name, target, server=server)
     assert (advice.context_length, advice.factor, advice.model) == (context, target / context, model.name)
-    read, _ = lengths_to_read(context, target, [2 * target] * 3)  # by `need`
-    assert (read[0], read[-1]) == (context, target)
     (of_cache,) = (m.bytes for m in advice.memory if (m.dtype, m.batch, m.tokens) == ("bfloat16", 1, target))
     assert advice.on_gpus is not None
     for engine in list_engines():
@@ -117,20 +110,14 @@ def test_methods_lengths_memory_and_commands_agree(name: str, tmp_path: Path, mo
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_need_extend_and_serve_config_to_their_end_on_tiny_weights(
+def test_extend_and_serve_config_to_their_end_on_tiny_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random model of the shape of each, all its lengths divided so that it is for 256 tokens or a little more."""
     monkeypatch.chdir(tmp_path)
     model, divisor = PUBLISHED[name], 1 << (PUBLISHED[name].context_length // 256).bit_length() - 1
     target, folder = model.target_length // divisor, model.write_weights(Path(), divisor)
-    code, _, err = run("need", folder, "--target-length", target, "--out", "needed", "--device", "cpu")
-    assert code == 0, err
-    found = json.loads(Path("needed/need.json").read_text())
-    assert found["outcome"] in [each.value for each in Outcome]
-    assert f"rope-ext ppl {folder} --lengths {found['context_length']},{target} " in found["command"]
-    advice = run_json("advise", folder, "--target-length", target, "--need", "needed")
-    assert advice["context_length"] == found["context_length"] == min(map(int, found["lengths"]))
+    advice = run_json("advise", folder, "--target-length", target)
     engine = next((each for each in advice["served"] if each != "transformers"), "vllm")
     options = ("--engine", engine, "--max-spans", 3, "--device", "cpu", "--out", "longer", "--anyway", "--yes")
     code, _, err = run("extend", folder, "--target-length", target, *options)
@@ -139,7 +126,7 @@ def test_need_extend_and_serve_config_to_their_end_on_tiny_weights(
         method, served = advice["served"][engine], rope.serving_config("longer", engine)
         direct = rope.serving_config(folder, engine, method, target_length=target)
         assert (served.method, served.length) == (direct.method, direct.length)
-        assert rope.describe(load_empty("longer")).context_length == found["context_length"]
+        assert rope.describe(load_empty("longer")).context_length == advice["context_length"]
         patched = rope.patch(load_empty(folder), method, target_length=target)
         assert not fingerprint(load_empty("longer")).differences(fingerprint(patched))
 

@@ -39,10 +39,8 @@ def test_advise_names_no_method_that_patch_refuses(model_type: str) -> None:
     named = {each.method for each in advice.methods if each.kind}
     chosen = {name for names in advice.choices.values() for name in names} | set(advice.served.values())
     taken = {name for name, cls in list_methods().items() if cls.guidance and not refused(model, name, length)}
-    assert named <= taken
     assert chosen <= taken
-    # a length that an unscaled model takes profiles for is beyond some tables here
-    assert taken - named <= {"profiles"}
+    assert taken == named
     if model_type in REFUSING:
         assert not {"rerope", "dca", "jet-long"} & named
 

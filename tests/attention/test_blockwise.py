@@ -25,7 +25,7 @@ from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
-from rope_ext_hf.methods.stairs import Stairs, String
+from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.methods.tiles import Mask, Tile
 from rope_ext_hf.rotary import kv_cache as cache
 from rope_ext_hf.rotary.kv_cache import KeyLayout
@@ -42,7 +42,7 @@ def methods(draw: Any) -> RemappingMethod:
         "max_distance": 64,
         "beyond_only": draw(st.booleans()),
     }
-    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "jet-long", "stairs", "string", "dca"])):
+    match draw(st.sampled_from(["rerope", "leaky", "self-extend", "jet-long", "stairs", "dca"])):
         case "rerope":
             return ReRoPE(window=window, **common)
         case "leaky":
@@ -55,8 +55,6 @@ def methods(draw: Any) -> RemappingMethod:
         case "stairs":
             start, chunk = draw(st.integers(1, window)), draw(st.integers(1, 70))
             return Stairs(window=window, start=start, chunk=chunk, **common)
-        case "string":
-            return String(window=window, start=draw(st.integers(1, window)), **common)
     return DualChunk(chunk=draw(st.integers(1, 70)), window=window, **common)
 
 
@@ -105,7 +103,6 @@ EACH = [
     DualChunk(chunk=48, window=16),
     DualChunk(chunk=48, window=16, beyond_only=True),
     Stairs(window=32, start=16, chunk=40),
-    String(window=40, start=12),
 ]
 
 
@@ -359,7 +356,7 @@ def test_what_the_kernels_of_cuda_take(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 32), (28, 4)])
-@pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"])
+@pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "stairs", "dca"])
 @pytest.mark.parametrize("windows", [True, False])
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
     name: str, heads: int, kv_heads: int, windows: bool, monkeypatch: pytest.MonkeyPatch

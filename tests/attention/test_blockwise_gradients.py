@@ -15,7 +15,7 @@ from rope_ext_hf.attention.rules import LocalAttention, Rotation, RotationTable,
 from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
-from rope_ext_hf.methods.stairs import Stairs, String
+from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.rotary.kv_cache import KeyLayout
 from tests.support.contracts import THETA
 from tests.support.dispatch import LargestTensor
@@ -30,7 +30,6 @@ EACH = [
     JetLong(window=19, group=4, beyond_only=True, **COMMON),
     DualChunk(chunk=24, window=8, **COMMON),
     Stairs(window=16, start=8, chunk=20, **COMMON),
-    String(window=20, start=6, **COMMON),
 ]
 each_method = pytest.mark.parametrize("method", EACH, ids=lambda method: method.name)
 

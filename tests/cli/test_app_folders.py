@@ -32,7 +32,6 @@ COMMANDS: dict[str, list[str]] = {
     "lm-eval": ["--tasks", "short", "--limit", "1"],
     "convert": ["--to", "interleaved"],
     "detect": [],
-    "explain": [],
     "serve-config": ["--engine", "vllm"],
     "audit": [],
     "advise": ["--target-length", "1k"],
@@ -87,8 +86,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
-    if command == "explain":
-        return [pytest.mark.thorough]
     if command not in ("ppl", "sweep", "passkey", "lm-eval", "advise"):
         return []
     other = command == "lm-eval" or (command in ("sweep", "passkey") and kind in ("converted", "native"))
@@ -112,7 +109,7 @@ def test_a_command_runs_on_every_kind_of_folder(
         (tmp_path / "short.yaml").write_text(TASK.format(folder=tmp_path))
         (tmp_path / "data.json").write_text(json.dumps([{"text": "def add(first, second):", "rest": " return"}]))
         arguments += ["--include-path", str(tmp_path)]
-    elif command in ("patch", "ppl", "sweep", "passkey", "explain"):
+    elif command in ("patch", "ppl", "sweep", "passkey"):
         arguments += ["--out", str(tmp_path / "new")]
     code, out, err = run(*arguments, "--json")
     expected, said = ANSWERS.get((command, kind), (0, ""))

@@ -1,4 +1,4 @@
-"""`lm-eval` and `lm-eval-tasks`: a task of one's own on the bundled model, its score by plain transformers."""
+"""`lm-eval`: a task of one's own on the bundled model, its score by plain transformers."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def test_the_score_of_a_task_is_that_of_plain_transformers(tmp_path: Path) -> No
     assert [row["doc"]["text"] for row in rows] == [text for text, _ in ROWS]
     assert [row["acc"] for row in rows] == right
     assert said["max_length"] == 512
-
-
-@pytest.mark.slow
-def test_the_tasks_that_are_written_are_found(tmp_path: Path) -> None:
-    code, out, err = run("lm-eval-tasks", tmp_path / "tasks")
-    assert (code, out) == (0, f"{tmp_path / 'tasks'}\n"), err
-    from lm_eval.tasks import TaskManager
-
-    groups = TaskManager(include_path=tmp_path / "tasks", include_defaults=False).all_groups
-    assert {"rope_ruler", "rope_json_kv", "rope_graphwalks", "rope_babilong"} <= set(groups)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import typer
 from rope_ext_hf.cli import options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.questions import Gain, Need, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.eval.questions import Gain, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
 from rope_ext_hf.serving.questions import Extending
@@ -31,7 +31,6 @@ QUESTIONS: list[tuple[str, Question]] = [
     ("passkey", Passkey(lengths=[128], depths=[0, 0.5], trials=3, keys=2, distractors=5, task="needle", seed=7)),
     ("tasks", Tasks(lengths="16k", suite="json-kv", tasks="kv", samples=4, score="rank", chat_template="never")),
     ("gain", Gain(lengths="4k,8k", distances="1k,2k", data="rows.jsonl", samples=8, haystack="books")),
-    ("need", Need(target_length="32k", data="books")),
     ("finetune", Finetuning(model="m", method="yarn", factor=4, data="books/*.txt", minutes=2.5, train_all=True)),
     ("finetune", Finetuning(model="m", method="yarn", target_length=4096, data="b", steps=10, control=True, guard=0.5)),
     ("search", Searching(model="m", target_length="32k", data="b", minutes="90s", methods="yarn,ntk", static=True)),

@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "passkey": (*HAY, "--lengths", "128,256", "--task", "key-value", "--depths", "0,1", "--trials", "2"),
     "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
     "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
-    "need": (*TEXT, "--target-length", "128"),
     "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
     "search": (*MORE, *SEARCHED, "--target-length", "128", "--trials", "4", "--out", "found"),
     "finetune": (*MORE, *TRAINED, "--method", "linear", "--factor", "2", "--steps", "2", "--out", "trained"),
@@ -163,7 +162,7 @@ def test_a_mistake_in_a_file_is_a_sentence_with_its_line(inputs: Path, line: str
 @pytest.mark.parametrize(
     ("text", "typed", "said"),
     [
-        ("run: pppl\nmodel: model", (), "line 1: no such run: 'pppl'. Did you mean 'ppl'? Known: need, ppl, sweep"),
+        ("run: pppl\nmodel: model", (), "line 1: no such run: 'pppl'. Did you mean 'ppl'? Known: ppl, sweep"),
         ("run: patch\nmodel: model", (), "line 1: no such run: 'patch'"),
         ("run: ppl\nmodel: {in_memory: a model}\nlengths: 8", (), "line 2: the model was a model; save it"),
         ("run: ppl\nmodel: null\nlengths: 8", (), "line 2: the model has no name; save it"),

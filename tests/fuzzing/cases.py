@@ -142,7 +142,6 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
     "audit": ("--revision",),
     "extend": ("--engine", "--over", "--context-length", "--dtype"),
-    "explain": _METHOD_OPTIONS,
     "report": (),
     "methods": (),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
@@ -298,14 +297,12 @@ class _Maker:
             "extend": [model, *length, *engine, "--no-measure", "--yes", "--out", out],
             "serve-config": [model, *engine, *draw.choice(([], method))],
             "audit": [draw.choice((model, f"{model}/config.json"))],
-            "diff": draw.choice(([model, str(self.inputs.models[kind])], ["reference", model])),
             "describe": [model, *draw.choice(([], method))],
-            "explain": [model, "--no-weights", "--out", str(self.out), *draw.choice(([], method))],
             "patch": [model, *method, "--out", out],
             "convert": [model, out, "--to", draw.choice(("half", "interleaved"))],
             "detect": [model],
         }
-        weights = [1 if name in ("explain", "patch", "convert", "detect", "describe") else 3 for name in lines]
+        weights = [1 if name in ("patch", "convert", "detect", "describe") else 3 for name in lines]
         command = draw.choices(list(lines), weights)[0]
         self.new = Path(out) if command in ("patch", "convert") else None
         return [command, *self.json(command), *lines[command]]
@@ -325,12 +322,9 @@ class _Maker:
             "sweep": [model, *method, *spans],
             "passkey": [model, "--task", "copy", "--lengths", "48", "--trials", "1"],
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
-            "need": [model, "--data", text, "--target-length", "64"],
             "demo": ["--texts", "3", "--questions", "5"],
-            "explain": [model, "--no-weights"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
             "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
-            "lm-eval-tasks": [out],
             "report": [str(run)],
         }
         command = draw.choice(list(lines))
@@ -423,12 +417,6 @@ class _Maker:
         out, self.new = self.new_folder(model), None  # it may write a folder, and then find no engine for it
         return [*given, "--out", str(out), *self.options("extend")]
 
-    def diff(self) -> list[str]:
-        return [self.model(), self.draw.choice(("reference", *map(str, self.inputs.models.values())))]
-
-    def explain(self) -> list[str]:
-        return [self.model(), "--no-weights", "--out", str(self.out), *self.options("explain", 2)]
-
     def detect(self) -> list[str]:
         text = ["--text", self.text()] if self.draw.random() < 0.15 else []
         return [self.model(), *text, *self.options("detect", 1)]
@@ -468,8 +456,6 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "demo": (1, _Maker.demo),
     "none": (1, _Maker.none),
     "extend": (4, _Maker.extend),
-    "diff": (3, _Maker.diff),
-    "explain": (2, _Maker.explain),
     "config": (20, _Maker.config),
     "no out": (6, _Maker.no_out),
 }

@@ -73,7 +73,6 @@ COMMANDS = {
         ),
         None,
     ),
-    "need": Command(("need", "model", "--data", "texts/*.txt", "--target-length", "128", "--device", "cpu"), None),
 }
 _PAGES = (".html", ".md", ".png", ".svg", ".csv", ".lock")
 _NOT_COMPARED = ("seconds", "cpu_seconds", "folder", "checksum", "tokens_per_second", "provenance", "conclusion")

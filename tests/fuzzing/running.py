@@ -174,7 +174,7 @@ def problems(arguments: Sequence[str], answer: Answer) -> list[str]:
         wrong.append(f"crash: {answer.crash.strip().splitlines()[-1]}")
     elif answer.code not in (0, 1, 2):
         wrong.append(f"exit code {answer.code}:")
-    elif answer.code == 1 and arguments[0] in ("audit", "diff") and answer.out:  # engines, or models, disagree
+    elif answer.code == 1 and arguments[0] == "audit" and answer.out:  # engines disagree
         pass
     elif answer.code == 1 and "the loss is not finite" not in answer.err:
         wrong.append("exit code 1 for another reason than a loss:")

@@ -169,14 +169,6 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
             and torch.equal(bound("stairs").key_position(torch.arange(9)).tokens(), torch.arange(9).double())
         ),
     ),
-    "string": (
-        "inputs stay within the trained length, and the keys farthest back are read badly",
-        lambda: float(distances("string")[: ROTARY.trained_length].max()) < 0.75 * ROTARY.trained_length,
-    ),
-    "profiles": (
-        "a row must keep the frequencies that it began with",
-        lambda: resolve_method("profiles", ROTARY, factor=4).one_per_cache,
-    ),
     "alibi": ("far keys are to fade out, or the model was trained with the bias", lambda: fades_out("alibi")),
     "kerple": ("far keys are to fade out, or the model was trained with the bias", lambda: fades_out("kerple")),
     "dynamic-ntk": (

@@ -5,7 +5,6 @@ prompt that is read in one forward:
 
 - ChunkLlama, `chunkllama_attn_replace.py` of HKUNLP/ChunkLlama (2add4d7)
 - Self-Extend, `self_extend_patch/Llama.py` of datamllab/LongLM (cdbbb06)
-- STRING, `string_for_llama.py` of HKUNLP/STRING (216cc2f)
 """
 
 from __future__ import annotations
@@ -18,12 +17,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.reading.corpora import stdlib_held_out
-from rope_ext_hf.reference import path
 from tests.support.definition import attending_by
 from tests.support.models import TRAINED, build, logits, tokens
 from tests.support.oracles import rotate_to
@@ -32,7 +27,6 @@ pytestmark = pytest.mark.slow
 
 LENGTH = 3 * TRAINED - 5
 THETA = 10_000.0
-STRING_FACTOR = 0.1 * math.log(2) + 1
 
 Part = tuple[float, Tensor, Tensor]
 """Where a query is rotated to, the keys that it then sees, and where those are rotated to."""
@@ -95,16 +89,6 @@ def longlm(window: int, group: int) -> Callable[[int], list[Part]]:
     return parts
 
 
-def string(shifted: int, local: int, twice: bool) -> Callable[[int], list[Part]]:
-    """`window_size=[shifted, 0]` of flash attention holds shifted + 1 keys, and the second part begins at the last."""
-
-    def parts(m: int) -> list[Part]:
-        near, far = torch.arange(max(0, m - shifted + (not twice)), m + 1), torch.arange(max(0, m - shifted + 1))
-        return [(float(m), near, near), (float(m - shifted + local), far, far)]
-
-    return parts
-
-
 def alike(positions: Tensor) -> Tensor:
     return torch.ones(positions.shape, dtype=torch.float64)
 
@@ -134,26 +118,3 @@ def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None
         torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
     with rope.patched(model, "self-extend", **given):
         assert (logits(model, ids) - released).abs().max() > 1e-4
-
-
-def test_string_is_released_with_an_attention_factor() -> None:
-    model, ids = build("llama"), tokens(LENGTH)
-    given = {"window": 21, "start": 5}
-    with reading(model, string(21, 5, twice=False), lambda m: STRING_FACTOR**2 * alike(m)):
-        released = logits(model, ids)
-    with rope.patched(model, "string", **given, frequency="yarn", factor=1, attention_factor=STRING_FACTOR):
-        torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
-    with rope.patched(model, "string", **given):
-        assert (logits(model, ids) - released).abs().max() > 1e-4
-
-
-def test_the_key_that_string_counts_twice_hardly_matters() -> None:
-    """docs/remapping.md: nats per byte of the bundled model, in a prompt of its context length."""
-    model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32)
-    text = stdlib_held_out()[0].text[5000 : 5000 + 256]
-    ids = torch.tensor([[byte + 3 for byte in text.encode()[:256]]])
-    losses = []
-    for twice in (False, True):
-        with reading(model, string(85, 21, twice), lambda m: STRING_FACTOR**2 * alike(m)):
-            losses.append(cross_entropy(logits(model, ids)[0, 127:-1], ids[0, 128:]))
-    assert 0 < (losses[1] - losses[0]).abs() < 0.005

@@ -20,7 +20,7 @@ from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
 from tests.support.oracles import distances
 
-NAMES = ["rerope", "leaky-rerope", "self-extend", "stairs", "string", "dca"]
+NAMES = ["rerope", "leaky-rerope", "self-extend", "stairs", "dca"]
 each_method = pytest.mark.parametrize("method", NAMES)
 each_family = pytest.mark.parametrize("name", FAMILIES)
 ATOL = 1e-4

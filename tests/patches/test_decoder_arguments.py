@@ -292,7 +292,7 @@ def renamed(model: Any, old: str, monkeypatch: pytest.MonkeyPatch) -> type[Unsup
     return UnsupportedModelError
 
 
-@pytest.mark.parametrize("method", ["rerope", "dynamic-ntk", "profiles"])
+@pytest.mark.parametrize("method", ["rerope", "dynamic-ntk"])
 @pytest.mark.parametrize("name", ["input_ids", "position_ids", "attention_mask"])
 def test_a_rename_is_an_error_when_a_model_is_patched(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
@@ -368,9 +368,9 @@ def test_steps_with_a_cache_equal_one_forward(method: str, kind: str, name: str)
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "rerope", "profiles"])
+@pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "rerope"])
 def test_no_own_call_uses_a_deprecated_name(method: str) -> None:
-    model = rope.patch(build("llama"), method, factor=4) if method == "profiles" else rope.patch(build("llama"), method)
+    model = rope.patch(build("llama"), method)
     name = cache_parameter(model)
     ids = tokens(TRAINED + 8)
     with torch.no_grad():

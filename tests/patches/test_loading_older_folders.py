@@ -5,8 +5,9 @@ Weights are random, the same for the same seed.
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import rope_ext_hf as rope
+from rope_ext_hf.hub import load_empty
 from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY
 from tests.support.models import logits, tokens
@@ -73,6 +75,31 @@ def test_a_saved_model_loads_and_is_unpatched(name: str, tmp_path: Path) -> None
     assert torch.equal(logits(model, tokens(300)), logits(stock, tokens(300)))
     assert model.config.rope_parameters == stock.config.rope_parameters
     assert model.config.max_position_embeddings == 128
+
+
+REMOVED = {
+    "string": {"method": "string", "window": 42, "start": 10, "max_distance": 128, "temperature": "none"},
+    "profiles": {
+        "method": "profiles",
+        "factor": 4.0,
+        "smaller": [1.0, 2.0],
+        "frequency": {"method": "yarn", "factor": 4.0},
+    },
+}
+"""Methods that this package had, as its version 0.1.0 saved them."""
+
+
+@pytest.mark.parametrize("load", [rope.from_pretrained, load_empty])
+@pytest.mark.parametrize("method", REMOVED)
+def test_a_folder_of_a_removed_method_names_the_version_that_has_it(
+    method: str, load: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    stock, config = build("self-extend"), copy.deepcopy(MODELS["self-extend"]["config"])
+    config[PATCH_KEY]["method"] = REMOVED[method]
+    save_file(stock.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(rope.RopeExtError, match=rf"{method}.* was removed; the last version .* is 0\.1\.0"):
+        load(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

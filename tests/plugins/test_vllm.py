@@ -10,7 +10,6 @@ import json
 import math
 import sys
 import tomllib
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,11 +21,9 @@ from transformers import AutoConfig
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.methods.registry import method_from_dict
 from rope_ext_hf.plugins.tables import for_transformers
-from rope_ext_hf.plugins.vllm import BACKEND, register
+from rope_ext_hf.plugins.vllm import register
 from tests.support.models import build
-from tests.support.oracles import stored_position
 
 HOME = "vllm.model_executor.layers.rotary_embedding"
 
@@ -178,104 +175,13 @@ def test_geometry_is_passed_on(engine: Any) -> None:
         engine.get_rope(32, 128, True, axes, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["stairs", "leaky-rerope", "dca"])
-def test_the_table_of_a_remapping_method_is_that_of_its_cached_keys(engine: Any, name: str) -> None:
-    given = settings(build("llama"), method=name, target_length=512)
-    module = engine.get_rope(16, 512, True, given, torch.float32)
-    frequencies = json.loads(given["inv_freq"])
-    method = method_from_dict(json.loads(given["remapping"])["method"])
-    for n in (0, 1, 70, 511):
-        angles = stored_position(method, n) * torch.tensor(frequencies, dtype=torch.float64)  # type: ignore[arg-type]
-        assert torch.allclose(module.cos_sin_cache[n].double(), torch.cat((angles.cos(), angles.sin())), atol=1e-6)
-    with pytest.raises(ValueError, match="in interleaved pairs, and its rope settings are for half ones"):
-        engine.get_rope(16, 512, False, given, torch.float32)
-
-
-@dataclass
-class Backends:
-    """vLLM's registry of attention backends and its CPU platform, which passes over what was asked for."""
-
-    path: str | None = None
-
-    def is_overridden(self) -> bool:
-        return self.path is not None
-
-    def get_path(self) -> str | None:
-        return self.path
-
-    def get_class(self) -> Any:
-        def reasons(**asked: Any) -> list[str]:
-            return ["sliding window not supported"] if asked["has_sliding_window"] else []
-
-        return SimpleNamespace(validate_configuration=reasons)
-
-
-@dataclass
-class Choice:
-    """What a layer needs of a backend."""
-
-    has_sliding_window: bool = False
-
-    def _asdict(self) -> dict[str, Any]:
-        return vars(self)
-
-
-def backends(monkeypatch: pytest.MonkeyPatch, taken_by: str | None, *, cpu: bool = True) -> tuple[Any, Any]:
-    custom = Backends(taken_by)
-    platform = SimpleNamespace(is_cpu=lambda: cpu, get_attn_backend_cls=lambda *args, **kwargs: "stock")
-    registry, platforms = ModuleType("vllm.v1.attention.backends.registry"), ModuleType("vllm.platforms")
-    vars(registry).update(
-        AttentionBackendEnum=SimpleNamespace(CUSTOM=custom),
-        register_backend=lambda member, path: setattr(member, "path", path),
-    )
-    vars(platforms)["current_platform"] = platform
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setitem(sys.modules, platforms.__name__, platforms)
-    register()
-    return custom, platform
-
-
-def test_the_attention_backend_is_chosen_by_name_alone(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    custom, platform = backends(monkeypatch, None)
-    assert custom.path == BACKEND
-    assert platform.get_attn_backend_cls(None, attn_selector_config=Choice()) == "stock"
-    assert platform.get_attn_backend_cls("CPU_ATTN", attn_selector_config=Choice(), num_heads=4) == "stock"
-    assert platform.get_attn_backend_cls(custom, attn_selector_config=Choice()) == BACKEND
-    with pytest.raises(ValueError, match="CUSTOM does not run this model: sliding window not supported"):
-        platform.get_attn_backend_cls(custom, attn_selector_config=Choice(has_sliding_window=True))
-    custom, platform = backends(monkeypatch, None, cpu=False)
-    assert custom.path == BACKEND
-    assert (
-        platform.get_attn_backend_cls(custom, attn_selector_config=Choice()) == "stock"
-    )  # it asks the registry itself
-    custom, platform = backends(monkeypatch, "another.Backend")
-    assert custom.path == "another.Backend"
-    assert platform.get_attn_backend_cls(custom, attn_selector_config=Choice()) == "stock"
-
-
-def test_no_model_with_a_remapping_method_starts_without_the_backend(
-    engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    custom, _ = backends(monkeypatch, None)
-    given = settings(build("llama"), method="stairs", target_length=512)
-    chosen = SimpleNamespace(backend=custom, backend_per_kind={})
-    text_config = SimpleNamespace(rope_parameters=given)
-    present = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text_config), attention_config=chosen)
-    monkeypatch.setattr(sys.modules["vllm.config"], "get_current_vllm_config_or_none", lambda: present)
-    engine.get_rope(16, 512, True, given, torch.float32)
-    for wrong in ({"backend": None}, {"backend": "CPU_ATTN"}, {"backend_per_kind": {"full_attention": "FLASH_ATTN"}}):
-        vars(chosen).update({"backend": custom, "backend_per_kind": {}} | wrong)
-        with pytest.raises(
-            ValueError, match="start vLLM with --attention-backend CUSTOM, and with no backends per kind"
-        ):
-            engine.get_rope(16, 512, True, given, torch.float32)
-    vars(chosen).update(backend=custom, backend_per_kind={})
-    custom.path = "another.Backend"
-    with pytest.raises(ValueError, match="another plug-in of vLLM has the attention backend CUSTOM"):
+def test_a_config_with_a_remapping_method_is_refused(engine: Any) -> None:
+    """As `serve-config --plugin` of version 0.1.0 wrote it."""
+    held = {"method": {"method": "stairs", "window": 192, "start": 64, "chunk": 128}, "pairing": "half"}
+    given = settings(build("llama"), method="yarn", factor=4) | {"remapping": json.dumps(held)}
+    with pytest.raises(ValueError, match=r"'remapping' method, which .* run up to version 0\.1\.0"):
         engine.get_rope(16, 512, True, given, torch.float32)
-    text_config.rope_parameters = settings(build("llama"), method="yarn", factor=4)
-    engine.get_rope(16, 512, True, text_config.rope_parameters, torch.float32)  # any backend will do
-    with pytest.raises(ValueError, match="which vLLM's own model classes run"):
+    with pytest.raises(ValueError, match="choose a static method, and write the config anew"):
         for_transformers(SimpleNamespace(rope_parameters=given))
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import cmath
 import itertools
-import math
 from typing import NamedTuple
 
 import pytest
@@ -19,9 +18,7 @@ from torch import Tensor
 from rope_ext_hf import Rotary, RotaryEmbedding, apply_rotary_pos_emb
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.pictures.rope_plots import decay
 from rope_ext_hf.rotary.pairing import rotate
-from tests.support import oracles
 from tests.support.method_examples import example_method
 
 FREQUENCY_METHODS = sorted(name for name, cls in list_methods().items() if not issubclass(cls, RemappingMethod))
@@ -131,18 +128,6 @@ def partial_sums(distance: int, inv_freq: list[float]) -> list[float]:
     return sizes
 
 
-def test_the_bound_at_d_128_and_theta_10000() -> None:
-    """The figure of the text that introduced RoPE: distances 0 to 256."""
-    rotary = Rotary(128, 1e4, 4096)
-    expected = [math.fsum(sums) / 64 for sums in (partial_sums(s, oracles.plain(rotary)) for s in range(257))]
-    actual = decay(rotary.inv_freq(), torch.arange(257)).tolist()
-    assert actual == pytest.approx(expected, rel=1e-12)
-    assert expected[0] == 32.5
-    eighths = [math.fsum(expected[start : start + 32]) / 32 for start in range(0, 256, 32)]
-    assert eighths[0] > 1.4 * eighths[1] > 1.4 * eighths[-1]  # it falls at once, then slowly, and not monotonically
-    assert any(later > earlier for earlier, later in itertools.pairwise(expected))
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     pairs=st.integers(2, 64),
@@ -159,5 +144,5 @@ def test_no_score_exceeds_the_abel_bound(pairs: int, theta: float, distance: int
     score = float(rotate(q, angles[0], "half") @ rotate(k, angles[1], "half"))
     h = [complex(q[i], q[i + pairs]) * complex(k[i], -k[i + pairs]) for i in range(pairs)] + [0j]
     steps = max(abs(later - earlier) for earlier, later in itertools.pairwise(h))
-    bound = steps * pairs * float(decay(rotary.inv_freq(), torch.tensor([distance]))[0])
+    bound = steps * sum(partial_sums(distance, rotary.inv_freq().tolist()))
     assert abs(score) <= bound * (1 + 1e-9)

@@ -75,6 +75,8 @@ def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path:
         ("run: &a ppl\nmodel: *a", "line 2: this YAML cannot be read: an alias stands here; write the value out"),
         ("run: !!python/name:os.system ''\nmodel: a", "line 1: this YAML cannot be read: could not determine"),
         ("run: ppl\nmodel: a\nmethod: [{method: yarrn, factor: 2}]", "line 3: unknown method 'yarrn'"),
+        ("run: ppl\nmodel: a\nmethod: [{method: string}]", "line 3: the method 'string' was removed; the last version"),
+        ("run: ppl\nmodel: a\nmethod: [{method: profiles, factor: 4}]", "version of this package that has it is 0.1.0"),
         ("[" * 10_000, "line 1: this YAML cannot be read"),
         ("run: ppl\nmodel: \0", "line 1: this YAML cannot be read"),
     ],
@@ -102,7 +104,7 @@ def test_every_kind_of_run_names_its_command() -> None:
 
     names = [each.command for each in below(Question) if "command" in vars(each)]
     assert len(names) == len(set(names))
-    assert {"ppl", "sweep", "passkey", "tasks", "need"} <= set(names)
+    assert {"ppl", "sweep", "passkey", "tasks"} <= set(names)
 
 
 def test_the_text_of_a_file_is_plain_yaml(tmp_path: Path) -> None:

@@ -105,7 +105,11 @@ def test_the_best_method_what_short_inputs_lose_and_its_reach() -> None:
 
 
 def test_methods_without_a_significant_difference_from_the_best_are_named() -> None:
-    rows = {"loaded": LOADED, "a": {64: 1.0, 256: [1.5, 1.4, 1.6, 1.5, 1.5]}, "b": {256: [1.51, 1.39, 1.62, 1.49, 1.5]}}
+    rows: dict[str, Row] = {
+        "loaded": LOADED,
+        "a": {64: 1.0, 256: [1.5, 1.4, 1.6, 1.5, 1.5]},
+        "b": {256: [1.51, 1.39, 1.62, 1.49, 1.5]},
+    }
     made = concluded(perplexities(rows))
     assert set(made.equal) == {"a", "b"}
     assert str(made).startswith(

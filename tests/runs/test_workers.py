@@ -22,7 +22,6 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import NTK, Yarn
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.runs import workers as module
-from rope_ext_hf.runs.context_parallel import spread_over
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.workers import Workers
@@ -61,8 +60,6 @@ def measure_a_part(out: Path, given: Mapping[str, Any]) -> None:
         )
         methods = MethodChoice(method=given.get("method", Yarn(factor=2.0)))
         plan = question.plan(model, methods, chunk=given.get("chunk", 64))
-        if given.get("parallel"):
-            plan, workers, _ = spread_over(model, plan, workers)
 
         class Ending(Progress):
             """The process ends after some passes, as it is told."""
@@ -103,7 +100,6 @@ def launch(out: Path, *given: Mapping[str, Any], status: tuple[int, ...]) -> lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -122,19 +118,12 @@ def launch(out: Path, *given: Mapping[str, Any], status: tuple[int, ...]) -> lis
     ],
 )
 def test_what_differs_is_named_by_all_before_anything_is_read(
-    tmp_path: Path, changed: dict[str, Any], named: str, parallel: bool
+    tmp_path: Path, changed: dict[str, Any], named: str
 ) -> None:
-    shared = {"parallel": parallel}
-    for said in launch(tmp_path, shared, shared | changed, status=(2, 2)):
+    for said in launch(tmp_path, {}, changed, status=(2, 2)):
         assert "the processes of this run differ in " in said
         assert named in said
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.thorough
-def test_one_that_reads_in_parallel_and_one_that_does_not(tmp_path: Path) -> None:
-    for said in launch(tmp_path, {"parallel": True}, {}, status=(2, 2)):
-        assert "differ in --parallel (context, 2 processes / none)" in said
 
 
 @pytest.mark.thorough
@@ -144,16 +133,14 @@ def test_another_folder_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [False, True])
-def test_fewer_documents_than_processes(tmp_path: Path, parallel: bool) -> None:
-    given = {"documents": 1, "parallel": parallel}
+def test_fewer_documents_than_processes(tmp_path: Path) -> None:
+    given = {"documents": 1}
     assert all("measured" in said for said in launch(tmp_path, given, given, status=(0, 0)))
     (folder,) = tmp_path.iterdir()
     assert len(read_run(folder).results) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("which", [pytest.param(0, marks=pytest.mark.thorough), 1])
 @pytest.mark.parametrize(
     ("how", "status", "reason"),
@@ -164,11 +151,11 @@ def test_fewer_documents_than_processes(tmp_path: Path, parallel: bool) -> None:
     ],
 )
 def test_one_that_ends_ends_the_others(
-    tmp_path: Path, how: dict[str, Any], status: int, reason: str, which: int, parallel: bool
+    tmp_path: Path, how: dict[str, Any], status: int, reason: str, which: int
 ) -> None:
-    shared: dict[str, Any] = {"parallel": parallel}
-    given, ends = [shared, shared], [2, 2]
-    given[which], ends[which] = shared | how, status
+    given: list[dict[str, Any]] = [{}, {}]
+    ends = [2, 2]
+    given[which], ends[which] = how, status
     said = launch(tmp_path, *given, status=tuple(ends))
     if reason:
         assert f"rope-ext: process {which} of 2 {reason}" in said[1 - which]

@@ -130,19 +130,12 @@ def test_each_length_is_compared(engine: type[Engine], tmp_path: Path) -> None:
     assert "vLLM does not compute as loaded as transformers does: the first span of 512 tokens has" in error
 
 
-@pytest.mark.thorough
-def test_remapping_methods_run_on_the_backend_of_the_plug_in(engine: type[Engine], tmp_path: Path) -> None:
-    _, error = run(*COMMAND, "--method", "rerope", "--engine", "vllm", "--out", str(tmp_path))
-    assert "vLLM did not start with" in error  # transformers has no such rope type
-    assert engine.started[-1]["attention_backend"] == "CUSTOM"
-    assert engine.started[-1]["overrides"]["rope_parameters"]["rope_type"] == "rope_ext_hf"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
         (("--method", "dynamic-yarn"), "dynamic-yarn follows the length of every input"),
+        (("--method", "rerope"), "changes the relative positions that queries see; no serving engine runs that"),
         (
             ("--method", "yarn", "--factor", "1.5"),
             "vLLM would serve 384 tokens with yarn x1.5, and the longest length is 512",

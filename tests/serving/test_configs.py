@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -23,7 +22,6 @@ from rope_ext_hf.errors import (
     ServingError,
 )
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.serving.configs import make_target, open_model
 from tests.support.commands import run
 from tests.support.every_model import tiny
@@ -42,43 +40,11 @@ def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
         make_target(served_model("Mistral"), factor=2.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["stairs", "rerope"])
-def test_remapping_is_served_as_an_experiment(name: str, tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"target_length": 1024, "temperature": "log-n"}
-    for engine, plugin in (("vllm", False), ("sglang", True)):
-        with pytest.raises(ServingError, match=f"{name} .*no serving engine runs that .*vLLM runs it with the plug-in"):
-            rope.serving_config("reference", engine, name, plugin=plugin, **asked)
-    with pytest.raises(ServingError, match=r"alibi .*adds to scores by distance; no serving engine runs that"):
-        rope.serving_config("reference", "vllm", "alibi", plugin=True, target_length=1024)
-    config = rope.serving_config("reference", "vllm", name, plugin=True, **asked)
-    assert config.command[-2:] == ("--attention-backend", "CUSTOM")
-    assert any(note.startswith("An experiment") for note in config.notes)
-    with pytest.raises(ServingError, match=f"{name} has no end: give the method with the length to serve"):
-        rope.serving_config("reference", "vllm", name, plugin=True)
-    assert config.overrides is not None
-    settings = config.overrides["rope_parameters"]
-    model = rope.patch(AutoModelForCausalLM.from_pretrained(reference.path()), name, **asked)
-    bound = patched_method(model)
-    assert bound is not None
-    assert json.loads(settings["remapping"]) == {"method": bound.to_dict(), "pairing": "half"}
-    model.save_pretrained(tmp_path)
-    saved = rope.serving_config(tmp_path, "vllm", plugin=True)
-    assert saved.overrides == config.overrides
-    assert str(tmp_path) in saved.command
-    static = rope.serving_config("reference", "vllm", "yarn", factor=4, plugin=True)
-    assert static.overrides is not None
-    assert "remapping" not in static.overrides["rope_parameters"]
-    assert "CUSTOM" not in static.command
-
-
-@pytest.mark.parametrize("name", ["gemma3", "llama4", "gpt_oss", "deepseek_v3", "mistral"])
-def test_remapping_is_served_where_all_layers_are_alike(name: str) -> None:
-    """Layers with windows or without RoPE, sinks, latent attention."""
-    window: dict[str, Any] = {"sliding_window": 16} if name == "mistral" else {}
-    said = "latent attention, sinks and M-RoPE|every layer attends to everything|every layer of this model has"
-    with pytest.raises(RopeExtError, match=said):
-        rope.serving_config(build(name, **window), "vllm", "stairs", plugin=True, target_length=256)
+@pytest.mark.parametrize(("engine", "plugin"), [("vllm", False), ("vllm", True), ("sglang", True), ("gguf", False)])
+@pytest.mark.parametrize("name", ["stairs", "rerope", "dca", "dynamic-self-extend", "alibi"])
+def test_no_engine_serves_a_remapping_method(name: str, engine: str, plugin: bool) -> None:
+    with pytest.raises(ServingError, match=f"{name}.*no serving engine runs that"):
+        rope.serving_config("reference", engine, name, plugin=plugin, target_length=1024)
 
 
 def test_a_live_patched_model_and_a_folder(tmp_path: Path) -> None:
@@ -176,38 +142,6 @@ def test_lists_in_the_place_of_a_method_are_called_longrope(method: str, params:
     assert config.encoding == encoding
     assert config.overrides is not None
     assert (config.overrides["rope_parameters"]["rope_type"] == "longrope") == ("longrope" in (encoding, method))
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
-def test_length_profiles_are_an_instance_each(engine: str) -> None:
-    params: dict[str, Any] = {"smaller": [1, 2], "frequency": "yarn", "beta_fast": 16.0}
-    config = rope.serving_config("reference", engine, "profiles", factor=4, **params)
-    *shorter, longest = *config.shorter, dataclasses.replace(config, shorter=())
-    static = [rope.serving_config("reference", engine, "yarn", factor=factor, beta_fast=16.0) for factor in (2, 4)]
-    assert [shorter[1], longest] == static
-    published = rope.serving_config("reference", engine)
-    assert (shorter[0].overrides, shorter[0].computed) == (published.overrides, published.computed)
-    assert [each.length for each in (*shorter, longest)] == [256, 512, 1024]
-
-
-def test_a_folder_with_profiles_prints_its_instances_and_the_way_to_them(tmp_path: Path) -> None:
-    folder = str(tmp_path / "profiles")
-    run = CliRunner().invoke
-    written = run(app, ["patch", "reference", "--method", "profiles", "--factor", "2", "--out", folder])
-    assert written.exit_code == 0, written.output
-    printed = run(app, ["serve-config", folder, "--engine", "vllm"]).output
-    assert [line for line in printed.splitlines() if line.startswith("vllm serve")] == [
-        "vllm serve MODEL \\",  # the folder itself states the patch
-        f"vllm serve {folder} \\",
-    ]
-    assert "a router" in printed
-    assert "carries a patch that this is without" in printed.replace("\n# ", " ")
-    audited = rope.audit(folder)
-    assert any("profiles for 256, 512 tokens" in problem for problem in audited.problems)
-    assert not audited.agrees
-    refused = run(app, ["gguf", "in.gguf", "out.gguf", "--model", folder])
-    assert refused.exit_code == 2
-    assert "one for each profile" in refused.output
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -265,7 +265,6 @@ STORED_POSITIONS: dict[str, Callable[[Saved, int], float]] = {
     "jet-long": lambda saved, n: float(n // saved["group"]),
     "dca": lambda saved, n: float(n % saved["chunk"]),
     "stairs": lambda saved, n: float(n),
-    "string": lambda saved, n: float(n),
 }
 """method -> the position with which the key of token n is rotated in the cache."""
 
@@ -276,7 +275,6 @@ FAR_DISTANCES: dict[str, Callable[[Saved, int, int], float]] = {
     "dynamic-self-extend": self_extend,
     "jet-long": lambda saved, m, n: float(m // saved["group"] - n // saved["group"]),
     "stairs": lambda saved, m, n: float(saved["start"] + (m - n - saved["window"]) % saved["chunk"]),
-    "string": lambda saved, m, n: float(m - n - saved["window"] + saved["start"]),
 }
 """Methods with a window inside which distances stay: the distance beyond it."""
 

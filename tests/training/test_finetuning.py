@@ -81,7 +81,7 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
         finetune(model, tmp_path / "run", **asked)
 
 
-@pytest.mark.parametrize("name", ["as loaded", "trained"])
+@pytest.mark.parametrize("name", ["unpatched", "trained"])
 def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_path: Path) -> None:
     model, tokenizer = build("llama", vocab_size=259), AutoTokenizer.from_pretrained(reference())
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
@@ -89,7 +89,7 @@ def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_pa
     file = RunFile("finetune", "a", {})
     held_out = tokenize([Document("a", "Mice pay in kind. " * 9)], tokenizer)
     run = _FinetuningRun(asked, tmp_path, lambda line: None, None, tokenizer, [], held_out, 32, 64, file)
-    why = {"as loaded": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
+    why = {"unpatched": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
     with pytest.raises(UnsupportedModelError, match=why[name]):
         run.measure(name, model)
 
