@@ -16,7 +16,7 @@ from typing import Any
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.installing import install_command
 
-COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
+COLOURS = ("#3c4ef9", "#fd5b0b", "#0b6b53", "#dc5dd4", "#af2c1f", "#4ca563", "#9425ab", "#8b7490")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
@@ -61,15 +61,21 @@ def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
 
 
 def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
-    """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
+    """Write the names of lines to the right of their ends, which thin lines lead to; `ends` are (height, name, colour).
+
+    Names are in the colour of text, which is readable at any size; the colour of a line may be too light for that.
+    """
     places = sorted(ends)
     # heights as shares of the axes, whatever their scale
     scale = axes.transData + axes.transAxes.inverted()
-    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(space_out(shares, size / 180, 1.0), places, strict=True):
-        axes.annotate(
-            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=size, color=colour, va="center"
-        )
+    shares = [float(scale.transform((axes.get_xlim()[1], height))[1]) for height, _, _ in places]
+    points = 72 * axes.figure.get_size_inches()[1] * axes.get_position().height
+    gap = 1.35 * size / points  # as shares, for lines of text below each other
+    for place, share, (_, name, colour) in zip(space_out(shares, gap, 1.0), shares, places, strict=True):
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
+        how = {"fontsize": size, "color": PLAIN, "va": "center", "arrowprops": leader}
+        at, to = (1.0, share), (14, points * (place - share))
+        axes.annotate(plot_text(name, 40), at, xycoords="axes fraction", xytext=to, textcoords="offset points", **how)
 
 
 def draw_lines(
