@@ -23,7 +23,7 @@ WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a p
 WIDE = 720.0  # and those of a chart that has a page for itself
 LINE = 12.0  # units from one line of its text to the next
 LABEL = 28  # characters of a method's label at the end of its line
-_TOP, _BELOW = 8.0, 34.0
+_TOP, _BELOW = 8.0, 36.0
 _KEY = 19.0  # from the end of the plot to a label: a leader and a marker stand between them
 _NARROWEST = 165.0  # units across of a plot; with less left beside its labels, they go below it
 _LOADED = "unpatched"
@@ -123,7 +123,7 @@ class LineChart:
 
     def _drawn(self, width: float, caption: str) -> str:
         lines, lengths, ticks = self._lines, self._lengths, self._ticks
-        height = max(180.0 if width < WIDE else 270.0, LINE * len(lines))
+        height = max(180.0 if width < WIDE else 270.0, LINE * (len(lines) + 1))
         left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
         right = width - _KEY - max(_width(short(printable(name), LABEL)) for name in lines)
         below = right - left < _NARROWEST  # whether the labels are
@@ -140,11 +140,14 @@ class LineChart:
             return _TOP + 5 + (height - 10) * share
 
         bottom = _TOP + height
+        upward = sorted(lines, key=lambda name: lines[name][-1][1])
+        ends = [-y(lines[name][-1][1]) for name in upward]
+        places = [-place for place in drawing.space_out(ends, LINE, 4 - bottom, -_TOP)]
         drawn = [_rule(f"M{left:.1f} {bottom}H{right:.1f}", 'stroke-opacity="0.5"')]
         for tick in ticks:
             drawn.append(_text(left - 4, y(tick) + 4, _tick_text(tick), "end"))
             drawn.append(_rule(f"M{left:.1f} {y(tick):.1f}H{right:.1f}", 'stroke-opacity="0.15"'))
-        drawn += _length_ticks({length: x(length) for length in lengths}, self.context_length, bottom + 16)
+        drawn += _length_ticks({length: x(length) for length in lengths}, self.context_length, bottom + 17)
         bottom += _BELOW
         if self._shows_trained:
             at, half = x(self.context_length), _width(_TRAINED) / 2
@@ -154,8 +157,6 @@ class LineChart:
         if self.threshold is not None:
             across = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
             drawn.append(_rule(across, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
-        upward = sorted(lines, key=lambda name: lines[name][-1][1])
-        places = [-place for place in drawing.space_out([-y(lines[name][-1][1]) for name in upward], LINE, -_TOP - 5)]
         if below:
             places = [bottom + LINE * (len(lines) - nth) for nth in range(len(lines))]
             bottom = places[0] + LINE / 2
@@ -174,7 +175,7 @@ class LineChart:
                 if lines[name][-1][0] == lengths[-1]:
                     across, down = at_points[-1]
                     leader = f"M{across + 4:.1f} {down:.1f}L{key - 4:.1f} {place:.1f}"
-                    parts.append(f'<path d="{leader}" fill="none" stroke="{colour}" stroke-opacity="0.6"/>')
+                    parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
             parts.append(_marker(style.marker, (key, place), colour, "key"))
             parts.append(_text(key + 7, place + 4, _safe(name, 40 if below else LABEL), "start"))
             drawn.append(f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>")
@@ -192,6 +193,7 @@ class LineChart:
         ]
         if self.threshold is not None:
             axes.axhline(self.threshold, **drawing.RULE | {"linestyle": "--"})
+        dashed = "" if self.threshold is None else "; dashed: threshold of effective lengths"
         axes.set_xscale("log", base=2)
         if self.logarithmic:
             axes.set_yscale("log")
@@ -205,7 +207,9 @@ class LineChart:
             of = axes.get_xaxis_transform()
             axes.plot([self.context_length], [-0.015], "^", color=drawing.PLAIN, ms=5, transform=of, clip_on=False)
         axes.set_xticks(list(texts), list(texts.values()))
-        axes.set_xlabel("context length (tokens)")
+        axes.tick_params(axis="x", pad=7)
+        axes.margins(x=0.02)
+        axes.set_xlabel(f"context length (tokens){dashed}")
         axes.set_ylabel(self.axis)
         axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -258,33 +262,35 @@ class HeatMaps:
         for (depth, length), cell in self.panels[name].items():
             yield self._lengths.index(length), self._depths.index(depth), cell
 
-    def svg(self) -> str:
-        """A figure element; empty without panels."""
-        depths, lengths = self._depths, self._lengths
-        if not lengths:
+    def svg(self, *widths: float) -> str:
+        """A figure element with a panel per method; empty without panels.
+
+        One method alone has a panel for each width, as a `LineChart`; several stand side by side.
+        """
+        if not self._lengths:
             return ""
-        left = 38.0
-        wide, high, top = (WIDTH - left) / len(lengths), 30.0, 20
-        bottom = top + high * len(depths)
+        wanted = widths if len(self.panels) == 1 and widths else (WIDTH,)
+        return _figure(self.note, [self._panel(name, width) for name in self.panels for width in wanted])
+
+    def _panel(self, name: str, width: float) -> str:
+        depths, lengths, left, high, top = self._depths, self._lengths, 38.0, 30.0, 20
+        wide, bottom = (width - left) / len(lengths), top + high * len(depths)
         middles = {length: left + (column + 0.5) * wide for column, length in enumerate(lengths)}
-        charts = []
-        for name in self.panels:
-            drawn = [_text(0, 12, _safe(name, 44), "start", ' font-weight="600"')]
-            drawn += [
-                _text(left - 4, top + (row + 0.5) * high + 4, f"{depth:.0%}", "end") for row, depth in enumerate(depths)
-            ]
-            for column, row, cell in self._cells(name):
-                left, upper = left + column * wide, top + row * high
-                fill = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.share:.2f}"'
-                drawn.append(
-                    f'<rect x="{left:.1f}" y="{upper}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {fill}/>'
-                )
-                faint = ' opacity="0.6"' if cell.faint else ""
-                drawn.append(_text(left + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
-                drawn.append(_text(left + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
-            drawn += _length_ticks(middles, self.context_length, bottom + 12)
-            charts.append(_svg(bottom + _BELOW, drawn, f"{name}: {self.note}", WIDTH))
-        return _figure(self.note, charts)
+        drawn = [_text(0, 12, _safe(name, 44), "start", ' font-weight="600"')]
+        drawn += [
+            _text(left - 4, top + (row + 0.5) * high + 4, f"{depth:.0%}", "end") for row, depth in enumerate(depths)
+        ]
+        for column, row, cell in self._cells(name):
+            across, upper = left + column * wide, top + row * high
+            filled = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.share:.2f}"'
+            drawn.append(
+                f'<rect x="{across:.1f}" y="{upper}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {filled}/>'
+            )
+            faint = ' opacity="0.6"' if cell.faint else ""
+            drawn.append(_text(across + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
+            drawn.append(_text(across + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
+        drawn += _length_ticks(middles, self.context_length, bottom + 12)
+        return _svg(bottom + _BELOW, drawn, f"{name}: {self.note}", width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
         """Draw with matplotlib, as `draw_side_by_side` does."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -16,13 +17,13 @@ from rope_ext_hf.errors import printable
 MAX_PICTURE_BYTES = 20_000_000
 
 _WIDTHS = (24, 30, 36, 42, 48, 54, 62, 9999)
-"""Widths of windows in rem; a table is given the first one that it fits in, and in narrower ones its rows are blocks."""
+"""Widths of windows in rem; a table has the first one that it fits in. In narrower windows its rows are blocks."""
 
 _BLOCKS = """@media (max-width: {width}rem) {{
 .from-{width}, .from-{width} tbody, .from-{width} td {{ display: block; }}
 .from-{width} {{ white-space: normal; }} .from-{width} .heads {{ display: none; }}
-.from-{width} tr {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(8rem, 1fr)); gap: .3rem 1rem;
-padding: .6rem 0; border-bottom: 1px solid var(--line); }}
+.from-{width} tr {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(var(--cell), 100%), 1fr));
+gap: .3rem 1rem; padding: .6rem 0; border-bottom: 1px solid var(--line); }}
 .from-{width} td {{ padding: 0; border: 0; text-align: left; }} .from-{width} td:empty {{ display: none; }}
 .from-{width} td:first-child {{ grid-column: 1 / -1; max-width: none; font-weight: 600; }}
 .from-{width} td:not(:first-child)::before {{ content: attr(data-head); display: block; font-size: .8rem;
@@ -38,13 +39,16 @@ _PAGE = """<!doctype html>
 <style>
 :root {{ color-scheme: light dark; --line: #8884; --quiet: light-dark(#595959, #a6a6a6);
 --green: light-dark(#216e21, #5cc25c); --red: light-dark(#b3261e, #f2857c); }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; overflow-wrap: anywhere; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem;
+overflow-wrap: anywhere; }}
 h1 {{ font-size: 1.4rem; line-height: 1.3; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
 small, figcaption, .about {{ color: var(--quiet); }} .caption {{ white-space: pre-line; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
-figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; gap: 1rem; }} figcaption {{ flex: 100%; font-size: .9rem; }}
+figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; align-items: start; gap: 1rem; }}
+figcaption {{ flex: 100%; font-size: .9rem; }}
 svg {{ flex: 1 1 18rem; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 0 1.5rem; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+gap: 0 1.5rem; align-items: start; }}
 @media (max-width: 43.99rem) {{ svg.of-360 ~ svg.of-720 {{ display: none; }} }}
 @media (min-width: 44rem) {{ svg.of-360:has(~ svg.of-720) {{ display: none; }} }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
@@ -90,26 +94,30 @@ def html_table(table: Table | None) -> str:
     head = "".join([f"<th>{_lines(text)}</th>" for text in heads])
     body = "".join([f"<tr>{''.join(map(_cell, heads, row))}</tr>\n" for row in rows])
     title, caption = [html.escape(printable(str(text or ""))) for text in (table.title, table.caption)]
+    names = [_in_a_line(text) for text in heads]
+    columns = [max(map(_rem, column)) for column in zip(heads, *[map(str, row) for row in rows], strict=True)]
+    needed = min(columns[0], 16.0) + sum(columns[1:]) + 1.2 * len(columns) + 2.5  # padding, the page's and a scroll bar
+    fitting = next(width for width in _WIDTHS if width > needed or width == _WIDTHS[-1])
+    cell = min(10.0, max([1.0, *columns[1:], *[0.8 * _rem(name) for name in names[1:]]]))
     return (
-        f'<h2>{title}</h2>\n<table class="from-{_fitting(heads, rows)}"><tr class="heads">{head}</tr>\n{body}</table>\n'
-        f'<p class="caption"><small>{caption}</small></p>'
+        f'<h2>{title}</h2>\n<table class="from-{fitting}" style="--cell: {cell:.1f}rem">'
+        f'<tr class="heads">{head}</tr>\n{body}</table>\n<p class="caption"><small>{caption}</small></p>'
     )
 
 
-def _fitting(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> int:
-    """Return the width of windows in which a table fits, one of _WIDTHS, by a guess of how wide its text is."""
-    columns = zip(heads, *[[str(cell) for cell in row] for row in rows], strict=True)
-    first, *others = [
-        max(len(line) * (0.62 if nth == 0 else 0.52) for text in column for nth, line in enumerate(text.split("\n")))
-        for column in columns
-    ]
-    needed = min(first, 16.0) + sum(others) + 1.2 * (len(others) + 1) + 2.5  # padding, the page's and a scroll bar
-    return next(width for width in _WIDTHS if width > needed or width == _WIDTHS[-1])
+def _rem(text: str) -> float:
+    """Return about the width of a cell's text, of which lines after the first one are small, in rem."""
+    return max(len(line) * (0.53 if nth else 0.63) for nth, line in enumerate(text.split("\n")))
+
+
+def _in_a_line(head: str) -> str:
+    """Return the head of a column in one line, multiples of a length in parentheses: "4,096 (16x)"."""
+    return " ".join([re.sub(r"^[\d.,]+x$", r"(\g<0>)", line.strip()) for line in head.split("\n")])
 
 
 def _cell(head: str, cell: Any) -> str:
     style = f' class="{html.escape(str(cell.style))}"' if isinstance(cell, Text) and cell.style else ""
-    name = html.escape(printable(" ".join(head.split())))
+    name = html.escape(printable(_in_a_line(head)))
     return f'<td data-head="{name}"{style}>{_lines(str(cell))}</td>'
 
 
