@@ -74,7 +74,7 @@ def name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7
     # heights as shares of the axes, whatever their scale
     scale = axes.transData + axes.transAxes.inverted()
     shares = [float(scale.transform((axes.get_xlim()[1], height))[1]) for height, _, _ in places]
-    points = 72 * axes.figure.get_size_inches()[1] * axes.get_position().height
+    points = 72 * axes.bbox.height / axes.figure.dpi
     gap = 1.35 * size / points  # as shares, for lines of text below each other
     for place, share, (_, name, colour) in zip(space_out(shares, gap, 0.0, 1.0), shares, places, strict=True):
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
