@@ -130,8 +130,10 @@ class GainRuns(RunKind):
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
         left = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
-        caption = f"the loss without the evidence less that with it, {setting['rows']} rows{left}; "
+        caption = (
+            f"the loss without the evidence less that with it, {setting['rows']} rows{left}\n"
             "? no significant difference from 0"
+        )
         cell = partial(_gain_cell, run, detailed=detailed)
         return two_column_table(run, title, caption, "distance", "{:,}".format, cell)
 

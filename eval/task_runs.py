@@ -249,8 +249,8 @@ def effective_lengths(run: Run[TaskResult]) -> dict[str, EffectiveLength]:
     to its high end, none is significantly below. The threshold itself counts as known, as in NoLiMa.
 
     None are stated where one length was measured, or where the score at the shortest length is not significantly
-    better than luck; a method without a score at the shortest length is left out. Where the model as loaded was not measured, each
-    method is compared with itself.
+    better than luck. A method without a score at the shortest length is left out. Where the unpatched model was not
+    measured, each method is compared with itself.
     """
     means = _suite_scores(run)
     shortest = min((length for row in means.values() for length in row), default=0)

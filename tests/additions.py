@@ -612,7 +612,7 @@ CHANGES = (
         default,
         [('asked(16, "Rank of the adapters."', 'asked(24, "Rank of the adapters."')],
     ),
-    Change("a colour of charts", "rope_ext_hf/pictures/drawing.py", colour, [("#1b8191", "#123456")]),
+    Change("a colour of charts", "rope_ext_hf/pictures/drawing.py", colour, [("#3151ff", "#123456")]),
     Change(
         "the style of pages", "rope_ext_hf/pictures/html_page.py", style, [("max-width: 62rem", "max-width: 70rem")]
     ),

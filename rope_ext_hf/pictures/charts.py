@@ -1,26 +1,46 @@
 """Charts of results, each described once: drawn as SVG in a page, without a library, and by matplotlib as a PNG.
 
-The SVG is as wide as a phone, in the colours of its page. Names may hold anything: they are made safe where drawn.
+The SVG is as wide as a phone, or as a page, and in the colours of its page. Names may hold anything: they are made safe
+where they are drawn.
 """
 
 from __future__ import annotations
 
 import html
 import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
+from unicodedata import east_asian_width
 
 from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.pictures import drawing
 
 WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
+WIDE = 720.0  # and those of a chart that has a page for itself
 LINE = 12.0  # units from one line of its text to the next
-_LEFT, _RIGHT, _TOP, _BELOW = 38.0, 104.0, 8.0, 32.0
+LABEL = 28  # characters of a method's label at the end of its line
+_TOP, _BELOW = 8.0, 36.0
+_KEY = 19.0  # from the end of the plot to a label: a leader and a marker stand between them
+_NARROWEST = 165.0  # units across of a plot; with less left beside its labels, they go below it
 _LOADED = "unpatched"
-_MARKERS = "osD^vP*Xhd"
+_TRAINED = "trained length"
+_MARKERS = {
+    "o": "M-3 0A3 3 0 1 0 3 0A3 3 0 1 0-3 0Z",
+    "s": "M-2.7-2.7H2.7V2.7H-2.7Z",
+    "^": "M0-3.6L3.4 2.6H-3.4Z",
+    "D": "M0-3.8L3.8 0L0 3.8L-3.8 0Z",
+    "v": "M0 3.6L3.4-2.6H-3.4Z",
+    "P": "M-1.2-3.6H1.2V-1.2H3.6V1.2H1.2V3.6H-1.2V1.2H-3.6V-1.2H-1.2Z",
+    "X": "M-3.4-1.9L-1.9-3.4L0-1.5L1.9-3.4L3.4-1.9L1.5 0L3.4 1.9L1.9 3.4L0 1.5L-1.9 3.4L-3.4 1.9L-1.5 0Z",
+    "*": "M0-4.4L1.1-1.4L4.2-1.4L1.7.5L2.6 3.6L0 1.8L-2.6 3.6L-1.7.5L-4.2-1.4L-1.1-1.4Z",
+    "<": "M-3.6 0L2.6-3.4V3.4Z",
+    "p": "M0-3.6L3.4-1.1L2.1 2.9H-2.1L-3.4-1.1Z",
+}
+"""The outline in an SVG of each of matplotlib's markers that charts use."""
 
 
 class _Style(NamedTuple):
@@ -28,7 +48,7 @@ class _Style(NamedTuple):
 
     colour: str
     dash: tuple[int, int]  # lengths of dash and gap in units; 0: none
-    marker: str  # matplotlib's
+    marker: str  # matplotlib's, a key of _MARKERS
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -49,10 +69,10 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
         if name != _LOADED:
             siblings = [other for other in names if family(other) == family(name)]
             which, nth = families.index(family(name)), siblings.index(name)
-            dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth) % 3]
-            styles[name] = _Style(
-                drawing.COLOURS[which % len(drawing.COLOURS)], dash, _MARKERS[(which + 3 * nth) % len(_MARKERS)]
-            )
+            again, colour = divmod(which, len(drawing.COLOURS))
+            dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth + again) % 3]
+            marker = [*_MARKERS][(1 + which + 3 * nth) % len(_MARKERS)]
+            styles[name] = _Style(drawing.COLOURS[colour], dash, marker)
     return styles
 
 
@@ -62,7 +82,7 @@ class LineChart:
 
     points: Mapping[str, Sequence[tuple[int, float]]]
     """(length, value) by the method's label, ascending; without any it is left out."""
-    context_length: int  # tokens that the model as loaded is for; a dotted line marks it
+    context_length: int  # tokens that the model as loaded is for; a mark below the axis
     axis: str  # what the values are, and whether higher is better
     threshold: float | None = None  # a value that a dashed line marks: that of effective lengths
     logarithmic: bool = False  # whether the axis of values is; values are above 0 then
@@ -75,51 +95,91 @@ class LineChart:
     def _lengths(self) -> list[int]:
         return sorted({length for row in self.points.values() for length, _ in row})
 
-    def svg(self) -> str:
-        """A figure element; empty without points."""
-        lines, lengths = self._lines, self._lengths
-        if not lines:
+    @property
+    def _values(self) -> list[float]:
+        values = [value for row in self.points.values() for _, value in row]
+        return values if self.threshold is None else [*values, self.threshold]
+
+    @property
+    def _ticks(self) -> list[float]:
+        """Round values within the range of the values."""
+        return (_round_factors if self.logarithmic else _round_values)(min(self._values), max(self._values))
+
+    @property
+    def _shows_trained(self) -> bool:
+        return self._lengths[0] <= self.context_length <= self._lengths[-1]
+
+    def svg(self, *widths: float) -> str:
+        """A figure element with a chart for each width, a phone's by default; empty without points.
+
+        The style of a page shows the one chart of two that fits.
+        """
+        if not self._lines:
             return ""
-        values = [value for row in lines.values() for _, value in row]
-        values += [] if self.threshold is None else [self.threshold]
-        height, right = max(180.0, LINE * len(lines)), WIDTH - _RIGHT
-        ticks = _round_values(min(values), max(values))
-        low, high = min(ticks[0], *values), max(ticks[-1], *values)
+        caption = f"{self.axis}{', on a logarithmic axis' * self.logarithmic}, by context length in tokens."
+        if self.threshold is not None:
+            caption += " Dashed: the threshold of effective lengths."
+        return _figure(caption, [self._drawn(width, caption) for width in widths or (WIDTH,)])
+
+    def _drawn(self, width: float, caption: str) -> str:
+        lines, lengths, ticks = self._lines, self._lengths, self._ticks
+        height = max(180.0 if width < WIDE else 270.0, LINE * (len(lines) + 1))
+        left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
+        right = width - _KEY - max(_width(short(printable(name), LABEL)) for name in lines)
+        below = right - left < _NARROWEST  # whether the labels are
+        right = width - 16 if below else right
         first, octaves = math.log2(lengths[0]), math.log2(lengths[-1] / lengths[0]) or 1.0
+        low, high = min(ticks[0], *self._values), max(ticks[-1], *self._values)
+        scale = math.log if self.logarithmic else float
 
         def x(length: float) -> float:
-            return _LEFT + (right - _LEFT) * (math.log2(length) - first) / octaves
+            return left + 8 + (right - left - 16) * (math.log2(length) - first) / octaves
 
         def y(value: float) -> float:
-            return _TOP + height * (high - value) / (high - low or 1.0)
+            share = (scale(high) - scale(value)) / (scale(high) - scale(low) or 1.0)
+            return _TOP + 5 + (height - 10) * share
 
-        drawn = []
-        for tick in ticks:
-            drawn.append(_text(_LEFT - 4, y(tick) + 4, f"{tick:g}", "end"))
-            drawn.append(_rule(f"M{_LEFT} {y(tick):.1f}H{right}", 'stroke-opacity="0.15"'))
-        drawn += _length_ticks({length: x(length) for length in lengths}, self.context_length, _TOP + height + 14)
-        caption = f"{self.axis}. Across: the context length in tokens"
-        if lengths[0] <= self.context_length <= lengths[-1]:
-            caption += "; dotted: the length that the model is for"
-            drawn.append(_rule(f"M{x(self.context_length):.1f} {_TOP}v{height}", 'stroke-dasharray="1 3"'))
-        if self.threshold is not None:
-            caption += "; dashed: the threshold of effective lengths"
-            drawn.append(_rule(f"M{_LEFT} {y(self.threshold):.1f}H{right}", 'stroke-dasharray="6 3"'))
+        bottom = _TOP + height
         upward = sorted(lines, key=lambda name: lines[name][-1][1])
-        places = [-place for place in drawing.space_out([-y(lines[name][-1][1]) for name in upward], LINE, -_TOP)]
+        ends = [-y(lines[name][-1][1]) for name in upward]
+        places = [-place for place in drawing.space_out(ends, LINE, 4 - bottom, -_TOP)]
+        drawn = [_rule(f"M{left:.1f} {bottom}H{right:.1f}", 'stroke-opacity="0.5"')]
+        for tick in ticks:
+            drawn.append(_text(left - 4, y(tick) + 4, _tick_text(tick), "end"))
+            drawn.append(_rule(f"M{left:.1f} {y(tick):.1f}H{right:.1f}", 'stroke-opacity="0.15"'))
+        drawn += _length_ticks({length: x(length) for length in lengths}, self.context_length, bottom + 17)
+        bottom += _BELOW
+        if self._shows_trained:
+            at, half = x(self.context_length), _width(_TRAINED) / 2
+            drawn.append(f'<path d="M{at:.1f} {_TOP + height + 1}l3.5 5h-7z"/>')
+            drawn.append(_text(min(max(at, half), width - half), bottom + 6, _TRAINED, "middle"))
+            bottom += LINE
+        if self.threshold is not None:
+            across = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
+            drawn.append(_rule(across, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
+        if below:
+            places = [bottom + LINE * (len(lines) - nth) for nth in range(len(lines))]
+            bottom = places[0] + LINE / 2
         styles = line_styles(list(self.points))
         for name, place in reversed(list(zip(upward, places, strict=True))):
-            style, at = styles[name], [(x(length), y(value)) for length, value in lines[name]]
+            style, at_points = styles[name], [(x(length), y(value)) for length, value in lines[name]]
             colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
-            path = "L".join([f"{across:.1f} {down:.1f}" for across, down in at])
-            dots = (f'<circle cx="{across:.1f}" cy="{down:.1f}" r="2.5" fill="{colour}"/>' for across, down in at)
             dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
-            label = _text(right + 8, place + 4, _safe(name, 18), "start", f' style="fill:{colour}"')
-            drawn.append(
-                f'<g><title>{_safe(name, 120)}</title><path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" '
-                f'stroke-dasharray="{dash}"/>{"".join(dots)}{label}</g>'
-            )
-        return _figure(f"{caption}.", [_svg(_TOP + height + _BELOW, drawn, caption)])
+            path = "L".join([f"{across:.1f} {down:.1f}" for across, down in at_points])
+            parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>']
+            parts += [_marker(style.marker, at, colour) for at in at_points]
+            if below:
+                key = left + 8
+            else:
+                key = right + 12
+                if lines[name][-1][0] == lengths[-1]:
+                    across, down = at_points[-1]
+                    leader = f"M{across + 4:.1f} {down:.1f}L{key - 4:.1f} {place:.1f}"
+                    parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
+            parts.append(_marker(style.marker, (key, place), colour, "key"))
+            parts.append(_text(key + 7, place + 4, _safe(name, 40 if below else LABEL), "start"))
+            drawn.append(f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>")
+        return _svg(bottom + 4, drawn, caption, width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
         """As `draw_side_by_side` draws several."""
@@ -133,21 +193,36 @@ class LineChart:
         ]
         if self.threshold is not None:
             axes.axhline(self.threshold, **drawing.RULE | {"linestyle": "--"})
-        axes.axvline(self.context_length, **drawing.RULE)
-        note, at = "context length of the model as loaded", (self.context_length, 1)
-        drawing.write_note(axes, note, at, ("data", "axes fraction"), (4, -4), va="top", fontsize=8)
+        dashed = "" if self.threshold is None else "; dashed: threshold of effective lengths"
         axes.set_xscale("log", base=2)
-        axes.set_xticks(self._lengths, _tick_texts(self._lengths, self.context_length))
-        axes.minorticks_off()
-        axes.set_xlabel("context length (tokens)")
+        if self.logarithmic:
+            axes.set_yscale("log")
+        lengths = self._lengths
+        shares = {length: math.log2(length / lengths[0]) for length in lengths}
+        whole = 300 / (max(shares.values()) or 1.0)  # units across, as in an SVG
+        ticks = _apart({length: share * whole for length, share in shares.items()}, self.context_length)
+        texts = dict(zip(ticks, _tick_texts(ticks, self.context_length), strict=True))
+        if self._shows_trained:
+            texts[self.context_length] = f"{texts.get(self.context_length, chr(10))}\n{_TRAINED}"
+            of = axes.get_xaxis_transform()
+            axes.plot([self.context_length], [-0.015], "^", color=drawing.PLAIN, ms=5, transform=of, clip_on=False)
+        axes.set_xticks(list(texts), list(texts.values()))
+        axes.tick_params(axis="x", pad=7)
+        axes.margins(x=0.02)
+        axes.set_xlabel(f"context length (tokens){dashed}")
         axes.set_ylabel(self.axis)
         axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
         drawing.draw_lines(axes, lines, (None, None), size=8)
+        axes.set_yticks(self._ticks, [_tick_text(tick) for tick in self._ticks])
+        axes.minorticks_off()
 
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
-    """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure."""
+    """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure.
+
+    `note` is a sentence below them.
+    """
     styles = line_styles(list(dict.fromkeys([name for chart in charts for name in chart.points])))
     with drawing.picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
         for axes, chart in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
@@ -187,33 +262,35 @@ class HeatMaps:
         for (depth, length), cell in self.panels[name].items():
             yield self._lengths.index(length), self._depths.index(depth), cell
 
-    def svg(self) -> str:
-        """A figure element; empty without panels."""
-        depths, lengths = self._depths, self._lengths
-        if not lengths:
+    def svg(self, *widths: float) -> str:
+        """A figure element with a panel per method; empty without panels.
+
+        One method alone has a panel for each width, as a `LineChart`; several stand side by side.
+        """
+        if not self._lengths:
             return ""
-        wide, high, top = (WIDTH - _LEFT) / len(lengths), 30.0, 20
-        bottom = top + high * len(depths)
-        middles = {length: _LEFT + (column + 0.5) * wide for column, length in enumerate(lengths)}
-        charts = []
-        for name in self.panels:
-            drawn = [_text(0, 12, _safe(name, 50), "start", ' font-weight="600"')]
-            drawn += [
-                _text(_LEFT - 4, top + (row + 0.5) * high + 4, f"{depth:.0%}", "end")
-                for row, depth in enumerate(depths)
-            ]
-            for column, row, cell in self._cells(name):
-                left, upper = _LEFT + column * wide, top + row * high
-                fill = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.share:.2f}"'
-                drawn.append(
-                    f'<rect x="{left:.1f}" y="{upper}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {fill}/>'
-                )
-                faint = ' opacity="0.6"' if cell.faint else ""
-                drawn.append(_text(left + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
-                drawn.append(_text(left + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
-            drawn += _length_ticks(middles, self.context_length, bottom + 12)
-            charts.append(_svg(bottom + _BELOW, drawn, f"{name}: {self.note}"))
-        return _figure(self.note, charts)
+        wanted = widths if len(self.panels) == 1 and widths else (WIDTH,)
+        return _figure(self.note, [self._panel(name, width) for name in self.panels for width in wanted])
+
+    def _panel(self, name: str, width: float) -> str:
+        depths, lengths, left, high, top = self._depths, self._lengths, 38.0, 30.0, 20
+        wide, bottom = (width - left) / len(lengths), top + high * len(depths)
+        middles = {length: left + (column + 0.5) * wide for column, length in enumerate(lengths)}
+        drawn = [_text(0, 12, _safe(name, 44), "start", ' font-weight="600"')]
+        drawn += [
+            _text(left - 4, top + (row + 0.5) * high + 4, f"{depth:.0%}", "end") for row, depth in enumerate(depths)
+        ]
+        for column, row, cell in self._cells(name):
+            across, upper = left + column * wide, top + row * high
+            filled = f'fill="#2a9a40" fill-opacity="{0.05 + 0.6 * cell.share:.2f}"'
+            drawn.append(
+                f'<rect x="{across:.1f}" y="{upper}" width="{wide - 1.5:.1f}" height="{high - 1.5}" {filled}/>'
+            )
+            faint = ' opacity="0.6"' if cell.faint else ""
+            drawn.append(_text(across + wide / 2, upper + 13, f"{cell.share:.0%}", "middle", faint))
+            drawn.append(_text(across + wide / 2, upper + 24, f"{cell.rank:.1f}", "middle", f' font-size="9"{faint}'))
+        drawn += _length_ticks(middles, self.context_length, bottom + 12)
+        return _svg(bottom + _BELOW, drawn, f"{name}: {self.note}", width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
         """Draw with matplotlib, as `draw_side_by_side` does."""
@@ -268,14 +345,57 @@ def _round_values(low: float, high: float) -> list[float]:
     return [round(n * step, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)] or [low]
 
 
+def _round_factors(low: float, high: float) -> list[float]:
+    """Three to nine values 1, 2, 5, 10, 20 ... within a range; in a narrow range, values as on a linear axis."""
+    first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
+    for factors, every in ((1, 2, 5), 1), *(((1,), step) for step in range(1, last - first + 2)):
+        values = [factor * 10.0**power for power in range(first, last + 1) if power % every == 0 for factor in factors]
+        within = [value for value in values if low <= value <= high]
+        if len(within) <= 9:
+            break
+    return within if len(within) >= 3 else _round_values(low, high)
+
+
+def _tick_text(value: float) -> str:
+    """A value of an axis: 2.5, 100, 20k, 5M."""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if 10 * size <= 10 * value < 1e10 and value >= max(size, 1e4):
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _apart(places: Mapping[int, float], context_length: int) -> list[int]:
+    """Return the lengths whose texts fit beside each other; the last and the context length come first."""
+
+    def half(length: int) -> float:
+        return max(map(_width, (drawing.short_length(length), multiple_text(length, context_length)))) / 2 + 2
+
+    kept: list[int] = []
+    for length in sorted(places, key=lambda n: (n != context_length, n != max(places), -n)):
+        at = bisect(kept, length)
+        if all(
+            abs(places[length] - places[other]) >= half(length) + half(other) for other in kept[max(at - 1, 0) : at + 1]
+        ):
+            kept.insert(at, length)
+    return kept
+
+
 def _length_ticks(places: Mapping[int, float], context_length: int, top: float) -> list[str]:
-    """Lengths, and below them their multiples of the context length; every second or third where they are many."""
-    lengths = list(places)[:: math.ceil(len(places) / 8)]
+    """Lengths, and below them their multiples of the context length, as many as fit."""
     return [
         _text(places[length], top + LINE * line, text, "middle")
-        for length in lengths
+        for length in _apart(places, context_length)
         for line, text in enumerate((drawing.short_length(length), multiple_text(length, context_length)))
     ]
+
+
+def _width(text: str) -> float:
+    """Return the units across that a text may take in any usual font, of the size of an SVG."""
+    return sum(11.5 if east_asian_width(c) in "WF" else 9.5 if c in "mwMW@%" or c.isupper() else 6.8 for c in text) + 2
+
+
+def _marker(kind: str, at: tuple[float, float], colour: str, name: str = "point") -> str:
+    return f'<path class="{name}" d="{_MARKERS[kind]}" transform="translate({at[0]:.1f} {at[1]:.1f})" fill="{colour}"/>'
 
 
 def _rule(path: str, style: str) -> str:
@@ -290,10 +410,10 @@ def _safe(text: str, most: int) -> str:
     return html.escape(short(printable(text), most))
 
 
-def _svg(height: float, parts: Sequence[str], name: str) -> str:
-    style = 'style="width: 100%; max-width: 29rem" font-size="11" fill="currentColor"'
-    label = f'role="img" aria-label="{_safe(name, 200)}"'
-    return f'<svg viewBox="0 0 {WIDTH:g} {height:g}" {style} {label}>{"".join(parts)}</svg>'
+def _svg(height: float, parts: Sequence[str], name: str, width: float) -> str:
+    style = f'style="width: 100%; max-width: {width / 12.4:.0f}rem" font-size="11" fill="currentColor"'
+    label = f'class="of-{width:g}" role="img" aria-label="{_safe(name, 200)}"'
+    return f'<svg viewBox="0 0 {width:g} {height:g}" {style} {label}>{"".join(parts)}</svg>'
 
 
 def _figure(caption: str, charts: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.installing import install_command
 
-COLOURS = ("#1b8191", "#e50e0c", "#b40aff", "#b77bde", "#6f9e8a", "#6d45ba", "#e4772c", "#bb0e50")
+COLOURS = ("#3151ff", "#ff5f23", "#106e55", "#d668e1", "#b72e18", "#33a863", "#8f34bc", "#83819d")
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
@@ -49,26 +49,37 @@ def plot_text(text: str, most: int = 120) -> str:
     return short(printable(text), most).replace("$", r"\$")
 
 
-def space_out(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Ascending heights moved as little as needed to be `gap` apart, none above `top`."""
-    placed: list[float] = []
-    for height in heights:
-        placed.append(max(height, placed[-1] + gap) if placed else height)
-    for i in reversed(range(len(placed))):
-        placed[i] = min(placed[i], placed[i + 1] - gap if i + 1 < len(placed) else top)
-    return placed
+def space_out(heights: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
+    """Ascending heights moved as little as needed to be `gap` apart, none above `top`; none below `bottom` if all fit.
+
+    They are the closest by least squares: neighbours that are too close stand around their mean.
+    """
+    groups: list[list[float]] = []  # of heights less their gaps, by ascending means
+    for nth, height in enumerate(heights):
+        groups.append([height - nth * gap])
+        while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
+            groups[-2:] = [groups[-2] + groups[-1]]
+    highest = top - (len(heights) - 1) * gap
+    means = [fmean(group) for group in groups for _ in group]
+    return [min(max(mean, bottom), highest) + nth * gap for nth, mean in enumerate(means)]
 
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
-    """Write the names of lines to the right of their ends; `ends` are (height, name, colour)."""
+    """Write the names of lines to the right of their ends, which thin lines lead to; `ends` are (height, name, colour).
+
+    Names are in the colour of text, which is readable at any size; the colour of a line may be too light for that.
+    """
     places = sorted(ends)
     # heights as shares of the axes, whatever their scale
     scale = axes.transData + axes.transAxes.inverted()
-    shares = [float(scale.transform((1, height))[1]) for height, _, _ in places]
-    for share, (_, name, colour) in zip(space_out(shares, size / 180, 1.0), places, strict=True):
-        axes.annotate(
-            plot_text(name, 40), (1.015, share), xycoords="axes fraction", fontsize=size, color=colour, va="center"
-        )
+    shares = [float(scale.transform((axes.get_xlim()[1], height))[1]) for height, _, _ in places]
+    points = 72 * axes.bbox.height / axes.figure.dpi
+    gap = 1.35 * size / points  # as shares, for lines of text below each other
+    for place, share, (_, name, colour) in zip(space_out(shares, gap, 0.0, 1.0), shares, places, strict=True):
+        leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
+        how = {"fontsize": size, "color": PLAIN, "va": "center", "arrowprops": leader}
+        at, to = (1.0, share), (14, points * (place - share))
+        axes.annotate(plot_text(name, 40), at, xycoords="axes fraction", xytext=to, textcoords="offset points", **how)
 
 
 def draw_lines(

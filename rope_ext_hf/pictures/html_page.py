@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,20 @@ from rope_ext_hf.errors import printable
 
 MAX_PICTURE_BYTES = 20_000_000
 
+_WIDTHS = (24, 30, 36, 42, 48, 54, 62, 9999)
+"""Widths of windows in rem; a table has the first one that it fits in. In narrower windows its rows are blocks."""
+
+_BLOCKS = """@media (max-width: {width}rem) {{
+.from-{width}, .from-{width} tbody, .from-{width} td {{ display: block; }}
+.from-{width} {{ white-space: normal; }} .from-{width} .heads {{ display: none; }}
+.from-{width} tr {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(var(--cell), 100%), 1fr));
+gap: .3rem 1rem; padding: .6rem 0; border-bottom: 1px solid var(--line); }}
+.from-{width} td {{ padding: 0; border: 0; text-align: left; }} .from-{width} td:empty {{ display: none; }}
+.from-{width} td:first-child {{ grid-column: 1 / -1; max-width: none; font-weight: 600; }}
+.from-{width} td:not(:first-child)::before {{ content: attr(data-head); display: block; font-size: .8rem;
+font-weight: 400; color: var(--quiet); }}
+}}"""
+
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -22,31 +37,34 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>
-:root {{ color-scheme: light dark; --line: #8884;
---green: light-dark(#2a7d2a, #5cc25c); --red: light-dark(#b3261e, #f2857c); }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+:root {{ color-scheme: light dark; --line: #8884; --quiet: light-dark(#595959, #a6a6a6);
+--green: light-dark(#216e21, #5cc25c); --red: light-dark(#b3261e, #f2857c); }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 0 auto; padding: 1rem;
+overflow-wrap: anywhere; }}
+h1 {{ font-size: 1.4rem; line-height: 1.3; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
+small, figcaption, .about {{ color: var(--quiet); }} .caption {{ white-space: pre-line; }}
 img {{ width: 100%; height: auto; background: #fff; border-radius: 4px; }}
-figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; gap: 1rem; }} figcaption {{ flex: 100%; }}
-svg {{ flex: 1 1 20rem; }}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr)); gap: 0 1.5rem; }}
-.wide {{ overflow-x: auto; }}
+figure {{ margin: 1.5rem 0; display: flex; flex-wrap: wrap; align-items: start; gap: 1rem; }}
+figcaption {{ flex: 100%; font-size: .9rem; }}
+svg {{ flex: 1 1 18rem; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+gap: 0 1.5rem; align-items: start; }}
+@media (max-width: 43.99rem) {{ svg.of-360 ~ svg.of-720 {{ display: none; }} }}
+@media (min-width: 44rem) {{ svg.of-360:has(~ svg.of-720) {{ display: none; }} }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-th, td {{ padding: .3rem .7rem; border-bottom: 1px solid var(--line); text-align: right; }}
-th:first-child, td:first-child {{ text-align: left; position: sticky; left: 0; background: Canvas; }}
-td:first-child {{ max-width: min(16rem, 31vw); white-space: normal; overflow-wrap: anywhere; }}
+th, td {{ padding: .3rem .6rem; border-bottom: 1px solid var(--line); text-align: right; vertical-align: top; }}
+th:first-child, td:first-child {{ text-align: left; padding-left: 0; }}
+td:first-child {{ max-width: 16rem; white-space: normal; }}
 @media (prefers-color-scheme: dark) {{ img {{ filter: invert(.93) hue-rotate(180deg); }} }}
-@media (max-width: 30rem) {{ th, td {{ padding: .3rem .4rem; }} }}
-td small {{ color: GrayText; }}
 .green {{ color: var(--green); }} .bold {{ font-weight: 600; }} .red {{ color: var(--red); }}
-details {{ margin: .5rem 0; }} figure, tr {{ break-inside: avoid; }}
-@media print {{ .wide {{ overflow: visible; }} table {{ white-space: normal; font-size: .8rem; }} }}
-pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; white-space: pre-wrap; }}
+details {{ margin: .8rem 0; }} summary {{ cursor: pointer; }} figure, tr {{ break-inside: avoid; }}
+pre {{ font-size: .8rem; }} pre, code {{ white-space: pre-wrap; }}
+{blocks}
 </style>
 </head>
 <body>
 <h1>{title}</h1>
-<p>{summary}</p>
+<p class="about">{summary}</p>
 {body}
 </body>
 </html>
@@ -56,30 +74,51 @@ pre {{ overflow-x: auto; font-size: .8rem; }} code {{ overflow-wrap: anywhere; w
 def html_page(title: str, summary: str, *parts: str) -> str:
     """A whole page: plain title and summary, and parts of HTML, of which empty ones are left out."""
     return _PAGE.format(
-        title=html.escape(title), summary=html.escape(printable(summary)), body="\n".join(filter(None, parts))
+        title=html.escape(title),
+        summary=html.escape(printable(summary)),
+        body="\n".join(filter(None, parts)),
+        blocks="\n".join([_BLOCKS.format(width=width) for width in _WIDTHS]),
     )
 
 
 def html_table(table: Table | None) -> str:
     """A table of a terminal, with its title and its caption; empty without one.
 
-    Further lines of a head or a cell stand small below the first one; a style becomes classes.
+    Further lines of a head or a cell stand small below the first one; a style becomes classes. In a window that is too
+    narrow for the table, each row is a block: its first cell, then each value below the head of its column.
     """
     if table is None:
         return ""
-    head = "".join([f"<th>{_lines(str(column.header))}</th>" for column in table.columns])
-    cells = zip(*[column.cells for column in table.columns], strict=True)
-    rows = "".join([f"<tr>{''.join(map(_cell, row))}</tr>\n" for row in cells])
+    heads = [str(column.header) for column in table.columns]
+    rows = [*zip(*[column.cells for column in table.columns], strict=True)]
+    head = "".join([f"<th>{_lines(text)}</th>" for text in heads])
+    body = "".join([f"<tr>{''.join(map(_cell, heads, row))}</tr>\n" for row in rows])
     title, caption = [html.escape(printable(str(text or ""))) for text in (table.title, table.caption)]
+    names = [_in_a_line(text) for text in heads]
+    columns = [max(map(_rem, column)) for column in zip(heads, *[map(str, row) for row in rows], strict=True)]
+    needed = min(columns[0], 16.0) + sum(columns[1:]) + 1.2 * len(columns) + 2.5  # padding, the page's and a scroll bar
+    fitting = next(width for width in _WIDTHS if width > needed or width == _WIDTHS[-1])
+    cell = min(10.0, max([1.0, *columns[1:], *[0.8 * _rem(name) for name in names[1:]]]))
     return (
-        f'<h2>{title}</h2>\n<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>\n'
-        f"<p><small>{caption}</small></p>"
+        f'<h2>{title}</h2>\n<table class="from-{fitting}" style="--cell: {cell:.1f}rem">'
+        f'<tr class="heads">{head}</tr>\n{body}</table>\n<p class="caption"><small>{caption}</small></p>'
     )
 
 
-def _cell(cell: Any) -> str:
+def _rem(text: str) -> float:
+    """Return about the width of a cell's text, of which lines after the first one are small, in rem."""
+    return max(len(line) * (0.53 if nth else 0.63) for nth, line in enumerate(text.split("\n")))
+
+
+def _in_a_line(head: str) -> str:
+    """Return the head of a column in one line, multiples of a length in parentheses: "4,096 (16x)"."""
+    return " ".join([re.sub(r"^[\d.,]+x$", r"(\g<0>)", line.strip()) for line in head.split("\n")])
+
+
+def _cell(head: str, cell: Any) -> str:
     style = f' class="{html.escape(str(cell.style))}"' if isinstance(cell, Text) and cell.style else ""
-    return f"<td{style}>{_lines(str(cell))}</td>"
+    name = html.escape(printable(_in_a_line(head)))
+    return f'<td data-head="{name}"{style}>{_lines(str(cell))}</td>'
 
 
 def _lines(text: str) -> str:
@@ -115,11 +154,12 @@ def paragraph(text: str) -> str:
 
 
 def command_section(title: str, command: str, text: str) -> str:
-    """A command under a title, and the text of the file that it reads; empty without one."""
+    """A command, and the text of the file that it reads, opened by its title; empty without one."""
     if not text:
         return ""
     lines = "\n".join(map(printable, text.splitlines()))
-    return f"{heading(title)}<p><code>{html.escape(printable(command))}</code></p>\n<pre>{html.escape(lines)}</pre>"
+    shown = f"<p><code>{html.escape(printable(command))}</code></p>\n<pre>{html.escape(lines)}</pre>"
+    return collapsed(title, shown)
 
 
 def embedded_picture(name: str, data: bytes) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from rich.text import Text
 from rope_ext_hf.errors import FileError, multiple_text, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
-from rope_ext_hf.pictures.charts import draw_side_by_side
+from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
@@ -32,7 +33,7 @@ from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
-from rope_ext_hf.runs.verdicts import BEST_MARK, Conclusion, Findings, conclude
+from rope_ext_hf.runs.verdicts import BEST_MARK, Conclusion, Findings, capital, conclude
 
 _SAME = ("weights", "basis", "over", "context_length", "loaded")  # settings in which runs of a model agree
 
@@ -76,16 +77,30 @@ def _page(run: Run[Any]) -> str:
         f"{len(settings['items'])} {kind.items}. Read {by} {settings['device']}{speed and f' at {speed}'}. {versions}."
     )
     methods = list({result.key: result.method for result in run.results}.values())
+    plain, detailed = html.html_table(run.table()), html.html_table(run.table(detailed=True))
     return html.html_page(
-        run.title,
-        str(run.conclusion) if run.results else "Nothing is finished yet.",
-        "" if run.chart is None else run.chart.svg(),
-        *[_embedded(path) for path in others],
-        html.html_table(run.table(detailed=True)),
-        html.paragraph(summary),
+        _question(run.settings, run.lengths),
+        f"{_what_was_read(run)}, {len(settings['items'])} {kind.items}. The model is for {run.meant_for}.",
+        plain,
+        "" if run.chart is None else run.chart.svg(WIDTH, WIDE),
+        *map(_embedded, others),
+        html.paragraph(str(run.conclusion) if run.results else "Nothing is finished yet."),
+        html.collapsed("The table with 95% confidence intervals", detailed) if detailed != plain else "",
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
-        html.provenance_section("Everything these numbers depend on", settings | {"methods": methods}),
+        html.collapsed(
+            "Everything these numbers depend on", html.paragraph(summary), html.as_json(settings | {"methods": methods})
+        ),
     )
+
+
+def _question(settings: Mapping[str, Any], lengths: Sequence[int]) -> str:
+    """Return what a page answers, for its heading."""
+    longest = f" {lengths[-1]:,} tokens" if lengths else " long inputs"
+    return f"How well does {printable(Path(settings['model']).name or 'the model')} read{longest}?"
+
+
+def _what_was_read(run: Run[Any]) -> str:
+    return printable(f"{capital(run.kind.name)} on {run.settings['data']}")
 
 
 def _embedded(path: Path) -> str:
@@ -240,13 +255,20 @@ class Comparison:
 
     def write_page(self, path: str | Path) -> Path:
         """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
+        lengths = sorted({length for run in self.runs for length in run.lengths})
+        charts = [self.findings.chart(measure) for measure in self.measures]
+        alone = len(charts) == 1
+        read = "; ".join(dict.fromkeys(map(_what_was_read, self.runs)))
         page = html.html_page(
-            self._title,
-            str(self.conclusion),
-            html.html_table(self.table(detailed=True)),
-            html.side_by_side(self.findings.chart(measure).svg() for measure in self.measures),
-            html.html_table(self.agreement_table()),
-            html.heading("The runs"),
+            _question(self.runs[0].settings, lengths),
+            f"{read}. The model is for {self.runs[0].meant_for}.",
+            html.html_table(self.table()),
+            html.side_by_side(chart.svg(WIDTH, *[WIDE] * alone) for chart in charts),
+            html.paragraph(str(self.conclusion)),
+            html.collapsed("The table with 95% confidence intervals", html.html_table(self.table(detailed=True))),
+            html.collapsed("Do the measures agree?", agreement)
+            if (agreement := html.html_table(self.agreement_table()))
+            else "",
             *map(_run_section, self.runs),
         )
         return write_text(Path(path), page)
@@ -259,17 +281,21 @@ class Comparison:
         return printable(Path(self.runs[0].settings["model"]).name or "model")
 
     def draw(self, path: str | Path | None = None, title: str = "") -> Any:
-        """Draw the measures side by side, one line per method, with the conclusion below; the matplotlib figure.
+        """Draw the measures side by side, one line per method, and the first sentence of the conclusion below.
 
         Args:
             path: a PNG, an existing one is replaced; default: none.
             title: default: the model's name.
 
+        Returns:
+            The matplotlib figure.
+
         Raises:
             ImportError: matplotlib is not installed.
         """
         charts = map(self.findings.chart, self.findings.informative or self.measures)
-        return draw_side_by_side(list(charts), path, title or self._title, str(self.conclusion))
+        sentence = re.split(r"(?<=\.) ", str(self.conclusion), maxsplit=1)[0]
+        return draw_side_by_side(list(charts), path, title or self._title, sentence)
 
 
 def _interval(value: Estimate, text: Callable[[float], str]) -> str:
@@ -290,7 +316,7 @@ def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -
 def _run_section(run: Run[Any]) -> str:
     """A run on the page: what it says by itself, its commands, and what its numbers depend on."""
     return html.collapsed(
-        f"{run.kind.name}: {run.title}, {run.folder}",
+        f"{capital(run.kind.name)}: {run.title}, {run.folder}",
         html.paragraph(str(run.conclusion)),
         html.html_table(run.table(detailed=True)),
         html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
