@@ -116,7 +116,7 @@ def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
     return estimate([nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values()))
 
 
-class Unit(NamedTuple):
+class _Unit(NamedTuple):
     """A unit in which people read losses."""
 
     measure: str  # name of the number
@@ -125,10 +125,10 @@ class Unit(NamedTuple):
     item: Callable[[DocumentLoss], tuple[float, float]]  # a document's sum, and what it is divided by
 
 
-UNITS = {
-    "perplexity": Unit("perplexity", "", True, lambda d: (d.nats, float(d.tokens))),
-    "nats": Unit("loss", "nats per token", False, lambda d: (d.nats, float(d.tokens))),
-    "bits": Unit("loss", "bits per byte", False, lambda d: (d.nats / math.log(2), float(d.bytes))),
+_UNITS = {
+    "perplexity": _Unit("perplexity", "", True, lambda d: (d.nats, float(d.tokens))),
+    "nats": _Unit("loss", "nats per token", False, lambda d: (d.nats, float(d.tokens))),
+    "bits": _Unit("loss", "bits per byte", False, lambda d: (d.nats / math.log(2), float(d.bytes))),
 }
 
 
@@ -236,7 +236,7 @@ class PerplexityRuns(RunKind):
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The perplexity, or the loss in the run's unit, and LongPPL first where key tokens were looked for."""
-        unit = UNITS[run.unit]
+        unit = _UNITS[run.unit]
         every = run.items(lambda results: [unit.item(d) for r in results for d in r.documents])
         keys = run.items(
             lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]

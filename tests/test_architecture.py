@@ -57,6 +57,7 @@ HEAVY = {
     "nltk",
     "peft",
     "gguf",
+    "scipy",
     "tqdm",
     "vllm",
     "sglang",

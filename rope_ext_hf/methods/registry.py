@@ -157,8 +157,7 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     if name not in _METHODS:
         if (version := _REMOVED.get(_folded(method))) is not None:
             raise UnknownMethodError(
-                f"the method {method!r} was removed; the last version of this package that has it is {version}: "
-                f"pip install rope-ext-hf=={version}"
+                f"the method {method!r} was removed; the last version of this package that has it is {version}"
             )
         known = sorted([*_METHODS, *_ALIASES])
         raise UnknownMethodError(

@@ -177,8 +177,9 @@ class Run(Generic[R_co]):
 
     @cached_property
     def chart(self) -> Chart | None:
-        """The results as a chart; None where nothing is complete, or the kind of run has none."""
-        return self.kind.chart(self) if self.results else None
+        """The results as a chart; None where nothing is complete or finite, or the kind has none."""
+        chart = self.kind.chart(self) if self.results else None
+        return chart if chart is not None and chart.svg() else None
 
     @property
     def title(self) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
-UNPATCHED = "unpatched"  # the label of the model as loaded
 Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result, or None for the model as loaded
 
 
@@ -41,7 +40,7 @@ def method_key(method: Mapping[str, Any] | None) -> str:
 def label(method: dict[str, Any] | None) -> str:
     """Return what tables and plots call a method: "yarn x8", "dynamic-ntk paper", "unpatched"."""
     if method is None:
-        return UNPATCHED
+        return "unpatched"
     try:
         return printable(method_from_dict(method).label())
     except (MethodError, TypeError, ValueError):  # not in this installation, such as a plug-in of the run's author

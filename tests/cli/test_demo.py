@@ -9,6 +9,7 @@ import pytest
 from rope_ext_hf.cli.demo import Demonstration
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.verdicts import Findings
+from rope_ext_hf.terminal import as_wide_as
 
 SPREAD = (-0.3, 0.1, 0.2, -0.1, 0.0, 0.05, 0.15, -0.1)
 NOISE = (0.002, -0.001, 0.0, 0.003, -0.002, 0.001, -0.003, 0.0)
@@ -41,7 +42,9 @@ RIGHT = {"unpatched": (38, 0), "yarn x8": (18, 16), "rerope": (39, 39), "self-ex
 
 
 def test_the_whole_text() -> None:
-    assert str(demonstration(NATS, RIGHT)).splitlines() == [
+    with as_wide_as(100):
+        text = str(demonstration(NATS, RIGHT))
+    assert text.splitlines() == [
         "The bundled model was trained at 256 tokens. Read at 2,048 (8x):",
         "                  perplexity      right answers of 40",
         "                   256    2,048         256     2,048",

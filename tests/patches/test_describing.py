@@ -69,7 +69,7 @@ def test_describe_a_plain_model() -> None:
     assert (seen.trained_length, seen.extended_length, seen.patched) == (TRAINED, TRAINED, False)
     assert (seen.attention_factor, seen.theta) == (1.0, THETA)
     assert seen.wavelengths == pytest.approx([2 * math.pi * THETA ** (2 * i / 16) for i in range(8)])
-    assert "unpatched" in str(seen)
+    assert "as loaded" in str(seen)
 
 
 def test_describe_a_patched_model() -> None:

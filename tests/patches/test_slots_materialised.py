@@ -122,7 +122,6 @@ OLDER_FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox")
 OLDER_METHODS = [
     ("yarn", {"factor": 4}),
     ("dynamic-ntk", {}),
-    ("profiles", {"factor": 4, "smaller": [2]}),
     ("rerope", {}),
     ("dynamic-self-extend", {}),
 ]
