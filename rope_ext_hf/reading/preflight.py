@@ -281,10 +281,11 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Floating-point operations per second to expect on a device: half the speed of a large matrix product.
+    """Measure the floating-point operations per second to expect on a device: half the speed of a large linear layer.
 
-    The matrices grow as long as a product takes little of `seconds`: a CPU may multiply float16 a thousand times more
-    slowly than float32.
+    The layer grows as long as applying it takes little of `seconds`, because a CPU may multiply float16 a thousand times
+    more slowly than float32. Where twice the size takes less than four times as long, most of the time was spent on
+    starting threads and not on the eight times as many operations, so it grows further.
     """
     largest = 1024 if device.type == "cpu" else 4096
 
@@ -292,14 +293,18 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
         one = torch.ones(size, size, device=device, dtype=dtype)
         started = time.perf_counter()
         for _ in range(count):
-            product = one @ one
+            product = torch.nn.functional.linear(one, one)
         float(product[0, 0])  # waits for the device
         return time.perf_counter() - started
 
-    size, once = 64, 0.0
-    while size < largest and once < seconds / 32:
-        size *= 2
-        once = min(run(size, 1) for _ in range(3))
+    def fastest(size: int) -> float:
+        return min(run(size, 1) for _ in range(3))
+
+    size, smaller = 64, math.inf
+    once = fastest(size)
+    while size < largest and (once < seconds / 32 or once < 4 * smaller):
+        size, smaller = 2 * size, once
+        once = fastest(size)
     count = max(1, round(seconds / max(once, 1e-6)))
     return EFFICIENCY * count * 2 * size**3 / run(size, count)
 
