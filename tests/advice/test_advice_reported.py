@@ -40,10 +40,10 @@ def test_advice_tells_the_reported_from_the_measured(tmp_path: Path) -> None:
     build("qwen3").config.save_pretrained(tmp_path)
     advice = rope.advise(tmp_path, 256)
     assert {each.source for each in advice.reported} == {"Jet-Long"}  # the type of this model
-    text = unwrapped(str(advice))
+    text = unwrapped(advice.full_text())
     assert "Measured here, without training, on:" in text
     assert "reported by Jet-Long" in text
-    assert "as loaded 60.93; yarn 52.99; dynamic-ntk 69.14" in text
+    assert "unpatched 60.93; yarn 52.99; dynamic-ntk 69.14" in text
     assert json.loads(json.dumps(advice.to_dict()))["reported"][0]["values"]["yarn"] == [52.99]
     build("cohere").config.save_pretrained(tmp_path)  # of which nothing is reported
     assert len(rope.advise(tmp_path, 256).reported) > len(advice.reported)

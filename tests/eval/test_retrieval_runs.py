@@ -348,7 +348,10 @@ def test_picture_and_table(tmp_path: Path) -> None:
     with console.capture() as captured:
         console.print(Run(None, settings, results).table())
     text = captured.get()
-    assert [line.split()[0] for line in text.splitlines() if "unpatched" in line or "yarn" in line] == ["unpatched", "yarn"]
+    assert [line.split()[0] for line in text.splitlines() if "unpatched" in line or "yarn" in line] == [
+        "unpatched",
+        "yarn",
+    ]
     assert text.count("90%  1.2") == 12
     assert text.count(" 5% 10.2") == 1
     assert "1 is best, 10.5 is luck" in " ".join(text.split())
