@@ -100,6 +100,13 @@ def duration(seconds: float) -> str:
     return f"{max(1, round(seconds))} s"
 
 
+def count_text(count: int) -> str:
+    """Return a number as people say it: "950", "213k", "1.2 million"."""
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1000:.0f}k" if count < 999_500 else f"{count / 1e6:,.3g} million"
+
+
 def size_text(count: int) -> str:
     """A number of bytes in the largest unit of which there is at least one: "512 bytes", "8.2 kB", "16.1 GB"."""
     for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 1000)):

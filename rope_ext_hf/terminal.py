@@ -50,6 +50,17 @@ def wrapped(text: str, first: str = "", then: str | None = None) -> str:
     )
 
 
+def broken_command(command: str) -> str:
+    """Return a command line with its options on further lines where it is long."""
+    lines, room = [""], terminal_width(LINE) - 3
+    for part in command.replace(" --", "\n--").split("\n"):
+        if lines[-1] and len(lines[-1]) + len(part) > room:
+            lines.append("  " + part)
+        else:
+            lines[-1] += (" " if lines[-1] else "") + part
+    return " \\\n".join(lines)
+
+
 def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
     """Rows in columns; where these are wider than the terminal, cells take several lines.
 

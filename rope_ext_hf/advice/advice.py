@@ -14,13 +14,14 @@ from functools import cache
 
 from rope_ext_hf.engines.base import usual_server
 from rope_ext_hf.files import package_table
-from rope_ext_hf.methods.guidance import NOTHING
-from rope_ext_hf.methods.measurements import measured_models
+from rope_ext_hf.methods.guidance import GOALS, NOTHING
+from rope_ext_hf.methods.measurements import evidence, measured_models, price
 from rope_ext_hf.serving.gpu_memory import GPUMemory
-from rope_ext_hf.terminal import LINE, Rows, ShownAsTables, terminal_width, text_table, wrapped
+from rope_ext_hf.terminal import Rows, ShownAsTables, broken_command, text_table, wrapped
 
 _SERVE = "serve with "
 _NOTHING_NEEDED = "No method is needed."
+_MOST_LINES = 25  # of a recommendation at 80 columns; everything else is in `Advice.full_text`
 _MEMORY = "Every generated token reads those of its own input once; weights and activations come on top."
 
 
@@ -108,6 +109,9 @@ class Advice(ShownAsTables):
         notes: further remarks.
         reported: what papers report of the methods that helped, on models of this type, or of any where there is none.
         on_gpus: what fits on the GPUs of a server, at the target length; None: they are not stated.
+        purpose: the purpose that the recommendation is for, one of `GOALS`.
+        recommended: the name of the method for that purpose; empty where none is needed or none helped.
+        next_steps: the commands, or lines of Python, to type next with the recommended method.
     """
 
     model: str
@@ -126,6 +130,9 @@ class Advice(ShownAsTables):
     notes: tuple[str, ...] = ()
     reported: tuple[Reported, ...] = ()
     on_gpus: GPUMemory | None = None
+    purpose: str = "serve"
+    recommended: str = ""
+    next_steps: tuple[str, ...] = ()
 
     @property
     def _named(self) -> Rows:
@@ -149,12 +156,65 @@ class Advice(ShownAsTables):
 
     def tables(self) -> Sequence[Rows]:
         others = [("by others", str(each)) for each in self.reported]
-        commands = [(goal, "".join(f"{_broken(each)}\n" for each in own)) for goal, own in self.commands.items()]
+        commands = [(goal, "".join(f"{broken_command(each)}\n" for each in own)) for goal, own in self.commands.items()]
         nothing = [] if self.methods else [("methods", _NOTHING_NEEDED)]
         named = [("model", f"{self.model} ({self.model_type})"), *self._named, *nothing]
         return [named, self._candidates, self._helped, others, _memory_rows(self.memory), commands]
 
     def __str__(self) -> str:
+        """Return the recommendation in at most 25 lines of 80 columns."""
+        steps = [broken_command(each) for each in self.next_steps]
+        last = ["All methods, engines and sources: --all (in Python: full_text)"]
+        own = self.recommendation()
+        return "\n".join([*own, *self.shown_notes(own, steps, last), *steps, *last])
+
+    def recommendation(self, reason: str = "") -> list[str]:
+        """Return the lines that say what to take, why, what short inputs lose, and what memory a long input takes.
+
+        `reason` stands in place of the reason that was measured here.
+        """
+        times = f"{self.target_length:,} tokens, {self.factor:.3g} times as many"
+        rows = [("model", f"{self.model} ({self.model_type}), for {self.context_length:,} tokens; you need {times}")]
+        chosen = next((each for each in self.methods if each.method == self.recommended), None)
+        if chosen is not None:
+            rows.append(("take", f"{chosen.method}, {GOALS[self.purpose]}"))
+            measured = evidence(chosen.method, self.factor)
+            why = reason or measured or (chosen.when and f"the choice when {chosen.when}")
+            rows += [("because", why)] if why else []
+            rows.append(("short", f"inputs within {self.context_length:,} tokens: {self._short_inputs(chosen)}"))
+        elif not self.methods:
+            rows.append(("take", f"the model as it is. {_NOTHING_NEEDED}"))
+        else:
+            others = [word for word, purpose in GOALS.items() if purpose in self.choices and word != self.purpose]
+            instead = f"; see --purpose {' or '.join(others)}" if others else ""
+            rows.append(("take", f"nothing: no method is known to help here, {GOALS[self.purpose]}{instead}"))
+        held = {each.dtype: each.bytes for each in self.memory if (each.tokens, each.batch) == (self.target_length, 1)}
+        if held:
+            size = _size(held["bfloat16"])
+            rows.append(
+                ("memory", f"{size} of keys and values for one input of {self.target_length:,} tokens in bfloat16")
+            )
+        return [line for name, text in rows for line in wrapped(text, f"{name:<9}").splitlines()]
+
+    def shown_notes(self, *others: Sequence[str]) -> list[str]:
+        """Return the notes that still have room beside other lines, and how many are left out."""
+        room = _MOST_LINES - sum(text.count("\n") + 1 for lines in others for text in lines)
+        notes = [*([] if self.on_gpus is None else self.on_gpus.sentences), *self.notes]
+        shown: list[str] = []
+        for number, note in enumerate(notes):
+            lines = wrapped(note, f"{'note':<9}").splitlines()
+            if len(shown) + len(lines) > room - (number < len(notes) - 1):
+                return [*shown, f"{'note':<9}{len(notes) - number} more: --all"] if len(shown) < room else shown
+            shown += lines
+        return shown
+
+    def _short_inputs(self, chosen: MethodAdvice) -> str:
+        if chosen.short_inputs.startswith("the same"):
+            return chosen.short_inputs.replace("the same", "same output as unpatched")
+        return price(chosen.method, self.factor) or "their output changes; by how much was not measured"
+
+    def full_text(self) -> str:
+        """Return everything that is known: all methods, what was measured and reported of them, engines, commands."""
         lines = [f"{self.model} ({self.model_type})"]
         lines += [wrapped(text, f"  {name:<16}") for name, text in self._named]
         if not self.methods:
@@ -171,7 +231,7 @@ class Advice(ShownAsTables):
             lines += ["", *[wrapped(sentence) for sentence in self.on_gpus.sentences]]
         for purpose, commands in self.commands.items():
             if not purpose.startswith(_SERVE):
-                lines += ["", f"# {purpose}", *[_broken(each) for each in commands]]
+                lines += ["", f"# {purpose}", *[broken_command(each) for each in commands]]
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
@@ -182,7 +242,7 @@ class Advice(ShownAsTables):
         lines = []
         for command, engines in _grouped((own.removesuffix(name), name) for name, own in serving).items():
             first = usual_server() if usual_server() in engines else engines[0]
-            lines += ["", f"# {_SERVE}{first}", _broken(command + first)]
+            lines += ["", f"# {_SERVE}{first}", broken_command(command + first)]
             if others := ", ".join(name for name in engines if name != first):
                 lines.append(wrapped(f"or --engine {others}", "# ", "# "))
         return lines
@@ -231,17 +291,6 @@ class Advice(ShownAsTables):
 def _explained(groups: Mapping[str, Sequence[str]]) -> list[str]:
     """What several names have in common, a line for each of their groups."""
     return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
-
-
-def _broken(command: str) -> str:
-    """A command line, its options on further lines where it is long."""
-    lines, room = [""], terminal_width(LINE) - 3
-    for part in command.replace(" --", "\n--").split("\n"):
-        if lines[-1] and len(lines[-1]) + len(part) > room:
-            lines.append("  " + part)
-        else:
-            lines[-1] += (" " if lines[-1] else "") + part
-    return " \\\n".join(lines)
 
 
 def signed(by_model: Mapping[str, float]) -> str:

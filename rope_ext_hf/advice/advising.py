@@ -17,9 +17,10 @@ from rope_ext_hf.advice.advice import Advice, CacheMemory, MethodAdvice, reporte
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
 from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, duration, one_line
+from rope_ext_hf.errors import short as short_text
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.guidance import FINE_TUNING, PURPOSES, SERVING, Guidance
+from rope_ext_hf.methods.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance
 from rope_ext_hf.methods.measurements import Rise, cost_notes, helped, reach_text, rises_at, rises_for_short_inputs
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -55,6 +56,7 @@ def advise(
     batches: Sequence[int] = (1, 8),
     server: GPUServer | None = None,
     engines: Collection[str] | None = None,
+    purpose: str = "serve",
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Advice:
@@ -67,11 +69,12 @@ def advise(
         batches: the numbers of inputs at a time that memory is computed for.
         server: the GPUs of a server, for what fits there and for its options.
         engines: those that are asked whether they serve each method, by name; None: all.
+        purpose: "serve", "python" (in your own process) or "train": the purpose that one method is recommended for.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
     Raises:
-        MethodError: a length or a batch below 1, or one that no model has.
+        MethodError: a length or a batch below 1, or one that no model has; or an unknown purpose.
         CheckpointError: no such model.
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
@@ -79,6 +82,8 @@ def advise(
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
     for name, value in given:
         whole(name, value, 1, MOST_TOKENS)
+    if purpose not in GOALS:
+        raise MethodError(f"purpose must be one of {', '.join(GOALS)}, got {short_text(repr(purpose))}")
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     specs = opened.specs if over == "own" and context_length is None else []
     own = base_rope_of_config(opened.described, over, context_length, opened.config)
@@ -108,6 +113,7 @@ def advise(
     published = recipe_note(opened.config, *(run.result(choices) if needed else present))
     lengths = sorted({min(reached, target_length), target_length})
     helping = {each.method for each in methods if each.fits}
+    recommended = next(iter(choices.get(GOALS[purpose], ())), "")
     of_type = [each for each in reported() if opened.config.model_type in each.model_types]
     return Advice(
         model=opened.given,
@@ -126,6 +132,9 @@ def advise(
         notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
         reported=tuple([each for each in of_type or reported() if helping & each.values.keys()]),
         on_gpus=on_gpus,
+        purpose=purpose,
+        recommended=recommended,
+        next_steps=run.next_steps(purpose, recommended, lengths, served),
     )
 
 
@@ -308,6 +317,31 @@ class _Planner:
             return ""
         seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
         return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"
+
+    def next_steps(
+        self, purpose: str, method: str, lengths: Sequence[int], served: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """Return the lines to type with the recommended method: measure it, then use it for the purpose."""
+        model, target = self.opened.given, self.target_length
+        serving = (each for each in (usual_server(), *served) if served.get(each) == method)
+        engine = next(serving, usual_server())
+        if not method:  # the model is served as it is, or no method helps
+            plain = purpose == "serve" and served and set(served.values()) <= {"", Default.name}
+            return (command_line("serve-config", model, **self.options, engine=engine),) if plain else ()
+        asked: dict[str, Any] = {"method": method, "target_length": target, **self.options}
+        text: dict[str, Any] = {"lengths": lengths, "max_spans": _MEASURED_SPANS, "data": "texts/*.txt"}
+        measured = command_line("ppl", model, **asked, **text)
+        folder = f"{Path(model).name}-{target}"
+        if purpose == "train":
+            return (measured, command_line("finetune", model, **asked, data="texts/*.txt", minutes=60, out=folder))
+        if purpose == "python":
+            arguments = "".join(f", {name}={value!r}" for name, value in asked.items() if name != "method")
+            return (measured, f"rope.patch(model, {method!r}{arguments})  # import rope_ext_hf as rope")
+        return (
+            measured,
+            command_line("patch", model, **asked, out=folder),
+            command_line("serve-config", folder, engine=engine),
+        )
 
     def commands(
         self,

@@ -1,10 +1,10 @@
-"""From a model and a length to a folder that an engine serves: which steps, and what the measurement between says."""
+"""From a model and a length to a folder that an engine serves: the steps, and the verdict on the measurement."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,24 +13,20 @@ from rope_ext_hf.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.advice.advising import advise
 from rope_ext_hf.engines.base import find_engine, list_engines
 from rope_ext_hf.errors import MethodError, ServingError, short
-from rope_ext_hf.eval.perplexity_runs import Result
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.methods.guidance import SERVING
-from rope_ext_hf.methods.measurements import rises_for_short_inputs
 from rope_ext_hf.patches.recipes import find_recipe
 from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.questions import command_line, command_words, shell_line
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
-from rope_ext_hf.runs.measures import Evidence, Measure
-from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.runs.verdicts import UNPATCHED, Outcome, verdict
+from rope_ext_hf.runs.measures import Evidence, perplexity_text
+from rope_ext_hf.runs.statistics import FEWEST, Estimate
+from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.serving.configs import needs_nothing, open_model
 from rope_ext_hf.serving.questions import Extending, GPUServer
-
-_UNIT = "bits per byte"
 
 _SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
 _CHARACTERS = 6
@@ -46,9 +42,8 @@ class Extension:
     method: str  # by name
     target_length: int
     context_length: int  # in tokens as well; the factor is one over the other
-    reason: str  # why this method, in words
-    expected: str  # what it costs inputs within the context length by our measurements, in words
-    expectations: dict[int, tuple[float, ...]]  # by length, rises on the small models, bits per byte
+    reason: str  # why this method, in words; empty: what was measured on small models
+    summary: str  # the recommendation, in lines
     lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
     out: str  # the folder that is written
     patch: LayerChoice  # the method, as it is patched in
@@ -67,66 +62,86 @@ class Extension:
 
 
 @dataclass(frozen=True)
-class ExtensionVerdict:
-    """What follows from a measurement of an extension: is there a gain, at what price, and was that expected?
+class Comparison:
+    """Perplexity of the same text at one length, unpatched and extended."""
 
-    All numbers are in bits per byte, means over documents that weigh alike, paired: where one long document weighs as
-    much as all others, little is known of the mean by tokens.
+    unpatched: float
+    extended: float
+    change: Estimate | None  # of the nats per token, paired by document; None: one of the two was not measured
+
+    @property
+    def outcome(self) -> Outcome:
+        return verdict(self.change).outcome
+
+    @property
+    def values(self) -> str:
+        return f"{_perplexity(self.unpatched)} to {_perplexity(self.extended)}"
+
+
+def _perplexity(value: float) -> str:
+    return perplexity_text(value) if math.isfinite(value) else "not finite"
+
+
+@dataclass(frozen=True)
+class ExtensionVerdict:
+    """Verdict on a measured extension: what inputs of the target length gain, and what short inputs lose.
+
+    Perplexities are those of the run's table. Tests are paired over documents, in nats per token.
     """
 
     method: str  # by name
     context_length: int
     target_length: int
-    change: Estimate | None  # of the loss at the target length, over the model as loaded there
-    prices: Mapping[int, Estimate | None]  # the change, by length up to the context length
-    balances: Mapping[int, Estimate | None]  # change and price together, by length; above 0: no gain is left
-    rises: Mapping[int, Estimate | None]  # of the loss over the model as loaded at the context length
-    expectations: Mapping[int, Sequence[float]]  # the same rises on each small model
+    gain: Comparison  # at the target length
+    short_inputs: Mapping[int, Comparison]  # by length, up to the context length
+    # nats per token that inputs of both lengths lose together, by the short length; above 0: less is gained than lost
+    balances: Mapping[int, Estimate | None]
 
     @property
     def refusal(self) -> str:
-        """Why the model had better stay as it is, in words; empty: the gain is there and above every price."""
-        gain = verdict(self.change, unit=_UNIT)
-        if gain.outcome is not Outcome.BETTER:
-            return f"{self.method} is not known to gain at {self.target_length:,} tokens: the loss is {gain}"
+        """The reason why the measurement speaks against the extension, as a clause; empty: it does not."""
+        at, values = f"at {self.target_length:,} tokens", self.gain.values
+        change, outcome = self.gain.change, self.gain.outcome
+        if change is None:
+            return f"perplexity {at} was not measured both unpatched and with {self.method}"
+        if outcome is Outcome.WORSE:
+            return f"perplexity {at} gets worse with {self.method} ({values})"
+        if outcome is not Outcome.BETTER:
+            if change.items >= FEWEST:
+                return f"no significant difference in perplexity {at} ({values})"
+            if not change.value < 0:
+                return f"perplexity {at} does not get better with {self.method} ({values})"
         for length, balance in sorted(self.balances.items(), reverse=True):
-            left = verdict(balance, unit=_UNIT)
-            if left.outcome is Outcome.WORSE:
-                return f"the price at {length:,} tokens is above the gain: the loss at both together is {left}"
-            if left.outcome is not Outcome.BETTER:
-                return f"the price at {length:,} tokens is not known to be below the gain: together they are {left}"
+            if verdict(balance).outcome is Outcome.WORSE:
+                lost = self.short_inputs[length].values
+                return f"inputs of {length:,} tokens lose more ({lost}) than inputs of {at[3:]} gain ({values})"
         return ""
 
     @property
     def sentences(self) -> list[str]:
-        gain = f"at {self.target_length:,} tokens the loss is {verdict(self.change, unit=_UNIT)}"
-        prices = [f"at {length:,} tokens it is {verdict(price, unit=_UNIT)}" for length, price in self.prices.items()]
-        items = 0 if self.change is None else self.change.items
-        over = f"in the mean over {items} document{'s' * (items != 1)}"
-        return [
-            f"Compared with {UNPATCHED}, {over}: {gain}; {', '.join(prices)}.",
-            *[self._expectation(length) for length, expected in self.expectations.items() if expected],
-        ]
-
-    def _expectation(self, length: int) -> str:
-        """Whether the loss rises as on the small models: within what they span, by the interval."""
-        expected, rise = self.expectations[length], self.rises.get(length)
-        outcomes = [verdict(rise, than=than).outcome for than in (max(expected), min(expected))]
-        if rise is None or rise.low is None or rise.high is None:
-            measured = "nothing" if rise is None else f"{rise.value:+.2f}"
-            said = "whether the expectation failed cannot be told"
-        else:
-            measured = f"{rise.value:+.2f} [{rise.low:+.2f} to {rise.high:+.2f}]"
-            said = "that is not told from the expectation"
-            if outcomes[0] is Outcome.WORSE:
-                said = "the expectation failed, it is higher"
-            elif outcomes[1] is Outcome.BETTER:
-                said = "the expectation failed, it is lower"
-        spread = " to ".join(dict.fromkeys(f"{end:+.2f}" for end in (min(expected), max(expected))))
-        return (
-            f"At {length:,} tokens, {spread} {_UNIT} above the loss as loaded at {self.context_length:,} was expected, "
-            f"and {measured} is measured: {said}."
-        )
+        gain = {
+            Outcome.BETTER: "perplexity {}",
+            Outcome.WORSE: "perplexity gets worse ({})",
+            Outcome.NO_DIFFERENCE: "no significant difference in perplexity ({})",
+            Outcome.NOT_MEASURED: "perplexity was not measured",
+        }
+        price = gain | {Outcome.BETTER: "perplexity gets better ({})"}
+        change = self.gain.change
+        few = change is not None and change.items < FEWEST
+        if few:  # no test
+            gain = price = dict.fromkeys(Outcome, "perplexity {}")
+        by_values: dict[str, list[str]] = {}
+        for length, each in self.short_inputs.items():
+            same = "perplexity stays {1}" if _perplexity(each.unpatched) == _perplexity(each.extended) else ""
+            text = same or price[each.outcome]
+            said = text.format(each.values, _perplexity(each.extended))
+            by_values.setdefault(f"{length:,} tokens", []).append(said)
+        sentences = [f"At {self.target_length:,} tokens: {gain[self.gain.outcome].format(self.gain.values)}."]
+        sentences += [f"Short inputs ({where}): {said}." for where, (said,) in by_values.items()]
+        if few and change is not None:
+            are = "document is" if change.items == 1 else "documents are"
+            sentences.append(f"{change.items} {are} too few to say whether these differences are by chance.")
+        return sentences
 
     def __str__(self) -> str:
         return " ".join(self.sentences)
@@ -167,7 +182,7 @@ def plan_extension(
         find_engine(engine).options_on(advice.on_gpus.options)
         if advice.on_gpus.kv_bits is None:
             raise ServingError(str(advice.on_gpus))
-    reason = f"{chosen.method} is the first candidate for serving at {advice.factor:.3g} times the context length"
+    reason = ""
     if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
         where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
         longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
@@ -192,12 +207,7 @@ def plan_extension(
         target_length=target_length,
         context_length=advice.context_length,
         reason=reason,
-        expected=f"inputs within {advice.context_length:,} tokens: {chosen.short_inputs}; at the length asked for: "
-        f"{chosen.rises} bits per byte, on small models",
-        expectations={
-            advice.context_length: tuple([r.increase for r in rises_for_short_inputs(chosen.method, advice.factor)]),
-            target_length: tuple(chosen.measured.values()),
-        },
+        summary="\n".join(replace(advice, recommended=chosen.method).recommendation(reason)),
         lengths=lengths,
         out=folder,
         patch=choice,
@@ -269,27 +279,28 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
-def judge(extension: Extension, run: Run[Result]) -> ExtensionVerdict:
-    """What a measurement says of an extension."""
+def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict:
+    """Return the verdict on a measured extension."""
     loaded, context, target = method_key(run.settings["loaded"]), extension.context_length, extension.target_length
-    items: dict[str, dict[int, list[tuple[float, float]]]] = {}
-    for each in run.results:
-        losses = [(d.nats / math.log(2) / max(1, d.bytes), 1.0) for d in each.documents]
-        items.setdefault(method_key(each.method), {})[each.length] = losses
-    extended = next(key for key in items if key != loaded)
-    short = [length for length in sorted(items[loaded], reverse=True) if length <= context]
-    for length in short:  # both lengths as one, which takes their pairing into account
-        for key in (loaded, extended):
-            pairs = zip(items[key][length], items[key][target], strict=True)
-            items[key][-length] = [(a + b, 1.0) for (a, _), (b, _) in pairs]
-    loss = Measure("loss", _UNIT, Evidence.LOSS, False, items)
+    loss = next(each for each in run.kind.measures(run) if each.evidence is Evidence.LOSS)
+    extended = next(key for key in loss.items if key != loaded)
+    short = [length for length in sorted(loss.lengths(loaded), reverse=True) if length <= context]
+    joined = {key: dict(row) for key, row in loss.items.items()}
+    for length in short:  # both lengths as one, so that the test takes their pairing into account
+        for row in joined.values():
+            pairs = zip(row[length], row[target], strict=True)
+            row[-length] = [(a / of_a + b / of_b, 1.0) for (a, of_a), (b, of_b) in pairs]
+    both = replace(loss, items=joined)
+
+    def compare(length: int) -> Comparison:
+        unpatched, with_method = (loss.value(key, length) for key in (loaded, extended))
+        return Comparison(unpatched, with_method, loss.change((extended, length), (loaded, length)))
+
     return ExtensionVerdict(
         method=extension.method,
         context_length=context,
         target_length=target,
-        change=loss.change((extended, target), (loaded, target)),
-        prices={length: loss.change((extended, length), (loaded, length)) for length in short},
-        balances={length: loss.change((extended, -length), (loaded, -length)) for length in short},
-        rises={length: loss.change((extended, length), (loaded, context)) for length in (context, target)},
-        expectations=extension.expectations,
+        gain=compare(target),
+        short_inputs={length: compare(length) for length in short},
+        balances={length: both.change((extended, -length), (loaded, -length)) for length in short},
     )

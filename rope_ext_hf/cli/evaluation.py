@@ -13,7 +13,7 @@ import typer
 
 from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
-from rope_ext_hf.errors import MethodError, duration, short
+from rope_ext_hf.errors import MethodError, count_text, duration, short
 from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
@@ -304,20 +304,29 @@ def _preflight(
             folder=str(given.out),
         )
     if workers.rank == 0:
-        print_note("needs", str(needed))
-        times = f" {repeats} times" if repeats > 1 else ""
-        too_short = getattr(plan.measurement.setting, "left_out", 0)
-        are = "document is" if too_short == 1 else "documents are"
-        without = f"; {too_short} {are} too short and left out" if too_short else ""
-        bounded = f"; at most {most_spans} spans per length, --max-spans all for the whole text" if most_spans else ""
-        print_note(
-            "reads", f"{sum(passes):,} tokens{times}, at least {duration(seconds)} by its operations{without}{bounded}"
-        )
+        if not needed.is_ample(device):
+            print_note("needs", str(needed))
+        print_note("reads", f"{count_text(sum(passes))} tokens{_readers(plan)}: about {duration(seconds)}")
+        if too_short := getattr(plan.measurement.setting, "left_out", 0):
+            are = "document is" if too_short == 1 else "documents are"
+            print_note("without", f"{too_short} {are} too short and left out")
+        if most_spans:
+            print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
     return None
 
 
+def _readers(plan: RunPlan[Any]) -> str:
+    """Return what reads the text, as the rest of a clause: ", unpatched and patched"."""
+    patched = sum(method is not None for method in plan.methods)
+    unpatched = ", unpatched" if None in plan.methods else ""
+    if not patched:
+        return unpatched
+    with_methods = "patched" if patched == 1 else f"with each of {patched} methods"
+    return f"{unpatched} and {with_methods}" if unpatched else f", {with_methods}"
+
+
 def print_forecast(forecast: Forecast, as_json: bool) -> None:
-    print_text(json_text(forecast.to_dict()) if as_json else f"{forecast}\nNothing was run, and no weights were read.")
+    print_text(json_text(forecast.to_dict()) if as_json else str(forecast))
 
 
 def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:

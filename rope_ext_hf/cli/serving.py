@@ -12,7 +12,7 @@ import typer
 
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.cli.console import print_text, progress_bar, results_to
-from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions, print_forecast
+from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions
 from rope_ext_hf.cli.models import write_patched
 from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, LoadOptions, Model, PublishOptions, SourceOptions
 from rope_ext_hf.engines.base import list_engines
@@ -21,7 +21,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice, parse_numbers
 from rope_ext_hf.questions import asked, command_line
 from rope_ext_hf.serving.questions import Extending, GPUServer
-from rope_ext_hf.terminal import wrapped
+from rope_ext_hf.terminal import broken_command, wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,11 +41,11 @@ def extend(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """From a model to a folder that an engine serves: choose a method, measure it, write the folder, print the command.
+    """Extend a model into a folder that an engine serves: choose a method, measure it, write the folder.
 
     Every step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written
-    unless, by 95% intervals, the loss at the target length falls, and by more than it rises for inputs within the
-    context length.
+    where the measurement speaks against it: perplexity at the target length does not get better, or short inputs lose
+    more than long ones gain.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
@@ -57,15 +57,14 @@ def extend(
     publish.check()
     reading = {name: value for name, value in load.options.items() if name not in load.version}
     plan = plan_extension(model, question, reading=reading, **load.version)
-    chosen = f"{wrapped(plan.reason, 'method    ')}\n{wrapped(plan.expected, 'expected  ')}"
     given = RunOptions(model, plan.patch, load, dry_run=dry_run)
     if dry_run:
         forecast = Prepared(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
-        _print_extension(plan, chosen, forecast, load.empty_model(model), as_json)
+        _print_extension(plan, forecast, load.empty_model(model), as_json)
         return
     written, verdict, runs = carries(plan, **load.version), None, list[Any]()
     with results_to(sys.stderr) if as_json else nullcontext():
-        print_text(chosen)
+        print_text(plan.summary)
         if plan.perplexity is not None:
             prepared = Prepared(given, plan.perplexity, ReaderOptions())
         if not publish.yes:
@@ -99,22 +98,21 @@ def extend(
     publish.upload(Path(plan.out), trust_remote_code=load.trust_remote_code)
 
 
-def _print_extension(
-    plan: Extension, chosen: str, reading: Forecast | None, empty: PreTrainedModel, as_json: bool
-) -> None:
+def _print_extension(plan: Extension, reading: Forecast | None, empty: PreTrainedModel, as_json: bool) -> None:
     """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
+    from rope_ext_hf.reading.preflight import NOTHING_RUN
+
     size = empty.num_parameters() * empty.dtype.itemsize
     if as_json:
         taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
         print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
         return
-    print_text("\n".join([chosen, *plan.commands.values()]))
+    lines = [plan.summary, *map(broken_command, plan.commands.values())]
     if reading is None:
-        print_text(
-            wrapped(f"about {size_text(size)} would be written to {plan.out}; no weights were read", "disk     ")
-        )
+        lines.append(f"disk     about {size_text(size)}, in {plan.out}\n{NOTHING_RUN}")
     else:
-        print_forecast(replace(reading, disk=size, folder=plan.out), as_json=False)
+        lines.append(str(replace(reading, does=(), disk=size, folder=plan.out)))
+    print_text("\n".join(lines))
 
 
 def advise(
@@ -127,9 +125,15 @@ def advise(
     context_length: str | None = asked(
         None, "The length that the model is for, instead of what its config states.", metavar="TOKENS"
     ),
+    purpose: str = asked("serve", "What one method is recommended for: serve, python or train.", metavar="WHAT"),
+    everything: bool = asked(
+        False,
+        "Print all methods with what was measured and reported of them, engines, memory and commands.",
+        names=("--all",),
+    ),
     as_json: Json = False,
 ) -> None:
-    """Say how a model gets to a length: methods, their cost, memory, engines, and the commands; reads no weights.
+    """Recommend a method for a longer context, and the commands to type next; reads no weights.
 
     Example: `rope-ext advise reference --target-length 1k`
     """
@@ -145,9 +149,13 @@ def advise(
         context_length=context_length,
         batches=[int(number) for number in batches],
         server=server,
+        purpose=purpose,
         **source.version,
     )
-    print_text(json_text(advice.to_dict()) if as_json else str(advice))
+    if as_json:
+        print_text(json_text(advice.to_dict()))
+    else:
+        print_text(advice.full_text() if everything else str(advice))
 
 
 def serve_config(

@@ -14,6 +14,8 @@ FINE_TUNING = "to fine-tune it at the longer length"
 SEARCHED = "divisors from a search or from training exist"
 PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, SEARCHED)
 """Goals of users, in the order in which they are advised on."""
+GOALS = {"serve": SERVING, "python": PYTHON, "train": FINE_TUNING}
+"""The purposes that advice can be asked for alone, by the word that names each."""
 NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
 ZONES = "attention in several zones, little at long contexts"

@@ -129,6 +129,36 @@ def reach_text(method: str) -> str:
     return ", ".join(f"{how} on {everywhere or ' and '.join(names)}" for how, names in on.items())
 
 
+def evidence(method: str, scale: float) -> str:
+    """Return a sentence with what a method brings at so many context lengths; empty where it helped no model there."""
+    rises = rises_at(method, scale)
+    rise = next((each for each in rises if each.model in helped(rises)), None)
+    if rise is None:
+        return ""
+    return (
+        f"on a small model ({rise.model.parameters / 1e6:.1f} million parameters), perplexity per byte at "
+        f"{rise.scale:g} times the trained length was {_times(rise.increase)} that of short inputs; unpatched it was "
+        f"{_times(rise.as_loaded)}"
+    )
+
+
+def price(method: str, factor: float) -> str:
+    """Return a clause with what inputs within the context length lose under a factor; empty where none was measured."""
+    rises = rises_for_short_inputs(method, factor)
+    if not rises:
+        return ""
+    rise = rises[0]
+    on = f"on a small model ({rise.model.parameters / 1e6:.1f} million parameters, factor {rise.factor:g})"
+    if rise.low <= 0 <= rise.high:
+        return f"no significant difference {on}"
+    return f"perplexity per byte was {_times(rise.increase)} that of the unpatched model {on}"
+
+
+def _times(bits: float) -> str:
+    """Return the ratio of two perplexities in words, from the difference of their bits."""
+    return f"{2**bits:.2g} times"
+
+
 def cost_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     """The effect of a method on inputs within the context length, and all that is unusual about it, a sentence each."""
     kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)

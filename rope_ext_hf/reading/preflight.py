@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import psutil
 import torch
 
-from rope_ext_hf.errors import CheckpointError, MethodError, duration, size_text
+from rope_ext_hf.errors import CheckpointError, MethodError, count_text, duration, size_text
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.terminal import wrapped
 
@@ -105,6 +105,10 @@ def _state(config: Any) -> int:
     return int(math.prod(known[0])) if known else 0
 
 
+NOTHING_RUN = "Nothing was run, and no weights were read."  # the last line of a dry run
+_AMPLE = 4  # memory of which this many times as much is free is not worth a line
+
+
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Memory of a measurement, in bytes."""
@@ -119,6 +123,10 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         return self.weights + self.cache + self.working + self.logits + self.training
+
+    def is_ample(self, device: torch.device) -> bool:
+        """Return whether so much more is free on the device, and in main memory, that nobody needs to read of it."""
+        return _AMPLE * self.total <= available(device) and _AMPLE * self.offloaded <= available(torch.device("cpu"))
 
     def __str__(self) -> str:
         parts = {"weights": self.weights, "gradients and optimizer": self.training, "keys and values": self.cache}
@@ -135,7 +143,7 @@ class Forecast:
 
     does: tuple[str, ...]  # what would be done, line by line
     tokens: int  # that would be read, of all methods; 0: the time decides
-    seconds: float  # at least, by the floating-point operations on the device, or as was asked for
+    seconds: float  # about, by the speed of the device that was measured, or as was asked for
     device: torch.device
     memory: MemoryEstimate  # that the device must hold at most
     gpu: MemoryEstimate  # the same on a GPU, whose spans are read in larger parts
@@ -160,13 +168,14 @@ class Forecast:
         written = size_text(self.disk) if self.disk else "results only"
         rows = {
             "would": "; ".join(self.does),
-            "reads": f"{self.tokens:,} tokens" if self.tokens else "",
-            "time": f"at least {duration(self.seconds)} on {self.device}",
+            "reads": f"{count_text(self.tokens)} tokens" if self.tokens else "",
+            "time": f"about {duration(self.seconds)} on {self.device}",
             "memory": f"{self.device}: {self.memory}; {fits}",
             "gpu": "" if self.device.type == "cuda" else f"would hold {self.gpu}",
             "disk": f"{written}, in {self.folder}, where {size_text(self.room)} are free",
         }
-        return "\n".join(wrapped(text, f"{name:<9}") for name, text in rows.items() if text)
+        lines = [wrapped(text, f"{name:<9}") for name, text in rows.items() if text]
+        return "\n".join([*lines, NOTHING_RUN])
 
 
 def available(device: torch.device) -> int:
@@ -273,10 +282,11 @@ def estimate_flops(model: PreTrainedModel, passes: Iterable[int], scored: int) -
 
 
 def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2) -> float:
-    """Floating-point operations per second to expect on a device: half the speed of a large matrix product.
+    """Measure the floating-point operations per second to expect on a device: half the speed of a large linear layer.
 
-    The matrices grow as long as a product takes little of `seconds`: a CPU may multiply float16 a thousand times more
-    slowly than float32.
+    The layer grows as long as applying it takes little of `seconds`, because a CPU may multiply float16 a thousand
+    times more slowly than float32. Where twice the size, which is eight times as many operations, takes less than four
+    times as long, most of the time went into starting threads, so the layer grows further.
     """
     largest = 1024 if device.type == "cpu" else 4096
 
@@ -284,14 +294,18 @@ def measure_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.2
         one = torch.ones(size, size, device=device, dtype=dtype)
         started = time.perf_counter()
         for _ in range(count):
-            product = one @ one
+            product = torch.nn.functional.linear(one, one)
         float(product[0, 0])  # waits for the device
         return time.perf_counter() - started
 
-    size, once = 64, 0.0
-    while size < largest and once < seconds / 32:
-        size *= 2
-        once = min(run(size, 1) for _ in range(3))
+    def fastest(size: int) -> float:
+        return min(run(size, 1) for _ in range(3))
+
+    size, smaller = 64, math.inf
+    once = fastest(size)
+    while size < largest and (once < seconds / 32 or once < 4 * smaller):
+        size, smaller = 2 * size, once
+        once = fastest(size)
     count = max(1, round(seconds / max(once, 1e-6)))
     return EFFICIENCY * count * 2 * size**3 / run(size, count)
 

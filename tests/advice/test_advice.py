@@ -194,7 +194,7 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
         said = f"helped at this length on the {' and the '.join(helped)}"
         assert each.why == (said if helped else f"helped none of the small models that were measured ({len(on)})")
         if each.fits:
-            assert numbers in str(advice)
+            assert numbers in advice.full_text()
         if key[1]:
             at_1x = (each.method, times, 1)  # not of a model whose measurement to this length is of other text
             short = in_order({name: rows[at_1x] for name, rows in on.items() if at_1x in rows}, measured)
@@ -207,7 +207,7 @@ def test_advice_is_what_was_measured(folder: Path, times: int, monkeypatch: pyte
         fits = {each.method for each in advice.methods if each.fits}
         assert purpose == FINE_TUNING or set(names) <= fits
     for model in measured:
-        assert model in str(advice)
+        assert model in advice.full_text()
 
 
 @of_model("Mistral-7B")
@@ -222,7 +222,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
             said = f"helped at this length on the {' and the '.join(helped)}"
             said = said if helped else f"helped none of the small models that were measured ({len(on)})"
             assert each.why.startswith(said), each
-    assert "known when it is measured" in unwrapped(advice)
+    assert "known when it is measured" in unwrapped(advice.full_text())
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
 
 
@@ -236,14 +236,14 @@ def test_a_patch_for_far_more_than_is_asked_for_is_noted() -> None:
 
 def test_the_text_is_narrow_and_names_methods_once() -> None:
     advice = rope.advise("reference", 512)
-    prose = str(advice).split("\n# ")[0].splitlines()
+    prose = advice.full_text().split("\n# ")[0].splitlines()
     assert max(map(len, prose)) <= 110
     for each in advice.methods:
         if not each.fits:
             assert sum(f" {each.method}:" in line for line in prose) <= 1
             assert not any(line.startswith(f"{each.method} ") for line in prose)
-    assert "the long line" not in str(advice)
-    assert "Write these keys" not in str(advice)
+    assert "the long line" not in advice.full_text()
+    assert "Write these keys" not in advice.full_text()
     measuring = next(key for key in advice.commands if key.startswith("measure"))
     assert "tokens are read" in measuring
     assert sum(command.startswith("llama-server") for each in advice.commands.values() for command in each) == 1
@@ -252,7 +252,7 @@ def test_the_text_is_narrow_and_names_methods_once() -> None:
 @of_model("Qwen3-8B")
 def test_every_line_fits_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    text = run_line("rope-ext advise Qwen3-8B --target-length 128k")
+    text = run_line("rope-ext advise Qwen3-8B --target-length 128k --all")
     assert max(map(len, text.splitlines())) <= 120
     measuring = next(line for line in text.splitlines() if line.startswith("# measure"))
     # 8 models, 8 spans of each length, 2 operations for each of 7 billion weights and token; and attention
@@ -273,7 +273,7 @@ def test_keys_and_values_of_a_llama(folder: Path) -> None:
         assert memory(advice, tokens) == 2 * by_hand
         assert memory(advice, tokens, "float32", 8) == 8 * 4 * by_hand
         assert memory(advice, tokens, "8 bits") == by_hand
-    assert "17.18 GB" in str(advice)
+    assert "17.18 GB" in advice.full_text()
 
 
 @of_model("Gemma-3-4B")
@@ -359,7 +359,7 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = rope.advise("reference-1024", 1024)  # the folder that one of the commands wrote
     assert (patched.context_length, patched.methods) == (1024, ())
     assert "yarn" in patched.extended_by[0]
-    text = run(app, ["advise", "reference-1024", "--target-length", "2k"]).output
+    text = run(app, ["advise", "reference-1024", "--target-length", "2k", "--all"]).output
     assert "# serve with vllm" in text
 
 
@@ -380,7 +380,7 @@ def served_by_vllm(text: str) -> tuple[list[str], dict[str, Any]]:
 @of_model("Qwen3-8B")
 def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> None:
     """The entry and the length are those of the model's card and of vLLM's example of context extension."""
-    text = run_line(f"rope-ext advise {folder} --target-length 128k")
+    text = run_line(f"rope-ext advise {folder} --target-length 128k --all")
     assert "This is as published for Qwen3" in text  # over 32,768 tokens, where its config states 40,960
     assert re.search(r"yarn +static +rise by \+0\.\d\d /", text)  # what it costs short inputs
     section = text.split("# as published for Qwen3\n")[1].split("\n\n")[0].replace(" \\\n", " ")
@@ -391,7 +391,7 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
     entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000}
     assert overrides["rope_parameters"] == overrides["rope_parameters"] | entry
     assert "Inputs within the context length lose as well: with a factor of 4" in unwrapped(run_line(described))
-    other = run_line(f"rope-ext advise {folder} --target-length 128k --context-length 40960")
+    other = run_line(f"rope-ext advise {folder} --target-length 128k --context-length 40960 --all")
     assert "context_length=32768, target_length=131072" in " ".join(other.split())
     # Of a long folder name the server's own command is not shown, but the one that prints it.
     configured = text.split("# serve with vllm\n")[1].replace(" \\\n", " ").splitlines()[0]
@@ -400,7 +400,7 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
 
 @of_model("Llama-3.1-8B")
 def test_a_server_command_for_twice_the_context_of_llama_is_two_commands_away(folder: Path) -> None:
-    text = run_line(f"rope-ext advise {folder} --target-length 256k").replace(" \\\n", " ")
+    text = run_line(f"rope-ext advise {folder} --target-length 256k --all").replace(" \\\n", " ")
     assert re.search(r"yarn +static +rise by \+0\.\d\d /", text)
     (line,) = (each for each in text.splitlines() if each.startswith("rope-ext serve-config") and "vllm" in each)
     words, overrides = served_by_vllm(run_line(line))
