@@ -154,8 +154,8 @@ class LineChart:
             drawn.append(_text(min(max(at, half), width - half), bottom + 6, _TRAINED, "middle"))
             bottom += LINE
         if self.threshold is not None:
-            across = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
-            drawn.append(_rule(across, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
+            dashed = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
+            drawn.append(_rule(dashed, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
         if below:
             places = [bottom + LINE * (len(lines) - nth) for nth in range(len(lines))]
             bottom = places[0] + LINE / 2
