@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
-from unicodedata import east_asian_width
 
 from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.pictures import drawing
@@ -155,8 +154,8 @@ class LineChart:
             drawn.append(_text(min(max(at, half), width - half), bottom + 6, _TRAINED, "middle"))
             bottom += LINE
         if self.threshold is not None:
-            across = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
-            drawn.append(_rule(across, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
+            dashed = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
+            drawn.append(_rule(dashed, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
         if below:
             places = [bottom + LINE * (len(lines) - nth) for nth in range(len(lines))]
             bottom = places[0] + LINE / 2
@@ -168,16 +167,13 @@ class LineChart:
             path = "L".join([f"{across:.1f} {down:.1f}" for across, down in at_points])
             parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>']
             parts += [_marker(style.marker, at, colour) for at in at_points]
-            if below:
-                key = left + 8
-            else:
-                key = right + 12
-                if lines[name][-1][0] == lengths[-1]:
-                    across, down = at_points[-1]
-                    leader = f"M{across + 4:.1f} {down:.1f}L{key - 4:.1f} {place:.1f}"
-                    parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
-            parts.append(_marker(style.marker, (key, place), colour, "key"))
-            parts.append(_text(key + 7, place + 4, _safe(name, 40 if below else LABEL), "start"))
+            start = left + 8 if below else right + 12
+            if not below and lines[name][-1][0] == lengths[-1]:
+                across, down = at_points[-1]
+                leader = f"M{across + 4:.1f} {down:.1f}L{start - 4:.1f} {place:.1f}"
+                parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
+            parts.append(_marker(style.marker, (start, place), colour, "key"))
+            parts.append(_text(start + 7, place + 4, _safe(name, 40 if below else LABEL), "start"))
             drawn.append(f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>")
         return _svg(bottom + 4, drawn, caption, width)
 
@@ -201,15 +197,15 @@ class LineChart:
         shares = {length: math.log2(length / lengths[0]) for length in lengths}
         whole = 300 / (max(shares.values()) or 1.0)  # units across, as in an SVG
         ticks = _apart({length: share * whole for length, share in shares.items()}, self.context_length)
-        texts = dict(zip(ticks, _tick_texts(ticks, self.context_length), strict=True))
         if self._shows_trained:
-            texts[self.context_length] = f"{texts.get(self.context_length, chr(10))}\n{_TRAINED}"
             of = axes.get_xaxis_transform()
             axes.plot([self.context_length], [-0.015], "^", color=drawing.PLAIN, ms=5, transform=of, clip_on=False)
-        axes.set_xticks(list(texts), list(texts.values()))
+            below = {"xytext": (0, -37), "textcoords": "offset points", "ha": "center", "va": "top"}
+            axes.annotate(_TRAINED, (self.context_length, 0), xycoords=of, **below)
+        axes.set_xticks(ticks, _tick_texts(ticks, self.context_length))
         axes.tick_params(axis="x", pad=7)
         axes.margins(x=0.02)
-        axes.set_xlabel(f"context length (tokens){dashed}")
+        axes.set_xlabel(f"context length (tokens){dashed}", labelpad=18 if self._shows_trained else 4)
         axes.set_ylabel(self.axis)
         axes.grid(visible=True, axis="y", linewidth=0.4, alpha=0.6)
         axes.spines[["top", "right"]].set_visible(False)
@@ -390,8 +386,8 @@ def _length_ticks(places: Mapping[int, float], context_length: int, top: float) 
 
 
 def _width(text: str) -> float:
-    """Return the units across that a text may take in any usual font, of the size of an SVG."""
-    return sum(11.5 if east_asian_width(c) in "WF" else 9.5 if c in "mwMW@%" or c.isupper() else 6.8 for c in text) + 2
+    """Return the units across that a text takes at most."""
+    return 11 * drawing.text_width(text) + 2
 
 
 def _marker(kind: str, at: tuple[float, float], colour: str, name: str = "point") -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unicodedata import east_asian_width
 
 from rope_ext_hf.errors import printable, short
 from rope_ext_hf.installing import install_command
@@ -20,6 +21,7 @@ COLOURS = ("#3151ff", "#ff5f23", "#106e55", "#d668e1", "#b72e18", "#33a863", "#8
 PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
 _NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
+_NARROW = " .,:;'()-*\u2020filjrt"
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 """Name, x, y, and matplotlib's settings, a colour among them."""
 
@@ -118,6 +120,14 @@ def finish_axes(axes: Any, title: str, across: str, up: str) -> None:
     axes.tick_params(which="both", labelsize=7.5)
     axes.grid(visible=True, linewidth=0.4, alpha=0.6)
     axes.spines["top"].set_visible(False)
+
+
+def text_width(text: str) -> float:
+    """Return about the width of a text in its own size, at least as much as the usual fonts take."""
+    return sum(
+        1.05 if east_asian_width(c) in "WF" else 0.88 if c in "mwMW@%" or c.isupper() else 0.4 if c in _NARROW else 0.64
+        for c in text
+    )
 
 
 def short_length(tokens: int) -> str:

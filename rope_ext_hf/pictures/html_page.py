@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import printable
+from rope_ext_hf.pictures.drawing import text_width
 
 MAX_PICTURE_BYTES = 20_000_000
 
@@ -107,7 +108,7 @@ def html_table(table: Table | None) -> str:
 
 def _rem(text: str) -> float:
     """Return about the width of a cell's text, of which lines after the first one are small, in rem."""
-    return max(len(line) * (0.53 if nth else 0.63) for nth, line in enumerate(text.split("\n")))
+    return max(text_width(line) * (0.84 if nth else 1.08) for nth, line in enumerate(text.split("\n")))  # 1.08: bold
 
 
 def _in_a_line(head: str) -> str:

@@ -103,7 +103,7 @@ def methods(count: int) -> list[dict[str, Any] | None]:
 
 
 def run_of(kind: str, folder: Path, results: list[Any]) -> Run[Any]:
-    basis = {"rotary": Rotary(16, 10000.0, 256).to_dict(), "layers": None, "below": []}
+    basis: dict[str, Any] = {"rotary": Rotary(16, 10000.0, 256).to_dict(), "layers": None, "below": []}
     settings = {
         **{"kind": kind, "model": "a-model", "data": "a folder of texts/*.txt", "dtype": "float32", "device": "cpu"},
         **{"loaded": None, "context_length": 256, "over": "own", "weights": "w", "basis": basis, "parameters": 7},
@@ -144,6 +144,14 @@ def pages(folder: Path) -> Iterator[tuple[str, str]]:
             write_files(run)
             yield f"{run.kind.name} {size}", (folder / "report.html").read_text("utf-8")
         yield f"comparison {size}", Comparison(runs).write_page(folder / "comparison.html").read_text("utf-8")
+
+
+def test_a_table_stays_a_table_where_it_fits(tmp_path: Path) -> None:
+    """Ten methods at eight lengths in a window of 62 rem; with intervals, never."""
+    run = losses(tmp_path, 10, 8)
+    write_files(run)
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert re.findall('<table class="from-([0-9]+)"', page) == ["62", "9999"]
 
 
 FAULTY = """<table><tr><td style="display: block; width: 20px; white-space: nowrap">wider than that</td></tr></table>
