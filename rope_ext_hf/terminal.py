@@ -19,7 +19,7 @@ from rope_ext_hf.errors import printable
 
 Rows = Sequence[Sequence[str]]
 """The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
-LINE = 110  # columns of sentences and commands at most, as longer lines are hard to read
+_LINE = 110  # columns of sentences and commands at most, as longer lines are hard to read
 _fixed: list[int] = []  # columns that count instead of the terminal's; the last ones do
 
 
@@ -39,10 +39,10 @@ def terminal_width(most: int = sys.maxsize) -> int:
 
 
 def wrapped(text: str, first: str = "", then: str | None = None) -> str:
-    """Sentences on lines of `LINE` columns behind `first`, and then behind `then` or blanks; long words stay whole."""
+    """Sentences on lines of `_LINE` columns behind `first`, and then behind `then` or blanks; long words stay whole."""
     return textwrap.fill(
         text,
-        max(terminal_width(LINE), len(first) + 20),
+        max(terminal_width(_LINE), len(first) + 20),
         initial_indent=first,
         subsequent_indent=" " * len(first) if then is None else then,
         break_long_words=False,
@@ -52,7 +52,7 @@ def wrapped(text: str, first: str = "", then: str | None = None) -> str:
 
 def broken_command(command: str) -> str:
     """Return a command line with its options on further lines where it is long."""
-    lines, room = [""], terminal_width(LINE) - 3
+    lines, room = [""], terminal_width(_LINE) - 3
     for part in command.replace(" --", "\n--").split("\n"):
         if lines[-1] and len(lines[-1]) + len(part) > room:
             lines.append("  " + part)

@@ -21,7 +21,7 @@ from rope_ext_hf.pictures import drawing
 WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
 WIDE = 720.0  # and those of a chart that has a page for itself
 LINE = 12.0  # units from one line of its text to the next
-LABEL = 28  # characters of a method's label at the end of its line
+_LABEL = 28  # characters of a method's label at the end of its line
 _TOP, _BELOW = 8.0, 36.0
 _KEY = 19.0  # from the end of the plot to a label: a leader and a marker stand between them
 _NARROWEST = 165.0  # units across of a plot; with less left beside its labels, they go below it
@@ -124,7 +124,7 @@ class LineChart:
         lines, lengths, ticks = self._lines, self._lengths, self._ticks
         height = max(180.0 if width < WIDE else 270.0, LINE * (len(lines) + 1))
         left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
-        right = width - _KEY - max(_width(short(printable(name), LABEL)) for name in lines)
+        right = width - _KEY - max(_width(short(printable(name), _LABEL)) for name in lines)
         below = right - left < _NARROWEST  # whether the labels are
         right = width - 16 if below else right
         first, octaves = math.log2(lengths[0]), math.log2(lengths[-1] / lengths[0]) or 1.0
@@ -173,7 +173,7 @@ class LineChart:
                 leader = f"M{across + 4:.1f} {down:.1f}L{start - 4:.1f} {place:.1f}"
                 parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
             parts.append(_marker(style.marker, (start, place), colour, "key"))
-            parts.append(_text(start + 7, place + 4, _safe(name, 40 if below else LABEL), "start"))
+            parts.append(_text(start + 7, place + 4, _safe(name, 40 if below else _LABEL), "start"))
             drawn.append(f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>")
         return _svg(bottom + 4, drawn, caption, width)
 

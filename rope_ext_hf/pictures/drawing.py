@@ -97,7 +97,7 @@ def draw_lines(
     _name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
 
 
-def write_note(
+def _write_note(
     axes: Any, text: str, at: tuple[float, float], of: str | tuple[str, str], moved: tuple[float, float], **how: Any
 ) -> None:
     """A small text in grey at a place, in matplotlib's coordinates `of` the axes, and moved from it by some points."""

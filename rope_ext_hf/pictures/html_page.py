@@ -127,17 +127,12 @@ def _lines(text: str) -> str:
     return first + "".join([f"<br><small>{line}</small>" for line in others])
 
 
-def provenance_section(summary: str, values: Mapping[str, Any]) -> str:
-    """A section that opens to these values, as JSON."""
-    return heading("Provenance") + collapsed(summary, as_json(values))
-
-
 def side_by_side(charts: Iterable[str]) -> str:
     """Figures in a row, below each other where the page is narrow."""
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def heading(text: str) -> str:
+def _heading(text: str) -> str:
     return f"<h2>{html.escape(printable(text))}</h2>\n"
 
 
