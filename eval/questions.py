@@ -17,8 +17,9 @@ from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.questions import Question, anything, asked, several
-from rope_ext_hf.reading.protocols import protocol_help
-from rope_ext_hf.suites.base import suite_names
+from rope_ext_hf.reading.corpora import check_name
+from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
+from rope_ext_hf.suites.base import check_suite, suite_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,6 +157,10 @@ class Perplexity(LengthsQuestion):
         if self.key_window is not None and self.keys_by is None:
             raise MethodError("key_window is the short context of what keys_by names; give keys_by, too")
 
+    def check_early(self) -> None:
+        resolve_protocol(self.protocol)
+        check_name(self.data)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Perplexity):
@@ -211,6 +216,9 @@ class Passkey(LengthsQuestion):
     )
     seed: int = asked(0, "For names, values and the text around them.")
 
+    def check_early(self) -> None:
+        check_name(self.haystack)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks(LengthsQuestion):
@@ -244,6 +252,10 @@ class Tasks(LengthsQuestion):
     )
     seed: int | None = asked(None, "Of the prompts. Default: the suite's own, 42 for ruler.", least=0, most=2**32 - 1)
 
+    def check_early(self) -> None:
+        check_name(self.haystack)
+        check_suite(self.suite)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gain(LengthsQuestion):
@@ -274,3 +286,6 @@ class Gain(LengthsQuestion):
         "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
         parse=anything,
     )
+
+    def check_early(self) -> None:
+        check_name(self.haystack)

@@ -5,12 +5,62 @@
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, listed, parse_length
-from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
 from rope_ext_hf.questions import Question, asked
+
+_REGISTRY = "rope_ext_hf.methods.registry"
+_REMOVED = {"profiles": "0.1.0", "string": "0.1.0"}
+"""Methods that left the package, by name, with the last version that has them."""
+
+
+def folded(name: str) -> str:
+    """Return a name without case and separators, as names are compared: "NTK_aware" is "ntk-aware"."""
+    return re.sub(r"[-_\s]", "", name).casefold()
+
+
+def unknown_method(name: str, known: Iterable[str]) -> UnknownMethodError:
+    """Return the error for a name that no method has."""
+    if (version := _REMOVED.get(folded(name))) is not None:
+        return UnknownMethodError(
+            f"the method {name!r} was removed; the last version of this package that has it is {version}"
+        )
+    names = sorted(known)
+    return UnknownMethodError(f"unknown method {name!r}.{did_you_mean(name, names)} Known methods: {', '.join(names)}")
+
+
+@cache
+def shipped_names() -> tuple[str, ...]:
+    """Return the names and aliases of the methods of this package, read from their files without importing torch."""
+    files = sorted((Path(__file__).parent / "methods").glob("*.py"))
+    return tuple(name for file in files for name in _registered_in(file.read_text(encoding="utf-8")))
+
+
+def _registered_in(source: str) -> Iterator[str]:
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    for call in (each for cls in classes for each in cls.decorator_list if isinstance(each, ast.Call)):
+        if isinstance(call.func, ast.Name) and call.func.id == "register_method":
+            yield ast.literal_eval(call.args[0])
+            yield from (
+                name for each in call.keywords if each.arg == "aliases" for name in ast.literal_eval(each.value)
+            )
+
+
+def check_method_names(names: Iterable[Any]) -> None:
+    """Refuse an unknown name before torch is imported; once it is, others may have registered methods of their own."""
+    known = set(map(folded, shipped_names()))
+    for name in names:
+        if isinstance(name, str) and _REGISTRY not in sys.modules and folded(name) not in known:
+            raise unknown_method(name, shipped_names())
 
 
 def _parts(given: Any) -> list[Any]:
@@ -96,6 +146,9 @@ class MethodChoice(Question):
     def underneath(self) -> dict[str, Any]:
         """What is extended, as `rope_ext_hf.patch` takes it."""
         return {"over": self.over, "context_length": self.context_length}
+
+    def check_early(self) -> None:
+        check_method_names(self.method)
 
     def check(self, *, factor_alone: bool = False) -> None:
         """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""

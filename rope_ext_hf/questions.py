@@ -88,6 +88,9 @@ class Question:
         own = [(name, value.metadata["asked"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
         cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nFields:", *(f"    {name}: {text}" for name, text in own)])
 
+    def check_early(self) -> None:
+        """Refuse what cannot be right whatever the model is, before anything heavy is imported; commands call it."""
+
     def __post_init__(self) -> None:
         for each, how in self.how_asked():
             object.__setattr__(self, each.name, how.value(each, getattr(self, each.name)))

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files, serving
-from rope_ext_hf.cli.console import all_results, print_error, print_text, quiet_transformers, results_to, short_warnings
+from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
 from rope_ext_hf.cli.options import expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
 
@@ -73,7 +73,6 @@ class _Command(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; standard output holds nothing but its results, and standard error one line for an error."""
-        quiet_transformers()
         with results_to():
             return super().invoke(ctx)
 

@@ -16,7 +16,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass
 from functools import cache, wraps
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rope_ext_hf.cli.console import print_note
+from rope_ext_hf.cli.console import print_note, quiet_transformers
 from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
@@ -173,7 +173,11 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
             if source is not None and source.name == "COMMANDLINE":
                 for other in (name, *instead.get(name, ()), *(["parameters"] if name == "method" else [])):
                     of_file.pop(other, None)
-        return _call(command, values | of_file | {"context": context})
+        arguments = _arguments(command, values | of_file | {"context": context})
+        for question in _questions_in([*arguments.values()]):
+            question.check_early()
+        quiet_transformers()  # imports transformers
+        return command(**arguments)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -244,8 +248,17 @@ def _option(group: type[Question], field: Field[Any], how: Asked) -> inspect.Par
     )
 
 
+def _questions_in(values: Iterable[Any]) -> Iterator[Question]:
+    """Yield the questions among values and inside of those that are dataclasses."""
+    for value in values:
+        if isinstance(value, Question):
+            yield value
+        elif dataclasses.is_dataclass(value):
+            yield from _questions_in([getattr(value, each.name) for each in dataclasses.fields(value)])
+
+
 def _call(group: Any, values: dict[str, Any]) -> Any:
-    """Call a command, or make a dataclass, with its options from the values."""
+    """Make a question, or another dataclass, with its options from the values."""
     if isinstance(group, type) and issubclass(group, Question):
         names = [each.name for each, _ in group.how_asked()]  # one that is no option may be another group's, as model
         given = {name: values[name] for name in names if values.get(name) is not None}
@@ -259,11 +272,16 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
             )
             words = rf"^({fields})(?= (must|takes|is))|(?<=; give )({fields})(?=,)|(?<= what )({fields})(?= names)"
             raise MethodError(re.sub(words, lambda m: f"--{m[0].replace('_', '-')}", str(error))) from error
+    return group(**_arguments(group, values))
+
+
+def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command or a dataclass, made of the values of its options."""
     types = get_type_hints(group)
     arguments: dict[str, Any] = _call(_question_alone(group), values).arguments
     for name in inspect.signature(group).parameters.keys() - arguments.keys():
         arguments[name] = _call(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
-    return group(**arguments)
+    return arguments
 
 
 def parse_parameters(arguments: Sequence[str]) -> dict[str, Any]:

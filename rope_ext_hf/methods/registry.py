@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import difflib
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, limit, parse_length, whole
-from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean
+from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.method_choice import folded, unknown_method
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
 
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
 """The method that another name stands for, and the parameters that the name implies."""
-_REMOVED = {"profiles": "0.1.0", "string": "0.1.0"}
-"""Methods that left the package, by name, with the last version that has them."""
 _S = TypeVar("_S", bound=RopeMethod)
-
-
-def _folded(name: str) -> str:
-    """Return a name without case and separators, as names are compared: "NTK_aware" is "ntk-aware"."""
-    return re.sub(r"[-_\s]", "", name).casefold()
 
 
 def register_method(
@@ -41,7 +34,7 @@ def register_method(
 
     def register(cls: type[_S]) -> type[_S]:
         for each in (name, *implied):
-            if _folded(each) in map(_folded, (*_METHODS, *_ALIASES)):
+            if folded(each) in map(folded, (*_METHODS, *_ALIASES)):
                 raise TypeError(f"the method name {each!r} is taken")
         cls.name, cls.aliases = name, implied
         cls.parameters = {item.name: item for item in fields(cls)}
@@ -55,7 +48,7 @@ def register_method(
 def registered_name(name: str) -> str:
     """Return the registered spelling of a method's name or alias; a name that no method has comes back as it is."""
     known = (*_METHODS, *_ALIASES)
-    return next((each for each in known if _folded(each) == _folded(name)), name)
+    return next((each for each in known if folded(each) == folded(name)), name)
 
 
 def list_methods() -> dict[str, type[RopeMethod]]:
@@ -155,14 +148,7 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
-        if (version := _REMOVED.get(_folded(method))) is not None:
-            raise UnknownMethodError(
-                f"the method {method!r} was removed; the last version of this package that has it is {version}"
-            )
-        known = sorted([*_METHODS, *_ALIASES])
-        raise UnknownMethodError(
-            f"unknown method {method!r}.{did_you_mean(method, known)} Known methods: {', '.join(known)}"
-        )
+        raise unknown_method(method, [*_METHODS, *_ALIASES])
     return _METHODS[name], implied
 
 

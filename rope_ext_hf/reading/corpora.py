@@ -280,6 +280,14 @@ def stdlib_held_out() -> list[Document]:
     return documents
 
 
+def check_name(data: Corpus | None) -> None:
+    """Raise CorpusError where a string names no text that is here; nothing is read, and the Hub is not asked."""
+    if isinstance(data, str):
+        source, _ = _parse(data, {})
+        if source != "stdlib" and not source.startswith("hf:"):
+            find_files(source)
+
+
 def _local(source: str, column: str | None, seed: int | None, expansion: int) -> Iterator[Document]:
     if source == "stdlib":
         tables, documents = False, iter(stdlib_held_out())

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from rope_ext_hf.errors import CorpusError, did_you_mean, short
 from rope_ext_hf.installing import install_command
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _Content = str | Sequence[int]
 NAMES = (
@@ -93,7 +94,9 @@ def corpus_name(corpus: Corpus | None) -> str | None:
     return str(corpus) if isinstance(corpus, (str, Path)) else None if corpus is None else Documents.source
 
 
-Corpus = str | Path | Document | Tensor | Iterable[object]  # everything that `rope_ext_hf.reading.corpora.load` takes
+Corpus: TypeAlias = (
+    "str | Path | Document | Tensor | Iterable[object]"  # everything that `rope_ext_hf.reading.corpora.load` takes
+)
 
 
 def find_files(source: str) -> tuple[Path, list[Path]]:

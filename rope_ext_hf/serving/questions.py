@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS, parse_bytes, parse_length
-from rope_ext_hf.engines.base import list_engines, usual_server
+from rope_ext_hf.engines.base import find_engine, list_engines, usual_server
 from rope_ext_hf.questions import Question, anything, asked
+from rope_ext_hf.reading.corpora import check_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +63,7 @@ class Extending(GPUServer):
         metavar="TOKENS",
     )
     anyway: bool = asked(False, "Write the folder also where the measurement speaks against it.")
+
+    def check_early(self) -> None:
+        check_name(self.data)
+        find_engine(self.engine)

@@ -192,6 +192,11 @@ def suite_names() -> list[str]:
     return sorted(name.replace("_", "-") for name in modules - {"base", "statements"})
 
 
+def check_suite(name: str) -> None:
+    """Raise MethodError where no suite has this name; suites are not loaded."""
+    entry("suite", name, dict.fromkeys(sorted({*suite_names(), *_SUITES})))
+
+
 def list_suites() -> dict[str, Suite]:
     for name in suite_names():
         importlib.import_module(f"{__package__}.{name.replace('-', '_')}")

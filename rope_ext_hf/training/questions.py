@@ -11,8 +11,9 @@ from typing import Any
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.errors import MethodError, short
-from rope_ext_hf.method_choice import PatchChoice
+from rope_ext_hf.method_choice import PatchChoice, check_method_names
 from rope_ext_hf.questions import Question, anything, asked, option_text, several
+from rope_ext_hf.reading.corpora import check_name
 
 _LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 _UNITS = {"s": 1 / 60, "m": 1.0, "h": 60.0}
@@ -103,6 +104,11 @@ class Finetuning(OfModel, PatchChoice):
             raise MethodError("the training must be longer than nothing, got minutes=0")
         self.check_single(required=True)
 
+    def check_early(self) -> None:
+        super().check_early()
+        check_name(self.data)
+        check_name(self.eval_data)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Searching(OfModel):
@@ -165,6 +171,11 @@ class Searching(OfModel):
             raise MethodError("how long is searched? Give minutes (--budget) or trials, one of the two")
         if self.minutes is not None and not self.minutes > 0:
             raise MethodError(f"minutes must be above 0, got {self.minutes}")
+
+    def check_early(self) -> None:
+        check_name(self.data)
+        check_name(self.eval_data)
+        check_method_names(self.methods or ())
 
     @property
     def underneath(self) -> dict[str, Any]:

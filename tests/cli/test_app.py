@@ -559,7 +559,7 @@ def test_documents_that_are_too_short_are_counted_before_anything_is_read(tmp_pa
         (texts / f"{name}.txt").write_text("x y " * count, encoding="utf-8")
     code, _, err = run("ppl", "reference", "--lengths", "256,512", "--data", str(texts), "--out", str(tmp_path / "out"))
     assert code == 0, err
-    assert err.index("; 2 documents are too short and left out; at most 64 spans") < err.index("run ")
+    assert err.index("without  2 documents are too short and left out") < err.index("run ")
 
 
 @pytest.mark.slow
@@ -591,11 +591,26 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
     options = ["--trials", "2", "--haystack", text] if command == "passkey" else ["--max-spans", "4", "--data", text]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
-    needs, reads, last = err.strip().splitlines()
-    assert re.match(r"needs    [\d.]+ MB: 7.5 MB weights, 1.3 MB keys and values, [\d.]+ MB activations", needs)
-    assert "tokens" in reads
-    assert "at least" in reads
+    before, last = err.strip().rsplit("\n", 1)
     assert "weights are read now" in last
+    assert not re.search("^needs ", before, re.M)  # far more memory is free
+    patched = ", unpatched" if command == "ppl" else ", unpatched and with each of 7 methods" * (command == "sweep")
+    assert re.search(rf"^reads    [\d,k]+ tokens{patched or ', unpatched'}: about \d+ (s|minutes)$", before, re.M)
+    assert ("at most 4 per length; --max-spans all reads the whole text" in before) == (command != "passkey")
+
+
+@pytest.mark.slow
+def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*_: object, **__: object) -> None:
+        raise CheckpointError("weights are read now")
+
+    monkeypatch.setattr(hub, "from_pretrained", read)
+    monkeypatch.setattr("rope_ext_hf.reading.preflight.available", lambda device: 10**9)
+    options = ["--max-spans", "4", "--data", "stdlib?max_documents=1", "--out", str(tmp_path)]
+    code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
+    assert code == 2
+    needs = next(line for line in err.splitlines() if line.startswith("needs"))
+    assert re.match(r"needs    [\d.]+ MB: 7.5 MB weights, 1.3 MB keys and values, [\d.]+ MB activations", needs)
 
 
 @pytest.mark.thorough

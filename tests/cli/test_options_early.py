@@ -1,0 +1,54 @@
+"""Options that are wrong whatever the model is are refused before torch and transformers are imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rope_ext_hf.method_choice import shipped_names
+from rope_ext_hf.methods.registry import list_methods
+
+WRONG = {
+    ("ppl", "reference", "--lengths", "256", "--data", "nosuch.txt"): "no such text file, folder or pattern",
+    ("ppl", "reference", "--lengths", "256", "--data", "stdlib?joined=1"): "Did you mean 'join'",
+    ("ppl", "reference", "--lengths", "256", "--protocol", "mached"): "Did you mean 'matched'",
+    ("sweep", "reference", "--lengths", "256", "--method", "yan"): "Did you mean 'yarn'",
+    ("patch", "reference", "--method", "string", "--out", "x"): "was removed; the last version",
+    ("passkey", "reference", "--lengths", "256", "--haystack", "nosuch/*.txt"): "no such text file, folder or pattern",
+    ("tasks", "reference", "--lengths", "256", "--suite", "rulr"): "Did you mean 'ruler'",
+    ("extend", "reference", "--target-length", "512", "--engine", "vlm"): "Did you mean 'vllm'",
+    ("extend", "reference", "--target-length", "512", "--data", "nosuch"): "no such text file, folder or pattern",
+    ("finetune", "reference", "--method", "yarn", "--data", "nosuch", "--steps", "1", "--out", "x"): "no such text file",
+    (
+        *("search", "reference", "--methods", "yan", "--data", "stdlib", "--target-length", "1k", "--trials", "1"),
+        *("--out", "x"),
+    ): "Did you mean 'yarn'",
+}
+CODE = """
+import json, sys
+from typer.testing import CliRunner
+from rope_ext_hf.cli.app import app
+said = [CliRunner().invoke(app, words) for words in json.loads(sys.argv[1])]
+heavy = [name for name in ("torch", "transformers", "scipy", "datasets") if name in sys.modules]
+print(json.dumps([heavy, [[each.exit_code, each.stderr] for each in said]]))
+"""
+
+
+@pytest.mark.slow
+def test_wrong_options_are_refused_before_heavy_imports() -> None:
+    words = json.dumps(list(WRONG))
+    done = subprocess.run([sys.executable, "-c", CODE, words], capture_output=True, text=True, check=True)
+    heavy, said = json.loads(done.stdout)
+    assert heavy == []
+    for (code, error), message in zip(said, WRONG.values(), strict=True):
+        assert code == 2
+        assert message in error
+        assert len(error.splitlines()) == 1
+
+
+def test_the_names_in_the_files_are_those_of_the_registry() -> None:
+    own = {name: cls for name, cls in list_methods().items() if cls.__module__.startswith("rope_ext_hf.methods.")}
+    assert sorted(shipped_names()) == sorted([*own, *(alias for cls in own.values() for alias in cls.aliases)])
