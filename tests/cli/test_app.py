@@ -572,7 +572,7 @@ def test_a_table_says_what_its_length_is_the_length_of(tmp_path: Path) -> None:
     shutil.copy(path() / "tokenizer_config.json", tmp_path / "m")
     options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", "stdlib?max_documents=1"]
     options += ["-m", "ntk", "--factor", "4", "--out", str(tmp_path / "out")]
-    for over, words in (("original", "256 tokens without its own scaling"), ("own", "1,024 tokens as loaded")):
+    for over, words in (("original", "256 tokens without its own scaling"), ("own", "1,024 tokens")):
         code, out, err = run("ppl", str(tmp_path / "m"), *options, "--over", over)
         assert code == 0, err
         assert f"the model is for {words}" in " ".join(out.split())
@@ -643,7 +643,7 @@ def test_a_loss_that_is_not_finite_ends_with_exit_code_1(tmp_path: Path) -> None
     code, out, err = run("ppl", str(folder), "--lengths", "256", *QUICK["ppl"], "--out", str(tmp_path / "out"))
     assert code == 1
     assert "not finite" in out
-    assert "the loss is not finite: as loaded at 256 in" in err
+    assert "the loss is not finite: unpatched at 256 in" in err
     (written,) = (tmp_path / "out").iterdir()
     assert json.loads((written / "results.json").read_text())["results"][0]["loss"] is None
 
