@@ -559,7 +559,7 @@ def test_documents_that_are_too_short_are_counted_before_anything_is_read(tmp_pa
         (texts / f"{name}.txt").write_text("x y " * count, encoding="utf-8")
     code, _, err = run("ppl", "reference", "--lengths", "256,512", "--data", str(texts), "--out", str(tmp_path / "out"))
     assert code == 0, err
-    assert err.index("; 2 documents are too short and left out; at most 64 spans") < err.index("run ")
+    assert err.index("2 documents are too short and left out") < err.index("at most 64 per length") < err.index("run ")
 
 
 @pytest.mark.slow
@@ -591,10 +591,9 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
     options = ["--trials", "2", "--haystack", text] if command == "passkey" else ["--max-spans", "4", "--data", text]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
-    needs, reads, last = err.strip().splitlines()
-    assert re.match(r"needs    [\d.]+ MB: 7.5 MB weights, 1.3 MB keys and values, [\d.]+ MB activations", needs)
-    assert "tokens" in reads
-    assert "at least" in reads
+    reads, *_, last = err.strip().splitlines()
+    assert re.fullmatch(r"reads    [\d,]+k? tokens, unpatched( and with each of 7 methods)?: about .+", reads)
+    assert "needs" not in err  # where memory is ample
     assert "weights are read now" in last
 
 
