@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.layer_types import LayerType
@@ -101,6 +100,8 @@ def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:
     copied = copied.to_empty(device="cpu")
     for tensor in (*copied.buffers(), *copied.parameters()):
         tensor.data.fill_(torch.nan)
+    from transformers import PreTrainedModel
+
     owner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and module in each.modules()][-1]
     owner._init_weights(copied)
     if any(tensor.isnan().any() for tensor in (*copied.buffers(), *copied.parameters())):

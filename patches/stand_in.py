@@ -12,11 +12,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError
 from rope_ext_hf.patches.layer_types import AttentionLayers
@@ -24,6 +23,9 @@ from rope_ext_hf.patches.loading import class_to_load, empty_model
 from rope_ext_hf.patches.planning import apply_plan, needs_hooks, on_meta_device, plan_patch, replay, take_off
 from rope_ext_hf.patches.slot_finding import rotary_modules
 from rope_ext_hf.patches.slots import present_specs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _VOCABULARY, _WIDTH, _INNER_WIDTH, _HEADS = 128, 64, 16, 4
 _TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": _VOCABULARY}
@@ -37,6 +39,8 @@ def stand_in(config: str) -> PreTrainedModel | None:
 
     None: it cannot be built.
     """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
     values = json.loads(config, object_hook=_number)
     known = values.get("model_type") in CONFIG_MAPPING
     names = CONFIG_MAPPING[values["model_type"]].attribute_map if known else {}  # a family's own, by the usual ones

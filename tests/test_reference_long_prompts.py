@@ -163,6 +163,7 @@ def test_a_saved_model_finds_as_much(method: str, tmp_path: Path) -> None:
     assert found(rope.from_pretrained(tmp_path, dtype=torch.float32), 4 * TRAINED) == expected >= 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_in_bfloat16_it_finds_as_much() -> None:
     model = rope.patch(load(), "self-extend", target_length=4 * TRAINED).to(torch.bfloat16)

@@ -390,7 +390,10 @@ def test_tests_for_a_gpu_hold_here(device: SimulatedCuda, test: Callable[[], Non
     "command",
     [
         ["ppl", "reference", "--lengths", "256", "--max-spans", "2", "--device", "cuda"],
-        ["passkey", "reference", "--lengths", "256", "--trials", "1", "--device", "cuda"],
+        pytest.param(
+            ["passkey", "reference", "--lengths", "256", "--trials", "1", "--device", "cuda"],
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_the_command_line_runs_there(

@@ -117,10 +117,10 @@ def test_notebooks_show_tables_in_which_names_and_texts_are_text() -> None:
 
 
 def test_notebooks_show_what_the_terminal_does() -> None:
-    """Every cell stands in the text; of commands to serve, the terminal has one for all engines."""
+    """Every cell stands in the text, of advice in the full one; of commands to serve, that has one for all engines."""
     with as_wide_as(10_000):
         for kind, answer in answers().items():
-            text = unwrapped(printable(str(answer)))
+            text = unwrapped(printable(answer.full_text() if kind == "Advice" else str(answer)))
             rows = [row for row in Cells(answer._repr_html_()).rows if not row[0].startswith("serve with")]
             cells = [cell for row in rows for cell in row[1:] if row[0] != "engine"]
             assert len(cells) > 3

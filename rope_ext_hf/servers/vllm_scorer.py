@@ -82,7 +82,7 @@ def scored_by_engine(
         except ServingError as error:
             if method is not None or len(plan.methods) == 1:
                 raise
-            left_out = f"the model as loaded: {error}"
+            left_out = f"the unpatched model: {error}"
     source = {"revision": revision, "trust_remote_code": trust_remote_code, "tensor_parallel_size": gpus}
     scorer = partial(_VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
     reader = {"engine": f"{engine} {vllm.__version__}"}

@@ -67,7 +67,7 @@ def test_one_engine_is_told_as_among_all() -> None:
     assert any(each.engines.get("vllm") for each in alone)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_methods_lengths_memory_and_commands_agree(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "lm-eval": ("--tasks", "endings", "--include-path", "."),
     "lm-eval, written": ("--tasks", "written", "--include-path", "."),
 }  # fmt: skip
-SLOW = ("lm-eval", "lm-eval, written", "sweep", "extend")
+SLOW = ("lm-eval", "sweep", "extend")
+THOROUGH = ("lm-eval, written",)
 
 
 @pytest.fixture
@@ -66,7 +67,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in COMMANDS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW) + [pytest.mark.thorough] * (each in THOROUGH))
+        for each in COMMANDS
+    ],
+)
 def test_a_model_with_nan_has_no_result(name: str, folder: Path) -> None:
     if name.startswith("lm-eval"):
         pytest.importorskip("lm_eval")
@@ -81,7 +88,7 @@ def test_a_model_with_nan_has_no_result(name: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rest", "tokens"), [("", 0), ("kind" * 40, 160)])
+@pytest.mark.parametrize(("rest", "tokens"), [("", 0), pytest.param("kind" * 40, 160, marks=pytest.mark.thorough)])
 def test_an_answer_that_no_model_can_score_is_named(rest: str, tokens: int, folder: Path) -> None:
     pytest.importorskip("lm_eval")
     (folder / "data.json").write_text(json.dumps([{"text": "a", "rest": "b"}, {"text": "Mice", "rest": rest}]))

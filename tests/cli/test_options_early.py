@@ -21,7 +21,10 @@ WRONG = {
     ("tasks", "reference", "--lengths", "256", "--suite", "rulr"): "Did you mean 'ruler'",
     ("extend", "reference", "--target-length", "512", "--engine", "vlm"): "Did you mean 'vllm'",
     ("extend", "reference", "--target-length", "512", "--data", "nosuch"): "no such text file, folder or pattern",
-    ("finetune", "reference", "--method", "yarn", "--data", "nosuch", "--steps", "1", "--out", "x"): "no such text file",
+    (
+        *("finetune", "reference", "--method", "yarn", "--data", "nosuch", "--steps", "1"),
+        *("--out", "x"),
+    ): "no such text file",
     (
         *("search", "reference", "--methods", "yan", "--data", "stdlib", "--target-length", "1k", "--trials", "1"),
         *("--out", "x"),

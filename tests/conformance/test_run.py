@@ -56,6 +56,7 @@ DEVIATIONS = {
 """What transformers computes otherwise than the kit."""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_transformers_passes_but_for_what_is_known(tmp_path: Path) -> None:
     done = run("--port", "transformers", "--json", "outcomes.json", cwd=tmp_path)

@@ -105,6 +105,7 @@ def test_longppl_is_that_of_the_papers_code(model: Any, tmp_path: Path) -> None:
         assert result.longppl_low <= result.longppl <= result.longppl_high
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any, tmp_path: Path) -> None:
     run = measured(model, reference(), tmp_path)
@@ -262,6 +263,7 @@ def test_an_evaluator_beyond_its_length_is_warned_of(model: Any, tmp_path: Path)
         sweep(model, long, lengths=[512], methods=[], protocol="truncate", keys_by=reference(), out=tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_documents_that_were_not_searched_are_warned_of(model: Any, tmp_path: Path) -> None:
     """One that was searched and has no key tokens is none of them."""

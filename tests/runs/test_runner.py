@@ -34,6 +34,7 @@ from rope_ext_hf.runs import runner
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, RunPlan
 from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.measures import perplexity_text
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
@@ -382,7 +383,7 @@ def test_the_report_is_one_page_that_fetches_nothing(tmp_path: Path) -> None:
     assert 'name="viewport"' in page
     for result in found.results:
         assert label(result.method) in page
-        assert f"{result.bits_per_byte:.3f}" in page
+        assert perplexity_text(result.perplexity) in page
     assert found.settings["weights"] in page
     write_files(found)
     with (found.folder / "results.csv").open(encoding="utf-8") as file:

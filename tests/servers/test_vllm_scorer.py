@@ -127,7 +127,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
 def test_each_length_is_compared(engine: type[Engine], tmp_path: Path) -> None:
     engine.right_up_to = 300
     _, error = run(*COMMAND, "--engine", "vllm", "--out", str(tmp_path))
-    assert "vLLM does not compute as loaded as transformers does: the first span of 512 tokens has" in error
+    assert "vLLM does not compute unpatched as transformers does: the first span of 512 tokens has" in error
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_a_model_as_loaded_that_vllm_cannot_run_is_left_out(engine: type[Engine]
     more = ("--method", "yarn", "--factor", "2", "--over", "original")
     printed, notes = run(*arguments, *more)
     assert set(losses(printed)) == {("yarn", 64), ("yarn", 512)}, notes
-    assert "without  the model as loaded: as loaded has other frequencies for inputs of 64 tokens than for 512" in notes
+    assert "without  the unpatched model: unpatched has other frequencies for inputs of 64 tokens than for 512" in notes
 
 
 @pytest.mark.slow
