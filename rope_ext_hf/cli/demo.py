@@ -36,7 +36,7 @@ def demo(
     device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
-    """Show in a minute what the bundled model loses beyond its trained length, and what four methods bring back.
+    """Show what the bundled model loses beyond its trained length, and what four methods bring back.
 
     Offline: perplexity of Python's own library, and questions whose answers stand in it.
 
