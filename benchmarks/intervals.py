@@ -1,4 +1,4 @@
-"""How often the 95% intervals of `rope_ext_hf.runs.statistics` cover the true mean, by the number of items.
+"""Measure how often the 95% intervals of `rope_ext_hf.runs.statistics` cover the true mean, by number of items.
 
     python benchmarks/intervals.py
 

@@ -358,7 +358,8 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
         return Text("")
     if not math.isfinite(result.longppl):
         return Text("not finite", style="red")
-    return Text(_with_interval(perplexity_text, result.longppl, (result.longppl_low, result.longppl_high), detailed))
+    value = Estimate(result.longppl, result.longppl_low, result.longppl_high, len(result.documents))
+    return Text(perplexity_text(value.value) + (value.line_below(perplexity_text) if detailed else ""))
 
 
 def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set[str], detailed: bool) -> Text:
@@ -370,20 +371,8 @@ def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set
     mark = "*" if result.key in best else " "
     value = loss.estimate(result.key, result.length)
     mark += beyond_mark(run, result)
-    text = _with_interval(loss.text, value.value, (value.low, value.high), detailed, mark)
+    text = f"{loss.text(value.value)}{mark}{value.line_below(loss.text) if detailed else ''}"
     return Text(text, style="bold green" if result.key in best else "")
-
-
-def _with_interval(
-    number: Callable[[float], str],
-    value: float,
-    ends: tuple[float | None, float | None],
-    detailed: bool,
-    mark: str = "",
-) -> str:
-    low, high = ends
-    interval = f"\n({number(low)} to {number(high)})" if detailed and low is not None and high is not None else ""
-    return f"{number(value)}{mark}{interval}"
 
 
 def plan_perplexity(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetrievalSetting:
-    """How prompts were made: the task's name, keys and distractors per prompt, and the seed of names and values.
+    """The making of prompts: the task's name, keys and distractors per prompt, and the seed of names and values.
 
     `own_prompts`: each depth has prompts of its own. Elsewhere the prompts of one trial have the same text at every
     depth and are one item; so it was in older runs, and so it is where one text is asked for each of its keys.

@@ -86,7 +86,7 @@ def built_anew(module: nn.Module) -> nn.Module | None:
 
 
 def same_frequencies(inv_freq: Tensor, stated: Tensor) -> bool:
-    """Whether the frequencies of a module are those that its config states, but for rounding."""
+    """Return whether the frequencies of a module are those that its config states, up to rounding."""
     # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
     # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
     return inv_freq.shape == stated.shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)

@@ -216,7 +216,7 @@ def _copied_configs(model: nn.Module, text_config: Any) -> list[ConfigSwap]:
 
 
 def on_meta_device(model: nn.Module) -> bool:
-    """Whether a model's weights are not there, and no hook brings them when they are needed.
+    """Return whether a model lacks its weights, and no hook brings them when they are needed.
 
     Some classes make a few of them with numbers on the CPU, whatever the device (DiffLlama).
     """
@@ -305,7 +305,7 @@ def apply_plan(plan: PatchPlan) -> None:
 
 
 def needs_hooks(spec: PatchSpec) -> bool:
-    """Whether a method is more than other frequencies, so that a model with its weights may refuse it."""
+    """Return whether a method needs hooks, so that a model with its weights may refuse it."""
     return _hooks_for(spec) is not None
 
 

@@ -32,7 +32,7 @@ def _model(row: Row) -> str:
 
 @figure
 def interval_coverage() -> str:
-    """How often an interval covers the true mean, by the kind and the number of items."""
+    """Return a table of how often an interval covers the true mean, by the kind and the number of items."""
     line = last_line("intervals")
     sizes = [key for key in line["rows"][0] if key != "items"]
     table = ([row["items"], *(f"{row[size]:.0%}" for size in sizes)] for row in line["rows"])

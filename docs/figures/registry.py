@@ -69,9 +69,9 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
 
 
 NARROW = "by an earlier method, not Student's t."
-"""What is said of intervals that were measured before the present ones."""
+"""The note on intervals that were measured before the present ones."""
 NOW = "Student, Wilson, Newcombe"
-"""How `benchmarks/record.py` calls the present intervals."""
+"""The name of the present intervals in `benchmarks/record.py`."""
 
 
 def stamp(line: Row, command: str) -> str:

@@ -137,6 +137,8 @@ class Demonstration:
 
     def table(self) -> str:
         """Return the values of both measures at both lengths, the best at the longer one marked."""
+        from rope_ext_hf.runs.verdicts import BEST_MARK
+
         known, (short, long) = self.findings, (self.short, self.long)
         width = max(map(len, known.names.values())) + 1
         read, right = "perplexity", f"right answers of {self.asked}"
@@ -153,7 +155,7 @@ class Demonstration:
                 f" {name:{width}} {values[0]:>8} {values[1]:>8}{marks[0]}  {counts[0]:>9} {counts[1]:>9}{marks[1]}"
             )
         if any(stars):
-            lines.append(" * best, or no significant difference from the best")
+            lines.append(f" {BEST_MARK}")
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -187,10 +189,9 @@ class Demonstration:
         well = [key for key in self.findings.names if key != self.findings.loaded and self.reads_well(key)]
         if not well:
             return [f"No method reads {self.long:,} tokens as well as {self.short:,} are read unpatched."]
-        only = "" if any(self.portable[key] for key in well) else "; only this package runs them"
         names = listed(self.findings.names[key] for key in well)
-        verb = "reads" if len(well) == 1 else "read"
-        only = only.replace("them", "it") if len(well) == 1 else only
+        verb, them = ("reads", "it") if len(well) == 1 else ("read", "them")
+        only = "" if any(self.portable[key] for key in well) else f"; only this package runs {them}"
         return [f"{names} {verb} {self.long:,} tokens as well as {self.short:,}{only}."]
 
     def _portable(self) -> list[str]:

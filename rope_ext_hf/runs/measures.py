@@ -63,6 +63,16 @@ class Measure:
         """Whether values are from 0 to 1."""
         return self.unit == "%"
 
+    @property
+    def _fewest(self) -> int:
+        """The number of items of the method and length that has the fewest."""
+        return min([len(items) for row in self.items.values() for items in row.values()])
+
+    @property
+    def too_few(self) -> bool:
+        """Whether there are too few items for an interval."""
+        return self._fewest < FEWEST
+
     @cached_property
     def flaw(self) -> str:
         """The reason why no method can be compared by this measure, as a clause; empty where methods can be compared.
@@ -70,9 +80,9 @@ class Measure:
         There are too few items, or no method does better than luck. Whether one method at one length does is tested at
         2.5%, one-sided and divided by the number of cells (Bonferroni), because one of many is lucky.
         """
-        fewest = min([len(items) for row in self.items.values() for items in row.values()])
-        if fewest < FEWEST:
-            return f"{_counted(fewest, self.kind_of_item)} {'is' if fewest == 1 else 'are'} too few to compare methods"
+        if self.too_few:
+            are = "is" if self._fewest == 1 else "are"
+            return f"{_counted(self._fewest, self.kind_of_item)} {are} too few to compare methods"
         cells = [(key, length) for key, row in self.items.items() for length in row]
         lucky = self.chance or not self.shares
         if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):

@@ -12,7 +12,7 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
@@ -31,7 +31,6 @@ from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.run_file import how_to_repeat
-from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.runs.tables import BEYOND, results_table
 from rope_ext_hf.runs.verdicts import BEST_MARK, Conclusion, Findings, capital, conclude
 
@@ -134,6 +133,8 @@ def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comp
         FileError: a folder holds no run, or none of its results, or the runs are of different models.
     """
     runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
+    if unit is not None and not any(unit in run.kind.units for run in runs):
+        runs[0].in_unit(unit)  # raises, naming the units there are
     runs = [run.in_unit(unit) if unit is not None and unit in run.kind.units else run for run in runs]
     for run in runs:
         if not run.results:
@@ -208,7 +209,7 @@ class Comparison:
                 mark = ("*" if key in starred else " ") + (BEYOND if known.beyond(key, length) else "")
                 value = measure.estimate(key, length)
                 values[key] = f"{measure.text(value.value)}{mark}"
-                values[key] += _interval(value, measure.text) if detailed else ""
+                values[key] += value.line_below(measure.text) if detailed else ""
             if values:
                 head = f"{measure.name}\n{length:,} ({multiple_text(length, here)})"
                 columns.append((head, values))
@@ -296,11 +297,6 @@ class Comparison:
         charts = map(self.findings.chart, self.findings.informative or self.measures)
         sentence = re.split(r"(?<=\.) ", str(self.conclusion), maxsplit=1)[0]
         return draw_side_by_side(list(charts), path, title or self._title, sentence)
-
-
-def _interval(value: Estimate, text: Callable[[float], str]) -> str:
-    """Return the interval on a line of its own; empty where there is none."""
-    return "" if value.low is None or value.high is None else f"\n({text(value.low)} to {text(value.high)})"
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:

@@ -32,6 +32,10 @@ class Estimate(NamedTuple):
             return number(self.value)
         return f"{number(self.value)} ({number(self.low)} to {number(self.high)})"
 
+    def line_below(self, number: Callable[[float], str]) -> str:
+        """Return the interval in parentheses, on a line of its own below a value; empty where there is none."""
+        return "" if self.low is None or self.high is None else f"\n({number(self.low)} to {number(self.high)})"
+
 
 def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, level: float = LEVEL) -> Estimate:
     """Estimate the mean of items, or of paired differences, with Student's t interval.

@@ -252,18 +252,18 @@ def _without_comparison(known: Findings, measure: Measure) -> str:
     """Say what a measure has at its longest length, and why methods are not compared by it."""
     length = measure.longest
     keys = sorted(measure.measured(length), key=lambda key: _place(measure, key, length))
-    where = capital(f"at {_length_text(length, known.context_length)}")
+    where = f"At {_length_text(length, known.context_length)}"
     values = f"{known.called(keys[0])} has {_value(measure, keys[0], length)}"
     if len(keys) == 1:
         return f"{where}, {values} ({measure.flaw})."
-    if "luck" in measure.flaw:
+    if not measure.too_few:
         return f"{capital(measure.name)}: {measure.flaw}."
     what = "highest" if measure.higher_is_better else "lowest"
     return f"{where}, {values}, the {what}; {measure.flaw}."
 
 
 def _value(measure: Measure, key: str, length: int) -> str:
-    """Return a name and a value: "perplexity 1.91", "a loss of 0.646 nats per token"."""
+    """Return a name and a value: "perplexity 1.91", "loss 0.646 nats per token"."""
     text = measure.text(measure.value(key, length))
     return f"{measure.name} {text}{f' {measure.unit}' if measure.unit and not measure.shares else ''}"
 

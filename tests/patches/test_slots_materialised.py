@@ -127,10 +127,18 @@ OLDER_METHODS = [
 ]
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", OLDER_FAMILIES)
-@pytest.mark.parametrize(("method", "params"), OLDER_METHODS)
-@pytest.mark.parametrize("cls", [OlderRotary, InWeights])
+def over_older_models(*classes: type) -> Any:
+    """Run a test over these rotary classes, in every older family and under every kind of method."""
+
+    def marked(test: Any) -> Any:
+        test = pytest.mark.parametrize("cls", classes)(test)
+        test = pytest.mark.parametrize(("method", "params"), OLDER_METHODS)(test)
+        return pytest.mark.usefixtures("poisoned")(pytest.mark.parametrize("name", OLDER_FAMILIES)(test))
+
+    return marked
+
+
+@over_older_models(OlderRotary, InWeights)
 def test_a_rotary_module_without_a_config_is_built_anew(
     cls: type, method: str, params: dict[str, Any], name: str
 ) -> None:
@@ -142,10 +150,7 @@ def test_a_rotary_module_without_a_config_is_built_anew(
     )
 
 
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("name", OLDER_FAMILIES)
-@pytest.mark.parametrize(("method", "params"), OLDER_METHODS)
-@pytest.mark.parametrize("cls", [KeepsNothing, KeepsNoBase])
+@over_older_models(KeepsNothing, KeepsNoBase)
 def test_a_rotary_module_that_cannot_be_built_anew_is_not_given_back(
     cls: type, method: str, params: dict[str, Any], name: str
 ) -> None:

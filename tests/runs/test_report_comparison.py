@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.errors import FileError
+from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
 from rope_ext_hf.eval.perplexity_runs import DocumentLoss
 from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
@@ -156,6 +156,15 @@ def test_measures_of_one_name_and_text_are_named_by_length_or_number(tmp_path: P
     assert [measure.name for measure in named] == ["perplexity, text, to 512 tokens", "perplexity, text, to 256 tokens"]
     equal = Comparison([run_of(name, tmp_path, ONE, name, **same) for name in "ab"]).measures
     assert [measure.name for measure in equal] == [f"perplexity, text, to 256 tokens, {n}" for n in (1, 2)]
+
+
+@pytest.mark.slow
+def test_a_unit_that_no_run_has_is_refused(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(path())
+    run = perplexity(model, "stdlib?max_documents=1", lengths=[64], max_spans=1, out=tmp_path).run
+    assert compare_runs([run.folder, run.folder], "bits").measures[0].unit == "bits per byte"
+    with pytest.raises(MethodError, match="'perplexity', 'nats' and 'bits'"):
+        compare_runs([run.folder, run.folder], "bytes")
 
 
 def test_the_unpatched_model_may_be_best(tmp_path: Path) -> None:
