@@ -176,12 +176,12 @@ class Demonstration:
         return f"Unpatched, it fails beyond {self.short:,}: perplexity {high} times as high, {answers} found."
 
     def reads_well(self, key: str) -> bool:
-        """Return whether a method reads the longer length as well as the unpatched model reads the trained one."""
+        """Return whether a method is not significantly worse at the longer length than unpatched at the trained one."""
         from rope_ext_hf.runs.verdicts import Outcome
 
         known, base = self.findings, (self.findings.loaded, self.short)
-        read = known.outcome(self.perplexity, (key, self.long), base, than=_TOLERANCE)
-        return read is Outcome.BETTER and known.outcome(self.answers, (key, self.long), base) is not Outcome.WORSE
+        measures = (self.perplexity, self.answers)
+        return all(known.outcome(each, (key, self.long), base) is not Outcome.WORSE for each in measures)
 
     def _well(self) -> list[str]:
         from rope_ext_hf.runs.verdicts import listed
