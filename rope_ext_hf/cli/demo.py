@@ -51,8 +51,8 @@ def demo(
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
     ask = partial(measure, model, methods=_METHODS, out=out, progress=shown_progress())
-    longest = 8 * trained
-    loss = ask(Perplexity(lengths=[trained, 4 * trained, longest], data=_texts(texts, longest), data_name="stdlib"))
+    longest = 4 * trained
+    loss = ask(Perplexity(lengths=[trained, 2 * trained, longest], data=_texts(texts, longest), data_name="stdlib"))
     retrieval = ask(
         Passkey(
             lengths=[trained, longest],

@@ -368,7 +368,7 @@ def test_measuring_prints_no_advice_for_programmers(bundled: Path, tmp_path: Pat
         warnings.simplefilter("default")
         result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
-    assert [line.split()[0] for line in result.stderr.splitlines()] == ["needs", "reads", "run", "read"]
+    assert [line.split()[0] for line in result.stderr.splitlines()] == ["reads", "spans", "run", "read"]
     run = next(tmp_path.glob("adapter-perplexity-*/run.json"))
     assert json.loads(run.read_text())["model"] == str(bundled)
 
