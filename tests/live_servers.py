@@ -41,7 +41,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.config_keys.formulas import longrope_magnitude
+from rope_ext_hf.config_keys.formulas import yarn_magnitude
 from rope_ext_hf.engines.base import ServingConfig
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary

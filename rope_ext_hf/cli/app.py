@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Annotated, Any, NoReturn
 
@@ -18,43 +19,38 @@ from typer.core import TyperCommand, TyperGroup
 
 from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
-from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files, serving
+from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
-from rope_ext_hf.cli.options import expand_options, method_parameters
+from rope_ext_hf.cli.options import CommandSettings, expand_options, method_parameters
 from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
-_COMMANDS = {
-    "Models": (models.methods, models.describe, models.patch, models.card),
-    "Measurements": (
-        demo.demo,
-        evaluation.ppl,
-        evaluation.sweep,
-        evaluation.passkey,
-        evaluation.tasks,
-        evaluation.gain,
-        run_files.run,
-        evaluation.report,
-        lm_eval.lm_eval,
-    ),
-    "Training": (models.search, models.finetune),
-    "Checkpoints": (models.convert, models.detect),
-    "Serving": (
-        serving.extend,
-        serving.advise,
-        serving.serve_config,
-        serving.check_server,
-        serving.audit,
-        serving.gguf,
-    ),
-}
-_CONTINUE = {
-    "convert": "the same command with --resume continues",
-    **dict.fromkeys(
-        ("demo", "extend", "finetune", "gain", "passkey", "ppl", "run", "search", "sweep", "tasks"),
-        "the same command continues where it stopped",
-    ),
-}
-"""What to do after Ctrl-C, by command."""
+_LIBRARY = (
+    demo.demo,
+    models.methods,
+    models.describe,
+    models.patch,
+    models.convert,
+    models.detect,
+    evaluation.ppl,
+    evaluation.sweep,
+    evaluation.passkey,
+    evaluation.report,
+    run_files.run,
+    lm_eval.lm_eval,
+)
+"""The commands of the library, in the order of --help; those of plug-ins come behind them."""
+
+
+def _plugged_in() -> list[Callable[..., Any]]:
+    """The commands that plug-ins add; one that cannot be loaded stops no other, and is named on standard error."""
+    commands = []
+    for name in plug_in_names("commands"):
+        try:
+            commands.append(plug_in("commands", name))
+        except RopeExtError as error:
+            print_error(f"the command {error}")
+    return commands
 
 
 _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
@@ -144,7 +140,7 @@ class _Group(TyperGroup):
                 traceback.print_exception(error)
             raise
         except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
-            hint = _CONTINUE.get(ctx.invoked_subcommand or "")
+            hint = _SETTINGS[ctx.invoked_subcommand].interrupted if ctx.invoked_subcommand in _SETTINGS else ""
             print_error("stopped" + (f"; {hint}" if hint else ""))
             raise typer.Exit(130) from error
 
@@ -215,10 +211,16 @@ def _options(
         print_text(context.get_help())
 
 
-for _panel, _functions in _COMMANDS.items():
-    for _function in _functions:
-        _class = _Repeated if _function is run_files.run else _Command
-        app.command(_function.__name__.replace("_", "-"), cls=_class, rich_help_panel=_panel)(expand_options(_function))
+_SETTINGS: dict[str, CommandSettings] = {}
+"""The settings of every command, by the name that is typed."""
+
+for _function in (*_LIBRARY, *_plugged_in()):
+    _settings: CommandSettings = _function.command_settings
+    _name = _function.__name__.replace("_", "-")
+    _SETTINGS[_name] = _settings
+    app.command(_name, cls=_Repeated if _settings.repeats else _Command, rich_help_panel=_settings.panel)(
+        expand_options(_function)
+    )
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from rope_ext_hf.cli.console import print_text
 from rope_ext_hf.cli.evaluation import shown_progress
-from rope_ext_hf.cli.options import Json, Out
+from rope_ext_hf.cli.options import CONTINUES, Json, Out, command
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.questions import Passkey, Perplexity
 from rope_ext_hf.questions import asked
@@ -29,6 +29,7 @@ _TOLERANCE = math.log1p(0.05)  # nats: a perplexity up to 5% higher still reads 
 _TRY = "rope-ext ppl MODEL --method yarn --factor 4 --lengths 4k,16k --data 'books/*.txt'"
 
 
+@command("Start here", interrupted=CONTINUES)
 def demo(
     out: Out = Path("rope-ext-results"),
     texts: int = asked(8, "Texts that are read; more take longer and show smaller differences.", least=3),

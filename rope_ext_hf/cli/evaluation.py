@@ -1,8 +1,9 @@
-"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `tasks`, `gain`, `report`."""
+"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `report`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -12,19 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_error, print_note, print_table, print_text, progress_bar
-from rope_ext_hf.cli.options import DryRun, EvalOptions, Json, Model, Out
+from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, Out, command
 from rope_ext_hf.errors import MethodError, count_text, duration, short
-from rope_ext_hf.eval.questions import Gain, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.questions import Question, asked
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.eval.key_token_runs import KeyRanges
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
@@ -47,7 +48,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ProcessOptions(Question):
+class ProcessOptions(Question):
     """The processes that share a measurement."""
 
     PANEL = "Processes and engines"
@@ -74,12 +75,12 @@ class _ProcessOptions(Question):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReaderOptions(_ProcessOptions):
+class ReaderOptions(ProcessOptions):
     """The processes, and the engine that reads in place of transformers."""
 
     engine: str | None = asked(
         None,
-        "vllm: losses from vLLM in place of transformers, once both agree on the first span of each length.",
+        "What reads the text in place of transformers, once both agree on the first span of each length, e.g. vllm.",
         metavar="NAME",
     )
     gpus: int | None = asked(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
@@ -88,12 +89,15 @@ class ReaderOptions(_ProcessOptions):
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> RunPlan[Any]:
         from rope_ext_hf.hub import is_adapter
-        from rope_ext_hf.servers.vllm_scorer import scored_by_engine
 
         if self.engine is None:
             if self.gpus is not None:
-                raise MethodError("--gpus is for --engine vllm; transformers takes --device-map auto")
+                raise MethodError("--gpus is for --engine; transformers takes --device-map auto")
             return plan
+        read_by_engine = plug_in("readers", self.engine)
+        if read_by_engine is None:
+            known = ", ".join(plug_in_names("readers")) or "no engine, for no package with one is installed"
+            raise MethodError(f"--engine takes {known}, got {short(self.engine)!r}; without it transformers reads")
         if is_adapter(model, revision=load.revision):
             raise MethodError(
                 f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
@@ -101,12 +105,13 @@ class ReaderOptions(_ProcessOptions):
             )
         alone = workers.count == 1 and load.device_map is None
         gpus = self.gpus or 1
-        plan, left_out = scored_by_engine(self.engine, empty, plan, alone=alone, gpus=gpus, **load.version)
+        plan, left_out = read_by_engine(empty, plan, alone=alone, gpus=gpus, **load.version)
         if left_out is not None and workers.rank == 0:
             print_note("without", left_out)
         return plan
 
 
+@command("Measure", interrupted=CONTINUES)
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
 
@@ -115,6 +120,7 @@ def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     Prepared(given, question, reader).measure()
 
 
+@command("Measure", interrupted=CONTINUES)
 def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
     """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
 
@@ -127,7 +133,8 @@ def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
     Prepared(given, question, reader).measure()
 
 
-def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
+@command("Measure", interrupted=CONTINUES)
+def passkey(given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
     """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
@@ -137,25 +144,7 @@ def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> No
     Prepared(given, question, shared).measure()
 
 
-def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
-    """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
-
-    Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
-    """
-    Prepared(given, question, shared).measure()
-
-
-def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
-    """Whether the model uses its context: how much evidence in it lowers the loss of an answer, by length and distance.
-
-    Each prompt is read twice, with the evidence and with other text in its place. No text is generated: base models
-    will do.
-
-    Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
-    """
-    Prepared(given, question, shared).measure()
-
-
+@command("Measure")
 def report(
     folders: Annotated[
         list[Path],
@@ -201,7 +190,7 @@ def report(
 class Prepared:
     """A measurement, planned from the model on the meta device, that fits into memory; what it needs is printed."""
 
-    def __init__(self, given: RunOptions, question: LengthsQuestion, shared: _ProcessOptions) -> None:
+    def __init__(self, given: RunOptions, question: LengthsQuestion, shared: ProcessOptions) -> None:
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 
@@ -240,14 +229,13 @@ def _with_keys(
     plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
     """The plan with its key tokens, which another model finds before the measured one is loaded."""
-    from rope_ext_hf.eval.key_token_runs import KEYS_FILE, keys_of_run, plan_keys, with_keys
     from rope_ext_hf.runs.runner import carry_out
 
     evaluator = replace(load, revision=None)  # that one is of the measured model
 
-    def find(source: str) -> KeyRanges | None:
+    def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
         empty = evaluator.empty_model(source)
-        of_keys = plan_keys(empty, evaluator.tokenizer(source), plan, question.key_window)
+        of_keys = make(empty, evaluator.tokenizer(source))
         forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
         if forecast is not None:
             print_forecast(forecast, given.as_json)
@@ -255,12 +243,10 @@ def _with_keys(
         shown = shown_progress(workers)
         run = carry_out(evaluator.model(source), of_keys, out=given.out, workers=workers, progress=shown, file=file)
         if workers.rank == 0:
-            (found,) = run.results
-            text = f"{found.keys:,} of {found.compared:,} tokens are key tokens: {found.setting}"
-            print_note("keys", f"{text}. They are in {run.folder / KEYS_FILE}")
-        return keys_of_run(run, of_keys)
+            print_note(run.kind.name, run.kind.outcome(run))
+        return run
 
-    return with_keys(plan, question, find)
+    return question.with_key_tokens(plan, measure_with)
 
 
 def _preflight(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text
-from rope_ext_hf.cli.options import Json, LoadOptions, Model
+from rope_ext_hf.cli.options import Json, LoadOptions, Model, command
 from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.installing import install_command
@@ -17,6 +17,7 @@ from rope_ext_hf.questions import asked
 _TEMPLATE = {"auto": None, "always": True, "never": False}
 
 
+@command("Measure")
 def lm_eval(
     model: Model,
     methods: LayerChoice,

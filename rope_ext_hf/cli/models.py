@@ -1,4 +1,4 @@
-"""Commands about models: methods, describe, patch, card, convert, detect, search, finetune."""
+"""Commands about models and checkpoints: `methods`, `describe`, `patch`, `convert`, `detect`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
-from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
-from rope_ext_hf.cli.options import DryRun, Json, LoadOptions, Model, PublishOptions, SourceOptions
+from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command, write_cards
 from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import asked
-from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,11 +25,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
-_RunFolder = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
-]
-
-
+@command("Patch a model")
 def methods(as_json: Json = False) -> None:
     """List the methods and their parameters, with the defaults.
 
@@ -75,6 +69,7 @@ def methods(as_json: Json = False) -> None:
     print_table(table)
 
 
+@command("Patch a model")
 def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
     """Show which RoPE method a model has, or would have with --method; reads no weights.
 
@@ -91,6 +86,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     print_text(json_text(description.to_dict()) if as_json else str(description))
 
 
+@command("Patch a model")
 def patch(
     model: Model,
     methods: LayerChoice,
@@ -134,20 +130,20 @@ def write_patched(
 ) -> Description:
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.downloads import mistral_format_files
-    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
     from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
-    from rope_ext_hf.serving.model_card import made_from, write_card
-
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
-        origin = made_from(model, **source.version)
-        finish = partial(write_card, runs=runs, name=out.name, model=empty, **origin)
+        folder = model_folder(model, revision=source.revision)
+        hub_id = None if folder == Path(model_source(model)) else model
+        of_card = {"name": out.name, "source": folder, "base_model": hub_id, "model": empty}
+        finish = partial(write_cards, runs=runs, trust_remote_code=source.trust_remote_code, **of_card)
         with progress_bar("copying", unit="bytes") as bar:
-            save_patched_folder(empty, origin["source"], out, bar.set, as_code, finish, keep_mistral_format)
+            save_patched_folder(empty, folder, out, bar.set, as_code, finish, keep_mistral_format)
         description = _describe(empty, model, source)
-        if left := mistral_format_files(origin["source"]):
+        if left := mistral_format_files(folder):
             names = ", ".join(left)
             note = (
                 f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it "
@@ -162,7 +158,7 @@ def write_patched(
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """What a model is, and how it is saved under its name."""
-    from rope_ext_hf.config_keys.keys import text_settings, unread_settings
+    from rope_ext_hf.patches.config_keys import text_settings, unread_settings
     from rope_ext_hf.files import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
@@ -177,35 +173,7 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
     return description
 
 
-def card(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a model or an adapter.")],
-    publish: PublishOptions,
-    runs: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
-    ] = None,
-    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
-    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
-    as_json: Json = False,
-) -> None:
-    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
-
-    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
-    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
-
-    Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
-    """
-    from rope_ext_hf.serving.model_card import RESULTS, write_card
-
-    publish.check()
-    written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
-    files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
-    print_text(
-        json_text([str(file) for file in files]) if as_json else "\n".join(f"written to {file}" for file in files)
-    )
-    publish.upload(folder, trust_remote_code=trust_remote_code)
-
-
+@command("Convert a checkpoint", interrupted="the same command with --resume continues")
 def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
@@ -250,6 +218,7 @@ def convert(
     print_text(json_text(report.to_dict()) if as_json else str(report))
 
 
+@command("Convert a checkpoint")
 def detect(
     model: Model,
     source: SourceOptions,
@@ -274,69 +243,3 @@ def detect(
             sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)
     print_text(json_text(report.to_dict()) if as_json else str(report))
-
-
-def finetune(
-    model: Model,
-    question: Finetuning,
-    source: LoadOptions,
-    publish: PublishOptions,
-    out: _RunFolder,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
-    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
-
-    Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
-    The trained model, in FOLDER/model, loads plainly wherever the method does.
-
-    Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
-    """
-    _carry_out(question, source, publish, out, dry_run, as_json)
-
-
-def search(
-    model: Model,
-    question: Searching,
-    source: LoadOptions,
-    publish: PublishOptions,
-    out: _RunFolder,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
-    """Search the method and the divisors with which a model reads your text best at a longer length.
-
-    The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
-    same command continues where it was stopped. Where what was found does not surely read better than the best fixed
-    method, that is written.
-
-    Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
-    """
-    _carry_out(question, source, publish, out, dry_run, as_json)
-
-
-def _carry_out(
-    question: OfModel, source: LoadOptions, publish: PublishOptions, out: Path, dry_run: bool, as_json: bool
-) -> None:
-    """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
-    name = question.command
-    if source.device_map is not None:
-        raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
-    publish.check()
-    from rope_ext_hf import training
-
-    if dry_run:
-        from rope_ext_hf.training.forecasts import forecast
-
-        print_forecast(forecast(question, out), as_json)
-        return
-    report: Any
-    try:
-        arguments = question.arguments
-        arguments |= arguments.pop("parameters", {})
-        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress()}
-        report = getattr(training, name)(out=out, **arguments)
-    except ImportError as error:
-        raise MethodError(str(error)) from error
-    print_text(json_text(report.to_dict()) if as_json else str(report))
-    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import Field, dataclass
 from functools import cache, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -29,6 +29,7 @@ from rope_ext_hf.cli.console import print_note, quiet_transformers
 from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.plug_ins import plug_ins
 from rope_ext_hf.questions import Asked, Question, asked, command_line, kind_of, option_text
 
 if TYPE_CHECKING:
@@ -48,6 +49,36 @@ Out = Annotated[Path, typer.Option(metavar="FOLDER", help="Where results are kep
 
 FROM_FILE = "rope_ext_hf.from_file"  # where a context's `meta` has the options of a run file, by name
 _MOST_NESTING = 100  # of brackets in a value
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class CommandSettings:
+    """Settings of one command of `rope-ext`."""
+
+    panel: str  # the title under which `rope-ext --help` lists it
+    interrupted: str = ""  # what to do after Ctrl-C
+    repeats: bool = False  # whether its first argument says which command takes the others
+
+
+CONTINUES = "the same command continues where it stopped"
+"""What `CommandSettings.interrupted` of a command says whose results are kept as they come."""
+
+
+def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Callable[[C], C]:
+    """Make a function a command of `rope-ext`, by its name with hyphens; a decorator.
+
+    Its parameters and the fields of the dataclasses among them become options, see `expand_options`; its docstring is
+    the help. An entry point of the group rope_ext_hf.commands adds one of another package.
+    """
+
+    def settle(function: C) -> C:
+        function.command_settings = CommandSettings(panel, interrupted, repeats)  # type: ignore[attr-defined]
+        return function
+
+    return settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +163,8 @@ class PublishOptions(Question):
         if self.push_to_hub is None:
             return
         from rope_ext_hf.downloads import upload
-        from rope_ext_hf.serving.model_card import write_card
 
-        write_card(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
+        write_cards(folder, name=self.push_to_hub, trust_remote_code=trust_remote_code)
         sizes = {name: (folder / name).stat().st_size for name in list_files(folder)}
         kind = "public" if self.public else "private"
         print_note("upload", f"{size_text(sum(sizes.values()))} to the {kind} repository {self.push_to_hub}:")
@@ -145,6 +175,12 @@ class PublishOptions(Question):
             print_note("upload", f"not done; `{later}` does it")
             return
         print_note("uploaded", upload(folder, self.push_to_hub, private=not self.public))
+
+
+def write_cards(folder: Path, **given: Any) -> None:
+    """Let every plug-in of the group rope_ext_hf.cards write the card of a folder; `given` are its arguments."""
+    for write in plug_ins("cards").values():
+        write(folder, **given)
 
 
 def _paths_in(file: Path) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_note
-from rope_ext_hf.cli.options import FROM_FILE, method_parameters, questions_of
+from rope_ext_hf.cli.options import CONTINUES, FROM_FILE, command, method_parameters, questions_of
 from rope_ext_hf.errors import FileError, MethodError, did_you_mean, short
 from rope_ext_hf.questions import Asked, command_words, kind_of
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _NUMBERS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float}
 
 
+@command("Measure", interrupted=CONTINUES, repeats=True)
 def run(
     context: typer.Context,
     file: Annotated[
@@ -66,13 +67,13 @@ def _repeat(context: typer.Context, file: RunFile, typed: Sequence[str]) -> None
     changed = [f"{name} {then}" for name, then in file.versions.items() if versions_now().get(name, then) != then]
     if changed:
         print_note("versions", f"{', '.join(changed)} answered before, others are here: numbers may differ")
-    command = group.commands[file.command]
-    required = {each.name for each in command.params if each.required}
+    repeated = group.commands[file.command]
+    required = {each.name for each in repeated.params if each.required}
     context.meta[FROM_FILE] = given
     defaults = {name: str(value) for name, value in given.items() if name in required}
     words = [model, *options]
-    with command.make_context(file.command, words, parent=context.parent, default_map=defaults) as inner:
-        command.invoke(inner)
+    with repeated.make_context(file.command, words, parent=context.parent, default_map=defaults) as inner:
+        repeated.invoke(inner)
 
 
 def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.servers.checking import ServerReport
 
 
+@command("Tool box: serve", interrupted=CONTINUES)
 def extend(
     model: Model,
     load: EvalOptions,
@@ -115,6 +116,7 @@ def _print_extension(plan: Extension, reading: Forecast | None, empty: PreTraine
     print_text("\n".join(lines))
 
 
+@command("Tool box: serve")
 def advise(
     model: Model,
     source: SourceOptions,
@@ -158,6 +160,7 @@ def advise(
         print_text(advice.full_text() if everything else str(advice))
 
 
+@command("Tool box: serve")
 def serve_config(
     model: Model,
     methods: PatchChoice,
@@ -179,6 +182,7 @@ def serve_config(
     print_text(json_text(config.to_dict()) if as_json else str(config))
 
 
+@command("Tool box: serve")
 def check_server(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server's address, e.g. http://localhost:8000.")],
     load: LoadOptions,
@@ -242,6 +246,7 @@ def check_server(
         raise typer.Exit(1)
 
 
+@command("Tool box: serve")
 def gguf(
     file: Annotated[Path, typer.Argument(metavar="IN.gguf", help="The GGUF file of the model.")],
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
@@ -262,6 +267,7 @@ def gguf(
     print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
 
 
+@command("Tool box: serve")
 def audit(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
     revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
@@ -285,3 +291,33 @@ def _configure(
     from rope_ext_hf.serving.configs import serving_config
 
     return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)
+
+
+@command("Tool box: serve")
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a model or an adapter.")],
+    publish: PublishOptions,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
+    ] = None,
+    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
+    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
+    as_json: Json = False,
+) -> None:
+    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
+
+    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
+    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
+
+    Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
+    """
+    from rope_ext_hf.serving.model_card import RESULTS, write_card
+
+    publish.check()
+    written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
+    files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
+    print_text(
+        json_text([str(file) for file in files]) if as_json else "\n".join(f"written to {file}" for file in files)
+    )
+    publish.upload(folder, trust_remote_code=trust_remote_code)

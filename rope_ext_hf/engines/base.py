@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys import formulas
-from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS, Computed, Config, RopeKeys
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS, Config
 from rope_ext_hf.errors import ServingError, UnknownMethodError, entry, short
 from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped

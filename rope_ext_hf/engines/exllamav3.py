@@ -11,8 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, length_setting, needed, rotated_dims
+from rope_ext_hf.config_keys.formulas import longrope_magnitude
+from rope_ext_hf.config_keys.formulas import yarn_magnitude
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys, length_setting
+from rope_ext_hf.patches.config_keys import Config, needed, rotated_dims
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.errors import ServingError

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.formulas import longrope_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, text_settings
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys
+from rope_ext_hf.patches.config_keys import Config, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import alpha_theta, linear, longrope_magnitude, plain, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, text_settings
+from rope_ext_hf.config_keys.formulas import alpha_theta, linear, longrope_magnitude, plain
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys
+from rope_ext_hf.patches.config_keys import Config, needed, text_settings
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
+from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
 
 MLA_FAMILIES = frozenset(
     {"axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
@@ -27,16 +29,6 @@ MLA_FAMILIES = frozenset(
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 NTK_ALPHA_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
 """Families whose dynamic scaling with `alpha` is one set of frequencies for all lengths."""
-
-
-def yarn_magnitude_by_config(settings: Config, factor: float) -> float:
-    """The magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1."""
-    if settings.get("attention_factor") is not None:
-        return needed(settings, "attention_factor")
-    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
-    return yarn_magnitude(factor)
 
 
 class _Rules(ConfigEngine):

@@ -14,26 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import (
-    alpha_theta,
-    linear,
-    llama3,
-    longrope_magnitude,
-    plain,
-    yarn,
-    yarn_magnitude,
-)
-from rope_ext_hf.config_keys.keys import (
-    Computed,
-    Config,
-    check_sliding_layers,
-    length_setting,
-    needed,
-    rope_divisors,
-    rope_settings,
-    rotated_dims,
-    text_settings,
-)
+from rope_ext_hf.config_keys.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn
+from rope_ext_hf.config_keys.formulas import yarn_magnitude
+from rope_ext_hf.config_keys.keys import Computed, check_sliding_layers, length_setting, rope_divisors
+from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings
 from rope_ext_hf.engines.base import Engine, NotCheckedError, ServingConfig, Target, engine_table, register_engine
 from rope_ext_hf.errors import ServingError, short
 

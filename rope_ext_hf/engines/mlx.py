@@ -10,7 +10,8 @@ import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, check_sliding_layers, needed
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys, check_sliding_layers
+from rope_ext_hf.patches.config_keys import Config, needed
 from rope_ext_hf.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine
 from rope_ext_hf.errors import ServingError

@@ -10,14 +10,8 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.formulas import alpha_theta, plain
-from rope_ext_hf.config_keys.keys import (
-    GEOMETRY_KEYS,
-    PLUGIN_TYPE,
-    Computed,
-    RopeKeys,
-    length_setting,
-    plugin_frequencies,
-)
+from rope_ext_hf.config_keys.keys import PLUGIN_TYPE, Computed, RopeKeys, length_setting, plugin_frequencies
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command

@@ -13,7 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.config_keys.keys import PLUGIN_TYPE, Computed, Config, RopeKeys, needed
+from rope_ext_hf.config_keys.keys import PLUGIN_TYPE, Computed, RopeKeys
+from rope_ext_hf.patches.config_keys import Config, needed
 from rope_ext_hf.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.hf_transformers import Transformers
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding

@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.config_keys.formulas import plain
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys
+from rope_ext_hf.patches.config_keys import Config, needed
 from rope_ext_hf.engines.base import NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.engines.former_spelling import FormerSpellingEngine, later_factor
-from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
+from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
 from rope_ext_hf.errors import ServingError
 
 _FUSED = frozenset({"qwen3", "qwen3_moe"})

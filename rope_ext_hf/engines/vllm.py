@@ -13,10 +13,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn, yarn_magnitude
-from rope_ext_hf.config_keys.keys import Computed, Config, RopeKeys, needed, plugin_settings
+from rope_ext_hf.config_keys.formulas import longrope_magnitude, plain, yarn
+from rope_ext_hf.config_keys.formulas import yarn_magnitude
+from rope_ext_hf.config_keys.keys import Computed, RopeKeys, plugin_settings
+from rope_ext_hf.patches.config_keys import Config, needed
 from rope_ext_hf.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
-from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
+from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
 from rope_ext_hf.engines.overrides import OverridingEngine, plugin_encoding
 from rope_ext_hf.errors import ServingError
 

@@ -1,7 +1,7 @@
-"""How well a model reads at long context lengths: perplexity, retrieval, task suites, lm-evaluation-harness.
+"""How well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
 
 from rope_ext_hf.eval import Perplexity, measure
-from rope_ext_hf.eval import passkey, perplexity, sweep, tasks
+from rope_ext_hf.eval import passkey, perplexity, sweep
 from rope_ext_hf.eval import RopeHFLM      # needs lm-eval
 """
 
@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rope_ext_hf.eval.gain_runs import ContextGain as ContextGain
     from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM as RopeHFLM
     from rope_ext_hf.eval.measuring import measure as measure
     from rope_ext_hf.eval.measuring import passkey as passkey
     from rope_ext_hf.eval.measuring import perplexity as perplexity
     from rope_ext_hf.eval.measuring import sweep as sweep
-    from rope_ext_hf.eval.measuring import tasks as tasks
     from rope_ext_hf.eval.perplexity_runs import Result as Result
-    from rope_ext_hf.eval.questions import Gain as Gain
     from rope_ext_hf.eval.questions import Passkey as Passkey
     from rope_ext_hf.eval.questions import Perplexity as Perplexity
     from rope_ext_hf.eval.questions import Sweep as Sweep
-    from rope_ext_hf.eval.questions import Tasks as Tasks
     from rope_ext_hf.eval.retrieval_runs import Retrieval as Retrieval
-    from rope_ext_hf.eval.task_runs import TaskResult as TaskResult
     from rope_ext_hf.method_choice import MethodChoice as MethodChoice
     from rope_ext_hf.reading.documents import Document as Document
     from rope_ext_hf.runs.folder import read_run as read_run

@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, FileError, MethodError, one_line, printable, short, warn_caller
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
-from rope_ext_hf.eval.questions import Perplexity
+from rope_ext_hf.eval.questions import MeasureWith, Perplexity
 from rope_ext_hf.files import atomic_file, read_json, write_json
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
@@ -264,6 +264,11 @@ class KeyTokenRuns(RunKind):
     def rows(self, run: Run[_KeyTokens]) -> Iterable[Sequence[Any]]:
         return ([result.length, result.compared, result.keys] for result in run.results)
 
+    def outcome(self, run: Run[_KeyTokens]) -> str:
+        (result,) = run.results
+        count = f"{result.keys:,} of {result.compared:,} tokens are key tokens: {result.setting}"
+        return f"{count}. They are in {run.folder / KEYS_FILE}"
+
     def table(self, run: Run[_KeyTokens], *, detailed: bool = False) -> Table:
         view = length_table(run, "Key tokens by context length", str(run.results[0].setting), "evaluator")
         for result in run.results:
@@ -373,36 +378,44 @@ def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySet
     return masks, setting
 
 
-def keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> KeyRanges:
-    """The key tokens that a complete run of a plan found; a run in a folder keeps them there."""
+def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> KeyRanges:
+    """Return the key tokens that a complete run of a plan found; a run in a folder keeps them there."""
     (result,) = run.results
     name = Path(run.settings["model"]).name or "model"
     digests = {document.name: _text_digest(document) for document, _ in plan.measurement.documents}
-    found = KeyRanges(
+    keys = KeyRanges(
         name if result.method is None else f"{name} ({label(result.method)})",
         result.setting,
         {digests[each.name]: (each.name, each.ranges) for each in result.documents},
     )
     if run.path is not None:
-        found.write(run.path / KEYS_FILE)
-    return found
+        keys.write(run.path / KEYS_FILE)
+    return keys
 
 
-def with_keys(
-    plan: RunPlan[PerplexityMeasurement], question: Perplexity, find: Callable[[str], KeyRanges | None]
+def score_key_tokens(
+    plan: RunPlan[PerplexityMeasurement], question: Perplexity, measure_with: MeasureWith
 ) -> RunPlan[PerplexityMeasurement]:
-    """The plan with LongPPL measured over the key tokens of the question, where it has some: of a file, or of a model.
+    """Return the plan with LongPPL measured over the key tokens that `question.keys_by` names: a file, or a model.
 
-    `find` has the model of this name find them; None leaves the plan as it is. Warns of documents that were not
-    searched for any.
+    `measure_with` measures a plan with the model of this name; where it returns None, the plan comes back as it is.
+    Warns of documents in which no key tokens were looked for.
     """
     source = question.keys_by
-    if source is None:
-        return plan
-    is_file = os.path.isfile(source)  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
-    keys = read_keys(source, question.key_window) if is_file else find(source)
-    if keys is None:
-        return plan
+    assert source is not None
+    if os.path.isfile(source):  # noqa: PTH113 - Path.is_file raises where a name is too long for a path
+        keys = read_keys(source, question.key_window)
+    else:
+        plans: list[RunPlan[_KeyTokenMeasurement]] = []
+
+        def make(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunPlan[_KeyTokenMeasurement]:
+            plans.append(plan_keys(evaluator, tokenizer, plan, question.key_window))
+            return plans[0]
+
+        run = measure_with(source, make)
+        if run is None:
+            return plan
+        keys = _keys_of_run(run, plans[0])
     read = plan.measurement.plan
     masks = [keys.mask(document) for document, _ in read.documents]
     unknown = [document.name for document, _ in read.documents if _text_digest(document) not in keys.documents]

@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.eval.key_token_runs import KeyRanges, keys_of_run, plan_keys, with_keys
 from rope_ext_hf.eval.perplexity_runs import Result
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval_runs import Retrieval
-from rope_ext_hf.eval.task_runs import TaskResult
 from rope_ext_hf.hub import load_model, load_tokenizer, model_by_name
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
-from rope_ext_hf.runs.kinds import Results, Run
+from rope_ext_hf.runs.kinds import Results, Run, RunPlan
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 
@@ -87,12 +85,11 @@ def measure(
     if isinstance(question, Perplexity):
         device, dtype = str(model.device), model.dtype
 
-        def find(source: str) -> KeyRanges:
+        def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any]:
             evaluator = load_model(source, device=device, dtype=dtype)
-            of_keys = plan_keys(evaluator, load_tokenizer(source), plan, question.key_window)
-            return keys_of_run(carry_out(evaluator, of_keys, out=out, file=file), of_keys)
+            return carry_out(evaluator, make(evaluator, load_tokenizer(source)), out=out, file=file)
 
-        plan = with_keys(plan, question, find)
+        plan = question.with_key_tokens(plan, measure_with)
     return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
 
 
@@ -117,7 +114,7 @@ def perplexity(
     Returns:
         One Result per length, shortest first, as a list that a notebook shows as a table.
     """
-    return _results(model, Perplexity, asked | {"data": corpus, "data_name": data}, progress)
+    return results_of(model, Perplexity, asked | {"data": corpus, "data_name": data}, progress)
 
 
 @forward(Passkey)
@@ -137,27 +134,7 @@ def passkey(
     Returns:
         One Retrieval per length and depth, in ascending order, as a list that a notebook shows as a table.
     """
-    return _results(model, Passkey, asked, progress)
-
-
-@forward(Tasks)
-def tasks(
-    model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **asked: Any
-) -> Results[TaskResult]:
-    """Measure a suite of tasks at several context lengths; model and errors are those of `measure`.
-
-    Nothing is downloaded. ImportError: a package that makes the prompts is not installed.
-
-    Args:
-        progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.
-        **asked: fields of `Tasks`, and further arguments of `measure`: methods, out and others. The tokenizer's BOS
-            token is not counted, as in RULER.
-
-    Returns:
-        One TaskResult per length and task, as a list that a notebook shows as a table; `.run.table()` has the suite's
-        scores and effective lengths.
-    """
-    return _results(model, Tasks, asked, progress)
+    return results_of(model, Passkey, asked, progress)
 
 
 @forward(Sweep)
@@ -184,8 +161,11 @@ def sweep(
     return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **how)
 
 
-def _results(model: Any, question: type[LengthsQuestion], given: dict[str, Any], progress: Any) -> Results[Any]:
-    """The results of one question; a function is called with the tokens read, without the method's label."""
+def results_of(model: Any, question: type[LengthsQuestion], given: dict[str, Any], progress: Any) -> Results[Any]:
+    """Return the results of one question, for a function whose `**fields` are those of the question and of `measure`.
+
+    `progress` as in `measure`, except that a function is called with the tokens read alone, without the method's label.
+    """
     fields, how = question.apart(given)
     called = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
     return Results(measure(model, question(**fields), progress=called, **how))

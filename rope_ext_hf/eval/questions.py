@@ -9,23 +9,34 @@ the model. Nothing here imports torch, so that --help answers at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.plug_ins import plug_in
 from rope_ext_hf.questions import Question, anything, asked, several
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
-from rope_ext_hf.suites.base import check_suite, suite_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rope_ext_hf.methods.base import RopeMethod
-    from rope_ext_hf.runs.kinds import RunPlan
+    from rope_ext_hf.runs.kinds import Run, RunPlan
+
+class MeasureWith(Protocol):
+    """A function that measures, with the model of a name, the plan that `make` makes from that model and its tokenizer.
+
+    It returns the run; None where nothing is measured, as in a dry run.
+    """
+
+    def __call__(
+        self, source: str, make: Callable[[PreTrainedModel, PreTrainedTokenizerBase], RunPlan[Any]]
+    ) -> Run[Any] | None: ...
+
 
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
 """Methods that follow from a factor alone, or from nothing."""
@@ -54,8 +65,6 @@ def _most_spans(given: Any) -> int | None:
 class LengthsQuestion(Question):
     """What is asked at several context lengths."""
 
-    planner: ClassVar[str]  # the function that plans it, as "module:name": its module imports torch
-
     lengths: tuple[int, ...] | Any = asked(
         MISSING,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).",
@@ -83,13 +92,19 @@ class LengthsQuestion(Question):
         if methods is not None:
             question, chosen = self.fit(model, methods)
             settings |= {"methods": (None, *chosen), **methods.underneath}
-        plan: RunPlan[Any] = resolve_name(self.planner)(question, model, tokenizer, settings)
-        return plan
+        return question.plan_run(model, tokenizer, settings)
+
+    def plan_run(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    ) -> RunPlan[Any]:
+        """Return the plan of a question that fits the methods, with these fields of `RunPlan`; see `plan`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it is planned")
 
     def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
         """The question, and every method with every factor; without one, fitted to the longest length."""
-        resolve = resolve_name("rope_ext_hf.patches.patching:resolve_choice")
-        return self, resolve(methods, model, max(self.lengths))
+        from rope_ext_hf.patches.patching import resolve_choice
+
+        return self, resolve_choice(methods, model, max(self.lengths))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +112,6 @@ class Perplexity(LengthsQuestion):
     """Perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
-    planner = "rope_ext_hf.eval.perplexity_runs:plan_perplexity"
     command = "ppl"
 
     data: Any = asked(
@@ -157,9 +171,29 @@ class Perplexity(LengthsQuestion):
         if self.key_window is not None and self.keys_by is None:
             raise MethodError("key_window is the short context of what keys_by names; give keys_by, too")
 
+    def with_key_tokens(self, plan: RunPlan[Any], measure_with: MeasureWith) -> RunPlan[Any]:
+        """Return the plan, with the tokens scored as well that `keys_by` chooses; MethodError: no package chooses any.
+
+        `measure_with` measures the plan by which another model chooses them.
+        """
+        if self.keys_by is None:
+            return plan
+        choose = plug_in("token_choices", "keys_by")
+        if choose is None:
+            raise MethodError("keys_by needs the tool box of this package, rope_ext_hf.tools, which is not installed")
+        chosen: RunPlan[Any] = choose(plan, self, measure_with)
+        return chosen
+
     def check_early(self) -> None:
         resolve_protocol(self.protocol)
         check_name(self.data)
+
+    def plan_run(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    ) -> RunPlan[Any]:
+        from rope_ext_hf.eval.perplexity_runs import plan_perplexity
+
+        return plan_perplexity(self, model, tokenizer, settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +208,9 @@ class Sweep(Perplexity):
         Without factor and target length, each length beyond the context length gets the factor that it needs, since a
         method costs short inputs more the larger its factor is.
         """
-        fitted: tuple[LengthsQuestion, list[RopeMethod]]
-        fitted = resolve_name("rope_ext_hf.eval.perplexity_runs:fit_sweep")(self, model, methods)
-        return fitted
+        from rope_ext_hf.eval.perplexity_runs import fit_sweep
+
+        return fit_sweep(self, model, methods)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +222,6 @@ class Passkey(LengthsQuestion):
     takes as many times less. All other statements stand at random depths. Names and values are the same at each length.
     """
 
-    planner = "rope_ext_hf.eval.retrieval_runs:plan_passkey"
     command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
@@ -219,73 +252,9 @@ class Passkey(LengthsQuestion):
     def check_early(self) -> None:
         check_name(self.haystack)
 
+    def plan_run(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
+    ) -> RunPlan[Any]:
+        from rope_ext_hf.eval.retrieval_runs import plan_passkey
 
-@dataclass(frozen=True, kw_only=True)
-class Tasks(LengthsQuestion):
-    """A suite of tasks: scores by length, and up to which length they hold.
-
-    The lengths are those of prompt and generation together, at most. Generated answers are scored by the share of the
-    right answers that they hold; ranked ones by whether the first right answer has the highest likelihood per token.
-    """
-
-    planner = "rope_ext_hf.eval.task_runs:plan_tasks"
-    command = "tasks"
-
-    suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
-    tasks: tuple[str, ...] | Any | None = asked(
-        None, "Tasks of the suite, by commas. Default: all.", parse=several(str), metavar="NAMES"
-    )
-    samples: int = asked(20, "Prompts per task and length.", least=1, most=10_000)
-    haystack: Any = asked(
-        "stdlib", "The text that facts are hidden in, named as in --data of ppl; some tasks use none.", parse=anything
-    )
-    score: str | None = asked(
-        None,
-        "generate: the share of right answers generated; rank: the right one among 19 others. Default: generate; of "
-        "short rank.",
-    )
-    chat_template: str = asked(
-        "auto", "auto: the tokenizer's chat template, where it has one; never.", among=("auto", "never")
-    )
-    extra_tokens: int = asked(
-        0, "Tokens to generate beyond each task's budget, for models that reason first.", least=0, most=2**20
-    )
-    seed: int | None = asked(None, "Of the prompts. Default: the suite's own, 42 for ruler.", least=0, most=2**32 - 1)
-
-    def check_early(self) -> None:
-        check_name(self.haystack)
-        check_suite(self.suite)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gain(LengthsQuestion):
-    """Whether a model uses its context: by how much evidence in it lowers the loss of an answer.
-
-    Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
-    """
-
-    planner = "rope_ext_hf.eval.gain_runs:plan_gain"
-    command = "gain"
-
-    data: Any = asked(
-        "docstrings",
-        "'docstrings' (of modules of Python's library that the bundled model was not trained on), or rows with the "
-        "columns context, evidence (a part of context), question and answer: JSON lines, parquet, hf:OWNER/NAME.",
-        parse=anything,
-        metavar="ROWS",
-    )
-    distances: tuple[int, ...] | Any | None = asked(
-        None,
-        "Tokens between evidence and answer, e.g. 1k,4k. Default: half of each length.",
-        parse=lambda given: None if given is None else tuple(parse_lengths(given)),
-        metavar="LENGTHS",
-    )
-    samples: int = asked(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
-    haystack: Any = asked(
-        None,
-        "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
-        parse=anything,
-    )
-
-    def check_early(self) -> None:
-        check_name(self.haystack)
+        return plan_passkey(self, model, tokenizer, settings)

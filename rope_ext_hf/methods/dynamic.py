@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import SHORT_AND_LONG, UNBOUNDED, RopeMethod, Rotary, constant
-from rope_ext_hf.methods.guidance import ROTATED_AGAIN, SEARCHED, SHORT_INPUTS, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import RampedMethod, check_at_least_four_dims, check_divisors, ntk_inv_freq
 
@@ -33,7 +32,6 @@ class DynamicNTK(RopeMethod):
     `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
     """
 
-    guidance = Guidance(when="the model is published with it (rope type dynamic)", decode=ROTATED_AGAIN)
     length_dependent = True
 
     least: ClassVar = {"factor": 1, "initial": 1}
@@ -109,7 +107,6 @@ class DynamicNTK(RopeMethod):
 class DynamicYarn(RampedMethod):
     """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
 
-    guidance = Guidance(purposes=(SHORT_INPUTS,), when="attention must stay the model's own", decode=ROTATED_AGAIN)
     length_dependent = True
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -128,11 +125,6 @@ class LongRoPE(RopeMethod):
     length. C is the context length of the model as loaded; for a plain model the trained length L0.
     """
 
-    guidance = Guidance(
-        purposes=(SEARCHED,),
-        when="short inputs have a list of divisors of their own, as in Phi-3",
-        unmeasured="as good as its lists",
-    )
     composable = True
 
     short_factor: tuple[float, ...]

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
-from rope_ext_hf.methods.guidance import PYTHON, SHORT_INPUTS, TURNED_WHEN_READ, ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import DEFAULT_GROUP, RemappedPosition, RemappingMethod, WindowedRemapping
 
@@ -115,7 +114,6 @@ class SelfExtend(_Grouped):
     floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
     """
 
-    guidance = Guidance(when="the extended length is known; positions stay whole numbers, as in training", decode=ZONES)
     window_share = 4
     left_out: ClassVar = {**RemappingMethod.left_out, "floor_window": True}
 
@@ -139,12 +137,6 @@ class DynamicSelfExtend(SelfExtend):
     bit for bit, and no extended length has to be chosen.
     """
 
-    guidance = Guidance(
-        purposes=(PYTHON, SHORT_INPUTS),
-        when="no extended length is known, and the order of distant keys matters",
-        decode=TURNED_WHEN_READ,
-    )
-
     group: int | str | None = _BY_LENGTH
 
 
@@ -160,9 +152,6 @@ class JetLong(_Grouped):
     number.
     """
 
-    guidance = Guidance(
-        purposes=(SHORT_INPUTS,), when="results are to be compared with those published for it", decode=TURNED_WHEN_READ
-    )
     default_temperature = "none"  # the authors have none
     window_share = 16
 

@@ -14,7 +14,6 @@ from typing import Any, Self
 from torch import Tensor
 
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
@@ -32,7 +31,6 @@ class DualChunk(RemappingMethod):
     at s + w.
     """
 
-    guidance = Guidance(purposes=(PYTHON,), when="speed matters: cached keys are never rotated again", decode=ZONES)
     local_zone_exact = False
 
     chunk: int | None = None

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.guidance import PYTHON, ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile
@@ -342,10 +341,6 @@ class ReRoPE(WindowedRemapping):
     `window`: default half the limit.
     """
 
-    guidance = Guidance(
-        purposes=(PYTHON,), when="the length is open-ended; the order of distant keys is lost", decode=ZONES
-    )
-
     def key_position(self, n: Tensor) -> RemappedPosition:
         # All far keys are at one distance, so the query alone rotates, by w: keys are stored as if at position 0.
         return RemappedPosition(torch.zeros_like(n))
@@ -362,7 +357,6 @@ class LeakyReRoPE(WindowedRemapping):
     `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
     """
 
-    guidance = Guidance(when="the extended length is known and the exact order of distant keys matters", decode=ZONES)
     least: ClassVar = RemappingMethod.least | {"k": 1}
 
     k: float | None = None

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import is_number
-from rope_ext_hf.methods.guidance import Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import RemappingMethod, ScoreBias
 
@@ -45,10 +44,6 @@ class _ScoreBias(RemappingMethod):
     Default: `max_distance`, so that inputs up to there stay as they are.
     """
 
-    guidance = Guidance(
-        when="far keys are to fade out, or the model was trained with the bias",
-        decode="slower scores beyond the context length",
-    )
     default_temperature = "none"  # a bias already keeps the number of keys that matter from growing
     local_zone_exact = False  # keys stay where they are stored, which is where they stand
     moves_keys = False

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods.guidance import ZONES, Guidance
 from rope_ext_hf.methods.registry import register_method
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod
 from rope_ext_hf.methods.tiles import Tile
@@ -34,7 +33,6 @@ class Stairs(RemappingMethod):
     end. Keys at distances below S are seen where they are.
     """
 
-    guidance = Guidance(when="the length is open-ended and cached keys must stay as an engine has them", decode=ZONES)
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary, constant
-from rope_ext_hf.methods.guidance import FINE_TUNING, SEARCHED, SERVING, Guidance
 from rope_ext_hf.methods.registry import register_method
 
 
@@ -39,9 +38,6 @@ class Default(RopeMethod):
 class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
 
-    guidance = Guidance(when="the model will be fine-tuned, or was trained under it")
-    begins_search = True
-
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -61,8 +57,6 @@ class Linear(RopeMethod):
 @dataclass(frozen=True, kw_only=True)
 class Theta(RopeMethod):
     """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base, given."""
-
-    guidance = Guidance(when="the model will be fine-tuned for long", unmeasured="as ntk where the base is the same")
 
     theta: float
 
@@ -112,9 +106,6 @@ def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
 @dataclass(frozen=True, kw_only=True)
 class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
-
-    guidance = Guidance(when="a factor above the length that is needed can be given")
-    begins_search = True
 
     factor: float
 
@@ -238,9 +229,6 @@ class RampedMethod(BandedMethod):
 class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
-    guidance = Guidance(when="yarn is wanted without its attention factor")
-    begins_search = True
-
     factor: float
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -263,11 +251,6 @@ class Yarn(RampedMethod):
     where g(s, m) = 0.1 m ln s + 1. Over a scaling the model was trained with, its attention factor is multiplied in.
     """
 
-    guidance = Guidance(
-        purposes=(SERVING, FINE_TUNING), when="the model must load in other software, or will be fine-tuned"
-    )
-    begins_search = True
-
     factor: float
     mscale: float | None = None
     mscale_all_dim: float | None = None
@@ -280,8 +263,8 @@ class Yarn(RampedMethod):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:  # 0 means "not set" in every published config
-            return _yarn_magnitude(self.factor, self.mscale) / _yarn_magnitude(self.factor, self.mscale_all_dim)
-        return _yarn_magnitude(self.factor)
+            return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
+        return yarn_magnitude(self.factor)
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
@@ -289,7 +272,8 @@ class Yarn(RampedMethod):
         return _counted_parameters("yarn", rotary, self)
 
 
-def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return g(s, m) = 0.1 m ln s + 1 (YaRN paper, arXiv 2309.00071, sec. 3.4), by which cos and sin are multiplied."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -305,9 +289,6 @@ def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **re
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
-
-    guidance = Guidance(when="the model belongs to a family that was trained with it")
-    begins_search = True
 
     factor: float
     low_freq_factor: float = 1.0
@@ -337,11 +318,6 @@ class MrRoPE(BandedMethod):
     `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
     """
 
-    guidance = Guidance(
-        purposes=(SERVING,),
-        when="what its paper reports is to be tried; measured here, its loss is yarn's, and it answers fewer questions",
-    )
-    begins_search = True
     choices: ClassVar = {"radix": ("progressive", "uniform")}
 
     factor: float
@@ -369,7 +345,7 @@ class MrRoPE(BandedMethod):
         count, pairs = last - first, torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
         step = (pairs - first).clamp(0, count)
         share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
-        attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
+        attention_factor = self.attention_factor or yarn_magnitude(self.factor)
         return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
 
@@ -389,10 +365,6 @@ def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None)
 @dataclass(frozen=True, kw_only=True)
 class Factors(RopeMethod):
     """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
-
-    guidance = Guidance(
-        purposes=(SEARCHED,), when="each pair has a divisor of its own", unmeasured="as good as its list"
-    )
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
@@ -416,8 +388,6 @@ class Learnable(RopeMethod):
     In a rotary module the a_i are a `torch.nn.Parameter`, one number for each pair. `log_scales`: where they begin;
     none: all at 0, where nothing changes.
     """
-
-    guidance = Guidance(when="the frequencies themselves are to be trained", unmeasured="no change until it is trained")
 
     trainable = "log_scales"
     log_scales: tuple[float, ...] = ()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
-from rope_ext_hf.config_keys.keys import GEOMETRY_KEYS
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method, rotary_from_dict

@@ -1,7 +1,7 @@
 """Keys of a saved config.json for engines other than transformers 5, and which of them run the folder as it does.
 
 transformers 5, vLLM and SGLang read `rope_parameters`. transformers 4 and mlx-lm read the former spelling: top-level
-`rope_theta` and `rope_scaling`. What each computes from them is in rope_ext_hf.engines.
+`rope_theta` and `rope_scaling`. Which of them compute the same is asked of plug-ins.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
-from rope_ext_hf.engines.base import expected_of, other_engines, reference_engine, runs_otherwise
-from rope_ext_hf.engines.hf_transformers import yarn_magnitude_by_config
-from rope_ext_hf.errors import ServingError
+from rope_ext_hf.methods.static import yarn_magnitude
+from rope_ext_hf.patches.config_keys import needed
 from rope_ext_hf.patches.families import Family, family, former_key
+from rope_ext_hf.plug_ins import plug_ins
 
 KEYS_FOR_OTHER_ENGINES = frozenset({"attn_factor", "short_mscale", "long_mscale"})
 """Rope settings that are written for other engines; transformers passes over them with a log message."""
@@ -99,9 +98,6 @@ def _plain(settings: Any) -> Any:
 
 # --- which engines agree ----------------------------------------------------------------------------------------------
 
-TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose classes in all these engines hand the rope settings on unchanged."""
-
 
 class EngineAgreement(NamedTuple):
     """Engines by what they make of a saved config.json."""
@@ -112,15 +108,23 @@ class EngineAgreement(NamedTuple):
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:
-    """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in neither list."""
+    """Return what engines make of a config.json, by every plug-in of the group rope_ext_hf.engine_checks."""
     agreement = EngineAgreement([], [], [])
-    try:
-        expected = expected_of(reference_engine(), config) if config["model_type"] in TRIED_FAMILIES else ()
-    except (ServingError, ArithmeticError):
-        expected = ()  # transformers itself refuses it: there is nothing to agree with
-    for engine in other_engines() if expected else ():
-        with suppress(ServingError, ArithmeticError):
-            same = runs_otherwise(engine, expected, config) is None
-            known = agreement.by_source if engine.checked(config["model_type"]) == "read" else agreement.agreeing
-            (known if same else agreement.disagreeing).append(engine.label)
+    for check in plug_ins("engine_checks").values():
+        for known, more in zip(agreement, check(config), strict=True):
+            known += more
     return agreement
+
+
+def yarn_magnitude_by_config(settings: _Settings, factor: float) -> float:
+    """Return the magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1.
+
+    Raises:
+        ServingError: an attention_factor that is not a number above 0.
+    """
+    if settings.get("attention_factor") is not None:
+        return needed(settings, "attention_factor")
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.config_keys.keys import own_keys
+from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.downloads import only_cached
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import check_regular

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rope_ext_hf.config_keys.keys import own_keys
+from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json

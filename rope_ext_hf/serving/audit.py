@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.config_keys.keys import Computed, length_setting, rope_settings, text_settings, unread_settings
+from rope_ext_hf.config_keys.keys import Computed, length_setting
+from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.engines.base import (
     Engine,

@@ -1,1 +1,19 @@
-"""What a long prompt asks; nothing here knows a model."""
+"""Suites of tasks, and whether a model uses its context.
+
+from rope_ext_hf.tools.suites import Gain, Tasks, tasks
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rope_ext_hf.eval.gain_runs import ContextGain as ContextGain
+    from rope_ext_hf.eval.task_runs import TaskResult as TaskResult
+    from rope_ext_hf.suites.measuring import tasks as tasks
+    from rope_ext_hf.suites.questions import Gain as Gain
+    from rope_ext_hf.suites.questions import Tasks as Tasks
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

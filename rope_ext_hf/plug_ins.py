@@ -1,0 +1,59 @@
+"""Parts that other packages add to this one, as entry points; each loads when it is first needed.
+
+A package that has a method of its own, for example, states it in its pyproject.toml:
+
+    [project.entry-points."rope_ext_hf.methods"]
+    my-method = "my_package.my_method:MyMethod"
+
+The tool box of this package (`rope_ext_hf.tools`) joins in the same way, so that nothing else names it.
+
+| group | what the name is | what the entry point names |
+|---|---|---|
+| rope_ext_hf.commands | a command of `rope-ext` | a function under `rope_ext_hf.cli.options.command` |
+| rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
+| rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
+| rope_ext_hf.readers | an engine, of `--engine` | a function that makes a plan read by the engine |
+| rope_ext_hf.token_choices | a way to choose the scored tokens | a function that makes a plan score them, too |
+| rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
+| rope_ext_hf.cards | a model card | a function that writes it into a folder |
+| rope_ext_hf.lm_eval_tasks | a set of tasks | a function that writes their YAML files into a folder |
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from rope_ext_hf.errors import RopeExtError, one_line
+
+
+@cache
+def _entries(group: str) -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in sorted(entry_points(group=f"rope_ext_hf.{group}"), key=lambda e: e.name)}
+
+
+def plug_in_names(group: str) -> list[str]:
+    """Return the names in a group, such as "commands", in alphabetical order."""
+    return list(_entries(group))
+
+
+def plug_in(group: str, name: str) -> Any:
+    """Return the object of a name in a group; None: there is no such name.
+
+    Raises:
+        RopeExtError: the package that has the name cannot be loaded; the message names it.
+    """
+    entry = _entries(group).get(name)
+    if entry is None:
+        return None
+    try:
+        return entry.load()
+    except Exception as error:  # whatever the code of another package raises
+        owner = entry.dist.name if entry.dist is not None else entry.value
+        raise RopeExtError(f"{name!r}, which the package {owner} adds, cannot be loaded: {one_line(error)}") from error
+
+
+def plug_ins(group: str) -> dict[str, Any]:
+    """Return every object of a group by its name; errors are those of `plug_in`."""
+    return {name: plug_in(group, name) for name in _entries(group)}
