@@ -120,7 +120,7 @@ build/gpu-python/ready: Makefile
 	build/gpu-python/bin/pip install -q --no-deps triton==3.7.1
 	touch $@
 
-# The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/engines; no GPU.
+# The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/tools/engines; no GPU.
 # Then the lists of models of all engines.
 test-engines: .venv/ready build/engines/ready test-llama-cpp build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
 	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines

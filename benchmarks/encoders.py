@@ -8,7 +8,7 @@ windows: RoFormerModel, the mean of its outputs and a linear layer tell from a w
     part. Tokens are words and signs, hashed into 1,024 numbers. One model for each window, a quarter of the steps, as
     many windows; RoFormer's paper compares 512 tokens with 1,024.
 lengths: RoFormerForMaskedLM over bytes, trained at one length, then for a tenth of the steps at others.
-migration: BertForMaskedLM over bytes, the same after `rope.migrate_to_rope`, and after some steps of further training,
+migration: BertForMaskedLM over bytes, the same after `migrate_to_rope`, and after some steps of further training,
     beside a BERT trained on for as many steps.
 
 Accuracy of masked bytes is over the same bytes at every length, in the middle of their spans. The last line is JSON.
@@ -33,9 +33,9 @@ from training import take_steps, warmup_and_cosine
 from training_text import stdlib_training
 from transformers import BertConfig, BertForMaskedLM, RoFormerConfig, RoFormerForMaskedLM, RoFormerModel
 
-import rope_ext_hf as rope
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.tools import modules
 
 SEED = 0
 WORDS, MASK = 1024, 256 + BYTE_OFFSET
@@ -190,7 +190,7 @@ def migration(steps: int, stream: Tensor, held_out: Tensor, device: str) -> list
     config = BertConfig(**MASKED_MODEL, max_position_embeddings=TRAINED_LENGTH)
     bert = built(BertForMaskedLM, config).to(device)
     trained_on_masks(bert, stream, TRAINED_LENGTH, steps, device)
-    rotating = rope.migrate_to_rope(bert, target_length=max(OTHER_LENGTHS))
+    rotating = modules.migrate_to_rope(bert, target_length=max(OTHER_LENGTHS))
     rows: list[dict[str, Any]] = []
 
     def score(name: str, model: Any) -> None:

@@ -38,6 +38,7 @@ from training_text import stdlib_training
 
 import rope_ext_hf as rope
 from rope_ext_hf.reading.corpora import stdlib_held_out
+from rope_ext_hf.tools import modules
 
 HEADS, DIM = 2, 64
 KERNELS = ("elu", "relu", "cosine")
@@ -65,7 +66,7 @@ def softmax(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor)
 
 
 def linear(kernel: str) -> Way:
-    return partial(rope.modules.linear_attention, kernel=kernel)
+    return partial(modules.linear_attention, kernel=kernel)
 
 
 def inputs(tokens: int, device: str) -> list[Tensor]:
@@ -104,7 +105,7 @@ def decode(way: str, made: list[Tensor]) -> Callable[[], object]:
         if way == "softmax":
             cached = [rotate(key, cos, sin)[:, :, :-1], value[:, :, :-1]]
         else:
-            before = rope.modules.LinearAttentionState()
+            before = modules.LinearAttentionState()
             linear(way)(*(x[:, :, :-1] for x in (query, key, value)), cos[:, :-1], sin[:, :-1], state=before)
 
     @torch.inference_mode()
@@ -162,7 +163,7 @@ def measured(what: str, tokens: int, rounds: int, device: str) -> list[dict[str,
 
 
 def unrotated(query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rope.modules.linear_attention(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), kernel="elu")
+    return modules.linear_attention(query, key, value, torch.ones_like(cos), torch.zeros_like(sin), kernel="elu")
 
 
 TEXT_WAYS: dict[str, Way] = {

@@ -32,7 +32,7 @@ from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path
-from rope_ext_hf.training import RandomPositionsCollator
+from rope_ext_hf.tools.training import RandomPositionsCollator
 
 METHODS = (
     "linear",

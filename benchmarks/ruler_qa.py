@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rope_ext_hf.suites.base import (
+from rope_ext_hf.tools.suites.base import (
     PromptSettings,
     Sample,
     Suite,

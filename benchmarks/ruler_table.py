@@ -29,7 +29,7 @@ from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.statistics import estimate_share_change
-from rope_ext_hf.suites.base import suite
+from rope_ext_hf.tools.suites.base import suite
 
 METHODS = "yarn,mrrope,dynamic,dca,self-extend,jet-long"
 LENGTHS = "4k,8k,16k,32k,64k,128k"

@@ -32,8 +32,8 @@ from rope_ext_hf.methods.registry import method_from_dict, resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import tokenize
-from rope_ext_hf.training import search
-from rope_ext_hf.training.candidates import (
+from rope_ext_hf.tools.training import search
+from rope_ext_hf.tools.training.candidates import (
     Candidate,
     Reader,
     pieces,
@@ -42,7 +42,7 @@ from rope_ext_hf.training.candidates import (
     text_passages,
     two_lists,
 )
-from rope_ext_hf.training.run_folder import split
+from rope_ext_hf.tools.training.run_folder import split
 
 TARGET = 2048
 PASSAGES, SPANS = 24, 32

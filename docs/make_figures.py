@@ -6,7 +6,7 @@
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
 function of docs/figures, see docs/figures/registry.py. What `rope-ext advise` knows of measurements,
-rope_ext_hf/methods/measured.json, is made first: tables of the code show it as well.
+rope_ext_hf/tools/advice/measured.json, is made first: tables of the code show it as well.
 """
 
 from __future__ import annotations

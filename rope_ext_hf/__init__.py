@@ -14,16 +14,12 @@ __version__ = "0.1.0"
 
 # They load when first used: the command line answers --help without torch, and importing this package costs nothing.
 if TYPE_CHECKING:
-    from rope_ext_hf import modules as modules
-    from rope_ext_hf.advice.advice import Advice as Advice
-    from rope_ext_hf.advice.advising import advise as advise
     from rope_ext_hf.bounds import limits as limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint
     from rope_ext_hf.checkpoints.detection import PairingReport as PairingReport
     from rope_ext_hf.checkpoints.detection import detect_pairing as detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert as convert
     from rope_ext_hf.checkpoints.report import ConversionReport as ConversionReport
-    from rope_ext_hf.engines.base import ServingConfig as ServingConfig
     from rope_ext_hf.errors import CheckpointError as CheckpointError
     from rope_ext_hf.errors import CorpusError as CorpusError
     from rope_ext_hf.errors import FileError as FileError
@@ -40,9 +36,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.registry import frequencies as frequencies
     from rope_ext_hf.methods.registry import list_methods as list_methods
     from rope_ext_hf.methods.registry import register_method as register_method
-    from rope_ext_hf.modules.migration import migrate_to_rope as migrate_to_rope
-    from rope_ext_hf.modules.standalone import NTKAwareRoPE as NTKAwareRoPE
-    from rope_ext_hf.modules.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
@@ -57,15 +50,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.patches.saving import write_loading_code as write_loading_code
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
-    from rope_ext_hf.servers.answers import BaselineReport as BaselineReport
-    from rope_ext_hf.servers.answers import compare_server as compare_server
-    from rope_ext_hf.servers.answers import record_server as record_server
-    from rope_ext_hf.servers.checking import ServerReport as ServerReport
-    from rope_ext_hf.servers.checking import check_server as check_server
-    from rope_ext_hf.serving.audit import Audit as Audit
-    from rope_ext_hf.serving.audit import audit as audit
-    from rope_ext_hf.serving.configs import serving_config as serving_config
-    from rope_ext_hf.serving.model_card import write_card as write_card
-    from rope_ext_hf.serving.questions import GPUServer as GPUServer
+    from rope_ext_hf.rotary.standalone import NTKAwareRoPE as NTKAwareRoPE
+    from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
 
 __all__, __getattr__, __dir__ = lazy_names(__name__, "__version__")

@@ -190,7 +190,7 @@ def guidance() -> None:
 
 
 def begins_search() -> None:
-    from rope_ext_hf.training.candidates import fixed_methods
+    from rope_ext_hf.tools.training.candidates import fixed_methods
 
     assert "linear" not in fixed_methods()
 
@@ -250,7 +250,7 @@ values = { "unpatched" = [1.0], "yarn" = [2.0] }
 
 
 def reported() -> None:
-    from rope_ext_hf.advice.advice import reported as tables
+    from rope_ext_hf.tools.advice.advice import reported as tables
 
     assert tables()[-1].source == "Nobody et al."
     assert "Nobody et al." in page("choosing")
@@ -305,7 +305,7 @@ SUITE = '''"""Colours that stand in a text."""
 
 from __future__ import annotations
 
-from rope_ext_hf.suites.base import PromptSettings, Sample, Suite, register_suite
+from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, register_suite
 
 
 @register_suite
@@ -322,7 +322,7 @@ class Colours(Suite):
 
 def suite() -> None:
     from rope_ext_hf.hub import load_tokenizer
-    from rope_ext_hf.suites.base import suite as known
+    from rope_ext_hf.tools.suites.base import suite as known
 
     samples = known("colours").samples("ball", load_tokenizer("reference"), length=256, count=2, seed=0, haystack="")
     assert [sample.references for sample in samples] == [("red",), ("red",)]
@@ -339,14 +339,14 @@ held_out = [["\\n{name}: level {value}.\\n", "\\n{name}: level"]]
 def retrieval() -> None:
     import random
 
-    from rope_ext_hf.suites.statements import RETRIEVALS, ask
+    from rope_ext_hf.eval.statements import RETRIEVALS, ask
 
     assert "level" in ask(RETRIEVALS["level"], random.Random(0)).statements[0]
 
 
 def wording() -> None:
     from rope_ext_hf.hub import load_tokenizer
-    from rope_ext_hf.suites.base import suite as known
+    from rope_ext_hf.tools.suites.base import suite as known
 
     asked = known("babilong").samples(
         "qa1", load_tokenizer("reference"), length=4096, count=1, seed=0, haystack="a " * 4096
@@ -391,7 +391,7 @@ def question_field() -> None:
 
 
 def default() -> None:
-    from rope_ext_hf.training.questions import Finetuning
+    from rope_ext_hf.tools.training.questions import Finetuning
 
     assert Finetuning(model="m", method="yarn", factor=4, data="b", minutes=1).rank == 24
     assert "`--rank N` (`24`)" in page("cli")
@@ -415,7 +415,7 @@ def style() -> None:
 
 def mlx_two() -> str:
     """mlx-lm's file under another name."""
-    source = (ROOT / "rope_ext_hf/engines/mlx.py").read_text("utf-8")
+    source = (ROOT / "rope_ext_hf/tools/engines/mlx.py").read_text("utf-8")
     return source.replace('@register_engine("mlx")', '@register_engine("mlx-two")').replace("MLX", "MLXTwo")
 
 
@@ -438,14 +438,14 @@ def trap() -> None:
 
 
 def engine_version() -> None:
-    from rope_ext_hf.engines.base import find_engine
+    from rope_ext_hf.tools.engines.base import find_engine
 
     assert find_engine("tensorrt-llm").version == "1.2.1"
     assert "1.2.1" in page("engines")
 
 
 def engine_family() -> None:
-    from rope_ext_hf.engines.base import find_engine
+    from rope_ext_hf.tools.engines.base import find_engine
 
     config = {"model_type": "granite", "head_dim": 64, "max_position_embeddings": 4096, "rope_theta": 1e4}
     assert len(find_engine("exllamav3").computes(config).inv_freq) == 32
@@ -454,7 +454,7 @@ def engine_family() -> None:
 def mistake() -> None:
     from rope_ext_hf.methods.base import Rotary
     from rope_ext_hf.methods.registry import resolve_method
-    from rope_ext_hf.servers.mistakes import different_frequencies
+    from rope_ext_hf.tools.servers.mistakes import different_frequencies
 
     rotary = Rotary(64, 1e4, 4096)
     names = [name for name, _ in different_frequencies(resolve_method("yarn", rotary, factor=4), rotary, 16384)]
@@ -470,7 +470,7 @@ _KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _StubClient, _OpenAIClient
 
 
 def client() -> None:
-    from rope_ext_hf.servers.clients import connect
+    from rope_ext_hf.tools.servers.clients import connect
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -566,7 +566,7 @@ CHANGES = (
     ),
     Change("an ordinary model family", "patches/families.toml", family, at_end(FAMILY)),
     Change("a published recipe for a longer context", "patches/recipes.toml", recipe, at_end(RECIPE)),
-    Change("what a paper reports of methods", "rope_ext_hf/advice/reported.toml", reported, at_end(REPORTED)),
+    Change("what a paper reports of methods", "rope_ext_hf/tools/advice/reported.toml", reported, at_end(REPORTED)),
     Change(
         "a published configuration",
         "conformance/configurations/tiny-7b.json",
@@ -608,7 +608,7 @@ CHANGES = (
     ),
     Change(
         "the default of an option",
-        "rope_ext_hf/training/questions.py",
+        "rope_ext_hf/tools/training/questions.py",
         default,
         [('asked(16, "Rank of the adapters."', 'asked(24, "Rank of the adapters."')],
     ),
@@ -632,7 +632,7 @@ CHANGES = (
     ),
     Change(
         "a mistake that check-server names",
-        "rope_ext_hf/servers/mistakes.py",
+        "rope_ext_hf/tools/servers/mistakes.py",
         mistake,
         [
             (
@@ -643,7 +643,7 @@ CHANGES = (
     ),
     Change(
         "a program that check-server asks",
-        "rope_ext_hf/servers/clients.py",
+        "rope_ext_hf/tools/servers/clients.py",
         client,
         [("_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)\n", CLIENT)],
     ),

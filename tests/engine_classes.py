@@ -1,4 +1,4 @@
-"""Do the rotary classes of vLLM, SGLang and ExLlamaV3 compute what rope_ext_hf.engines says they do?
+"""Do the rotary classes of vLLM, SGLang and ExLlamaV3 compute what rope_ext_hf.tools.engines says they do?
 
     make test-engines
     python -m tests.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
@@ -36,11 +36,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding, apply_rotary_pos_emb
 from transformers.utils import logging
 
-from rope_ext_hf.engines.base import Engine, ServingConfig, Target, find_engine
-from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.plugins import sglang, vllm
-from rope_ext_hf.serving.configs import Model, make_target
+from rope_ext_hf.tools.engines.base import Engine, ServingConfig, Target, find_engine
+from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
+from rope_ext_hf.tools.plugins import sglang, vllm
+from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 

@@ -1,4 +1,4 @@
-"""Do llama.cpp and mlx-lm compute what rope_ext_hf.engines says they do, for every family that their tables hold?
+"""Do llama.cpp and mlx-lm compute what rope_ext_hf.tools.engines says they do, for every family that their tables hold?
 
     make test-engine-families
     python -m tests.engine_families --llama-cpp PYTHON --source FOLDER --mlx-lm PYTHON [--only llama,qwen3] [--again]
@@ -35,10 +35,10 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.base import ServingConfig, find_engine
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.serving.configs import make_target, open_model
-from rope_ext_hf.serving.gguf_files import rewrite
+from rope_ext_hf.tools.engines.base import ServingConfig, find_engine
+from rope_ext_hf.tools.serving.configs import make_target, open_model
+from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import read_flags
 from tests.support import every_model
 from tests.support.models import ROTATING, build_known, logits, without_window

@@ -21,7 +21,7 @@ from typing import Any
 
 from transformers.models.auto import modeling_auto
 
-from rope_ext_hf.engines.base import find_engine
+from rope_ext_hf.tools.engines.base import find_engine
 from tests.engine_classes import classes_of
 from tests.support.models import WITH_A_CLASS
 

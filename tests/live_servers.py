@@ -41,15 +41,15 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.config_keys.formulas import longrope_magnitude
-from rope_ext_hf.config_keys.formulas import yarn_magnitude
-from rope_ext_hf.engines.base import ServingConfig
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.servers.answers import compare_server, record_server
-from rope_ext_hf.serving.gguf_files import rewrite
+from rope_ext_hf.tools import servers, serving
+from rope_ext_hf.tools.engines.base import ServingConfig
+from rope_ext_hf.tools.engines.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.tools.servers.answers import compare_server, record_server
+from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
 from tests.support.model_servers import listening
 from tests.vllm_engine import SIZES, WINDOWS
@@ -404,7 +404,7 @@ class LlamaCpp:
     def right(
         self, measured: Measured, dtype: str, keys: int = 16, length: int | None = None, first_token: bool = False
     ) -> Iterator[str]:
-        config = rope.serving_config(measured.folder(), "gguf")
+        config = serving.serving_config(measured.folder(), "gguf")
         base = self.base(measured, dtype, first_token=first_token)
         with self.serve(self.rewritten(measured, dtype, config, base), length or config.length, keys) as url:
             yield url
@@ -462,7 +462,7 @@ class VLLM:
     def right(
         self, measured: Measured, dtype: str, keys: int = 16, length: int | None = None, first_token: bool = False
     ) -> Iterator[str]:
-        config = rope.serving_config(measured.folder(), "vllm")
+        config = serving.serving_config(measured.folder(), "vllm")
         options = ["--kv-cache-dtype", "fp8"] if keys < 16 else []
         if first_token:
             byte_tokenizer(first_token=True).save_pretrained(WORK / "tokenizer")
@@ -526,7 +526,7 @@ def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
     lengths = [length for length in LENGTHS if length <= longest]
     try:
         with serving as direct, putting_before(direct, before) if before else nullcontext(direct) as url:
-            report = rope.check_server(
+            report = servers.check_server(
                 url,
                 measured.folder(),
                 lengths=lengths,

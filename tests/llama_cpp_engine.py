@@ -1,4 +1,4 @@
-"""Does llama.cpp compute what rope_ext_hf.engines.llama_cpp says it does?
+"""Does llama.cpp compute what rope_ext_hf.tools.engines.llama_cpp says it does?
 
     make test-llama-cpp
     python -m tests.llama_cpp_engine --python ENV/bin/python
@@ -33,14 +33,14 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.base import ServingConfig, find_engine
-from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, converted, file_computes
 from rope_ext_hf.errors import CheckpointError, ServingError
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.serving.configs import make_target, open_model
-from rope_ext_hf.serving.gguf_files import read_file_rope, rewrite
+from rope_ext_hf.tools.engines.base import ServingConfig, find_engine
+from rope_ext_hf.tools.engines.llama_cpp import ARCHITECTURES, converted, file_computes
+from rope_ext_hf.tools.serving.configs import make_target, open_model
+from rope_ext_hf.tools.serving.gguf_files import read_file_rope, rewrite
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent

@@ -29,11 +29,12 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.base import other_engines
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import TRIED_FAMILIES, compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
+from rope_ext_hf.tools import serving
+from rope_ext_hf.tools.engines.base import other_engines
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent
@@ -126,7 +127,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
         The encoding, or "refused".
     """
     try:
-        config = rope.serving_config(model, "mlx")
+        config = serving.serving_config(model, "mlx")
     except ServingError:
         return "refused"
     shutil.copytree(plain, folder)

@@ -215,7 +215,7 @@ def test_pages_that_lead_on_are_short(page: str, until: str) -> None:
 
 def test_every_engine_has_one_section() -> None:
     """A section that somebody wrote, or one that `make figures` makes below the others."""
-    from rope_ext_hf.engines.base import list_engines
+    from rope_ext_hf.tools.engines.base import list_engines
 
     text = "".join(map(read, PAGES))
     for name, engine in list_engines().items():

@@ -14,7 +14,7 @@ import pytest
 import rope_ext_hf as rope
 from rope_ext_hf.files import locked
 from rope_ext_hf.runs.journal import exclusive
-from rope_ext_hf.training import finetune
+from rope_ext_hf.tools.training import finetune
 
 HOLD = """
 import sys, time

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import rope_ext_hf as rope
+from rope_ext_hf.tools import modules
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,10 +51,10 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
 
 
 def test_modules_for_other_models_stand_together() -> None:
-    assert rope.modules is import_module("rope_ext_hf.modules")
-    assert rope.modules.NTKAwareRoPE is rope.NTKAwareRoPE
-    for name in rope.modules.__all__:
-        assert inspect.getdoc(getattr(rope.modules, name)), f"{name} has no docstring"
+    assert modules is import_module("rope_ext_hf.tools.modules")
+    assert modules.NTKAwareRoPE is rope.NTKAwareRoPE
+    for name in modules.__all__:
+        assert inspect.getdoc(getattr(modules, name)), f"{name} has no docstring"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_importing_is_free_and_changes_nothing() -> None:
         "import sys, rope_ext_hf; heavy = {'torch', 'transformers', 'matplotlib', 'datasets'} & set(sys.modules); "
         "assert not heavy, heavy; import torch; rope_ext_hf.Rotary, rope_ext_hf.RotaryEmbedding, rope_ext_hf.patch; "
         "assert 'transformers' not in sys.modules; "
-        "assert 'rope_ext_hf.modules' not in sys.modules"
+        "assert 'rope_ext_hf.tools.modules' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -135,7 +136,11 @@ def test_the_wheel_holds_every_source_file_under_one_name(tmp_path: Path) -> Non
         if file.is_file()
     }
     assert names == expected
-    assert {"rope_ext_hf/py.typed", "rope_ext_hf/patches/families.toml", "rope_ext_hf/methods/measured.json"} < names
+    assert {
+        "rope_ext_hf/py.typed",
+        "rope_ext_hf/patches/families.toml",
+        "rope_ext_hf/tools/advice/measured.json",
+    } < names
     assert "rope_ext_hf/reference/model.safetensors" in names
 
     readme = metadata.get_payload()  # on a package index's page, where no relative link leads anywhere

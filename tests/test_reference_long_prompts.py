@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rope_ext_hf as rope
+from rope_ext_hf.eval.statements import RETRIEVALS, ask
 from rope_ext_hf.reference import path
-from rope_ext_hf.suites.statements import RETRIEVALS, ask
 
 TRAINED = 256
 BYTE_OFFSET = 3  # of ByT5's tokens

@@ -11,8 +11,10 @@ import pytest
 import rope_ext_hf as rope
 from rope_ext_hf.errors import printable
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.servers.checking import ServerReport
 from rope_ext_hf.terminal import as_wide_as, terminal_width, text_table, wrapped
+from rope_ext_hf.tools import serving
+from rope_ext_hf.tools.advice import advise
+from rope_ext_hf.tools.servers.checking import ServerReport
 from tests.support.wrapped_text import unwrapped
 
 SENTENCE = "The same tokens are read at every length, each length with its own amount of context before them. " * 3
@@ -51,11 +53,11 @@ def test_a_pipe_is_160_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_commands_print_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    advice = str(rope.advise("reference", 4096))
+    advice = str(advise("reference", 4096))
     assert len(advice.splitlines()) < 140
-    config = str(rope.serving_config("reference", "vllm", "yarn", factor=4))
+    config = str(serving.serving_config("reference", "vllm", "yarn", factor=4))
     remarks = "\n".join(line for line in config.splitlines() if line.startswith("#"))
-    for text in (advice, str(rope.audit(rope.reference.path())), remarks):
+    for text in (advice, str(serving.audit(rope.reference.path())), remarks):
         assert max(len(line) for line in text.splitlines() if "/" not in line.strip() or " " in line.strip()) <= 80
 
 
@@ -73,15 +75,15 @@ HOSTILE = "<script>alert('\x1b')</script>"
 
 def answers() -> dict[str, Any]:
     """One answer of each kind that a notebook shows, with a hostile text in it."""
-    served = rope.serving_config("reference", "vllm", "yarn", factor=4)
+    served = serving.serving_config("reference", "vllm", "yarn", factor=4)
     differences = {HOSTILE: (0.001, 0.002), "the model as loaded": (0.3,)}
     checked = ServerReport("http://here", "vLLM 1", "yarn x4", "as measured", "as measured", None, (), None, (8, 16),
                            differences, {})  # fmt: skip
     return {
         "Description": replace(rope.describe(load_empty("reference")), notes=(HOSTILE,)),
-        "Advice": replace(rope.advise("reference", 2048), notes=(HOSTILE,)),
+        "Advice": replace(advise("reference", 2048), notes=(HOSTILE,)),
         "ServingConfig": replace(served, notes=(HOSTILE,)),
-        "Audit": replace(rope.audit("reference"), problems=(HOSTILE,)),
+        "Audit": replace(serving.audit("reference"), problems=(HOSTILE,)),
         "ServerReport": checked,
     }
 

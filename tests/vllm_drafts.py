@@ -88,13 +88,13 @@ def run(case: str, way: str, answer: Path) -> None:
     """Start a model with its draft in this process, and write the frequencies of both."""
     from vllm import LLM
 
-    import rope_ext_hf as rope
+    from rope_ext_hf.tools import serving
 
     name, settings, speculative = CASES[case]
     with tempfile.TemporaryDirectory() as work:
         plain, folder, draft = (Path(work) / each for each in ("plain", "model", "draft"))
         write(plain, name, settings, {})
-        config = rope.serving_config(str(plain), "vllm", "by-parts", factor=4, plugin=True)
+        config = serving.serving_config(str(plain), "vllm", "by-parts", factor=4, plugin=True)
         assert config.computed is not None
         keys = config.config_keys if way == "config.json" else {}
         write(folder, name, settings, keys)

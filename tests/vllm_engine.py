@@ -27,6 +27,7 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError, ServingError
+from rope_ext_hf.tools import serving
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "vllm-files"
@@ -267,7 +268,7 @@ def compare(engine: Engine, family: str, folder: Path, methods: Sequence[str]) -
                 row: dict[str, Any] = {"family": family, "over": over, "method": method, "plugin": plugin}
                 rows.append(row)
                 try:
-                    config = rope.serving_config(model, "vllm", plugin=plugin)
+                    config = serving.serving_config(model, "vllm", plugin=plugin)
                 except ServingError as error:
                     row["refused"] = str(error)
                     continue
@@ -316,7 +317,7 @@ def compare_classes(python: Path, methods: Sequence[str]) -> list[dict[str, Any]
             expected.append(
                 apply(query.transpose(0, 1)[None], query.transpose(0, 1)[None], cos, sin)[0][0].transpose(0, 1)
             )
-            changed = rope.serving_config(model, "vllm", plugin=True).overrides or {}
+            changed = serving.serving_config(model, "vllm", plugin=True).overrides or {}
             cases.append(
                 {
                     "arguments": {

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from rope_ext_hf.plugins.vllm import register
+from rope_ext_hf.tools.plugins.vllm import register
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
-from rope_ext_hf.methods.measurements import measured_models, reach
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.tools.advice.measurements import measured_models, reach
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
-    from rope_ext_hf.methods.guidance import Guidance
+    from rope_ext_hf.tools.advice.guidance import Guidance
 
 
 @figure
@@ -93,7 +93,7 @@ def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
 
 @figure
 def choosing_purposes() -> str:
-    from rope_ext_hf.methods.guidance import PURPOSES
+    from rope_ext_hf.tools.advice.guidance import PURPOSES
 
     guided = [(name, guidance) for name, guidance, _ in _guided()]
     rows = (
@@ -105,7 +105,7 @@ def choosing_purposes() -> str:
 @figure
 def reported_by_papers() -> str:
     """What papers report, a row for each method of each table."""
-    from rope_ext_hf.advice.advice import reported
+    from rope_ext_hf.tools.advice.advice import reported
 
     rows = []
     for table in reported():
@@ -150,7 +150,7 @@ def methods() -> str:
 @figure
 def methods_cost() -> str:
     """Why a token takes more time than without a method, and under which methods it does."""
-    from rope_ext_hf.methods.guidance import NOTHING
+    from rope_ext_hf.tools.advice.guidance import NOTHING
 
     slower: dict[str, list[str]] = {}
     for name, guidance, _ in _guided():

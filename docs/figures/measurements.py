@@ -122,14 +122,14 @@ def _longest(line: Row) -> int:
 
 @figure
 def measured_models() -> str:
-    from rope_ext_hf.methods.measurements import measured_models
+    from rope_ext_hf.tools.advice.measurements import measured_models
 
     return " and ".join(f"the {model}" for model in measured_models())
 
 
 @figure
 def recovered() -> str:
-    from rope_ext_hf.methods.measurements import RECOVERED
+    from rope_ext_hf.tools.advice.measurements import RECOVERED
 
     return f"{RECOVERED:.0%}"
 
@@ -202,8 +202,8 @@ def unchanged_share(method: RopeMethod, rotary: Rotary) -> str:
 def unchanged_lengths() -> str:
     """Up to which share of the context length the remapping methods leave the output as it is, as bound by default."""
     from rope_ext_hf import Rotary, list_methods
-    from rope_ext_hf.methods.guidance import PYTHON
     from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.tools.advice.guidance import PYTHON
 
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     named = [

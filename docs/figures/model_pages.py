@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from docs.figures.registry import FIGURES, figure, markdown_table
 
 if TYPE_CHECKING:
-    from rope_ext_hf.advice.advice import Advice
+    from rope_ext_hf.tools.advice.advice import Advice
     from tests.support.serving_models import Published
 
 _SERVE, _LONGEST = "serve with ", 700
@@ -67,25 +67,25 @@ def model_pages() -> str:
 
 @cache
 def _advice(title: str) -> Advice:
-    from rope_ext_hf.advice.advising import advise
+    from rope_ext_hf.tools.advice.advising import advise
     from tests.support.serving_models import PUBLISHED
 
     return advise(PUBLISHED[title].name, PUBLISHED[title].target_length)
 
 
 def _engines() -> list[str]:
-    from rope_ext_hf.engines.base import list_engines
+    from rope_ext_hf.tools.engines.base import list_engines
 
     return [name for name in list_engines() if name not in ("transformers", "gguf")]
 
 
 def _extension(model: Published) -> tuple[str, str]:
     """What `extend` takes, for the first engine that serves it, and the command."""
-    from rope_ext_hf.advice.extending import plan_extension
-    from rope_ext_hf.engines.base import usual_server
     from rope_ext_hf.errors import ServingError
     from rope_ext_hf.questions import command_line
-    from rope_ext_hf.serving.questions import Extending
+    from rope_ext_hf.tools.advice.extending import plan_extension
+    from rope_ext_hf.tools.engines.base import usual_server
+    from rope_ext_hf.tools.serving.questions import Extending
 
     for engine in (usual_server(), *_engines()):
         with contextlib.suppress(ServingError):
@@ -103,7 +103,7 @@ def _model_page(title: str) -> str:
 
 def _sections(title: str, model: Published) -> Iterator[str]:
     from rope_ext_hf.patches.recipes import find_recipe
-    from rope_ext_hf.serving.configs import open_model
+    from rope_ext_hf.tools.serving.configs import open_model
 
     advice, config = _advice(title), open_model(model.name).config
     recipe, target = find_recipe(config), model.target_length

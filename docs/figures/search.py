@@ -16,7 +16,7 @@ def _interval(values: Sequence[float]) -> str:
 @figure
 def search_begins() -> str:
     """The methods that a search begins with."""
-    from rope_ext_hf.training.candidates import fixed_methods
+    from rope_ext_hf.tools.training.candidates import fixed_methods
 
     *names, last = (f"`{name}`" for name in fixed_methods())
     return f"{', '.join(names)} and {last}"

@@ -10,9 +10,9 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
-from rope_ext_hf.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.serving.configs import Model, make_target
+from rope_ext_hf.tools.engines.base import Engine, Target, find_engine, list_engines
+from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.support.serving_models import SERVED, targets
 
@@ -288,7 +288,7 @@ def _traps(engine: str) -> str:
 def _example(engine: str) -> str:
     """What `rope-ext serve-config` prints for the bundled model under yarn x4, or linear where yarn is refused."""
     from rope_ext_hf.reference import path
-    from rope_ext_hf.serving.configs import serving_config
+    from rope_ext_hf.tools.serving.configs import serving_config
 
     try:
         config = serving_config("reference", engine, "yarn", factor=4)

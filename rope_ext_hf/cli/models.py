@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.cli.console import print_note, print_table, print_text, progress_bar
+from rope_ext_hf.cli.console import print_table, print_text, progress_bar
 from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command, write_cards
-from rope_ext_hf.errors import CheckpointError, MethodError, short
+from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import asked
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
+
 
 @command("Patch a model")
 def methods(as_json: Json = False) -> None:
@@ -133,6 +134,7 @@ def write_patched(
     from rope_ext_hf.hub import foreign_errors, model_folder, model_source
     from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
+
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
@@ -158,10 +160,10 @@ def write_patched(
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
     """What a model is, and how it is saved under its name."""
-    from rope_ext_hf.patches.config_keys import text_settings, unread_settings
     from rope_ext_hf.files import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
+    from rope_ext_hf.patches.config_keys import text_settings, unread_settings
     from rope_ext_hf.patches.describing import describe as describe_model
 
     description = describe_model(empty)

@@ -29,6 +29,7 @@ from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, Pr
 
 from rope_ext_hf.bounds import Length, whole
 from rope_ext_hf.errors import CorpusError, MethodError
+from rope_ext_hf.eval.lm_eval_suites import babilong_length, long_suite
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.installing import install_command
@@ -39,6 +40,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
 from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
+from rope_ext_hf.plug_ins import plug_ins
 from rope_ext_hf.reading.documents import set_to
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
 from rope_ext_hf.reading.scorer import check_numbers
@@ -50,8 +52,6 @@ try:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils import normalize_gen_kwargs
     from lm_eval.utils import simple_parse_args_string
-
-    from rope_ext_hf.eval.lm_eval_tasks import babilong_length, long_suite, write_tasks
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
 
@@ -435,7 +435,7 @@ def evaluate(
 
 
 class _TaskFinder:
-    """The tasks of lm-eval, of this package, which are written into the folder `own`, and of a folder of the user's.
+    """The tasks of lm-eval, those that plug-ins write into the folder `own`, and those of a folder of the user's.
 
     `metadata` is for tasks that make their own data.
     """
@@ -445,7 +445,9 @@ class _TaskFinder:
     ) -> None:
         from lm_eval.tasks import TaskManager
 
-        paths = [write_tasks(own), *([] if include_path is None else [include_path])]
+        for write in plug_ins("lm_eval_tasks").values():
+            write(own)
+        paths = [own, *([] if include_path is None else [include_path])]
         self.manager = TaskManager(include_path=paths, metadata=dict(metadata))
         of_babilong = {**metadata, "max_seq_lengths": babilong_length(max_length)}  # by thousands of tokens, as text
         self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.runs.kinds import Run, RunPlan
 
+
 class MeasureWith(Protocol):
     """A function that measures, with the model of a name, the plan that `make` makes from that model and its tokenizer.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, entry, printable, short
 from rope_ext_hf.eval.questions import Passkey
+from rope_ext_hf.eval.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
 from rope_ext_hf.pictures.charts import Chart, HeatCell, HeatMaps
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
@@ -31,7 +32,6 @@ from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, S
 from rope_ext_hf.runs.labels import Method, MethodResult
 from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
-from rope_ext_hf.suites.statements import RETRIEVALS, RetrievalQuestion, Task, ask, insert, other_answers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

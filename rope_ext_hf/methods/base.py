@@ -20,7 +20,6 @@ from torch import Tensor
 
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean
-from rope_ext_hf.methods.guidance import Guidance
 
 UNBOUNDED = 2**62  # a length in tokens that no input reaches
 SHORT_AND_LONG = (1, UNBOUNDED)  # lengths that get the two lists of frequencies, where a scaling has two
@@ -221,16 +220,12 @@ class RopeMethod(ABC):
     """Parameters that `label` leaves out."""
     trainable: ClassVar[str] = ""
     """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
-    guidance: ClassVar[Guidance | None] = None
-    """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
     least: ClassVar[Mapping[str, int]] = {"factor": 1}
     """The smallest value of parameters, by name."""
     above_zero: ClassVar[tuple[str, ...]] = ("attention_factor",)
     """Parameters that must be above 0."""
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
     """What parameters may be, by name."""
-    begins_search: ClassVar[bool] = False
-    """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, fields
+from functools import cache
 from typing import Any, TypeVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, limit, parse_length, whole
-from rope_ext_hf.errors import MethodError, did_you_mean
+from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean
 from rope_ext_hf.method_choice import folded, unknown_method
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary, TrainedScaling, is_number
+from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
 _METHODS: dict[str, type[RopeMethod]] = {}
 _ALIASES: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -47,12 +50,30 @@ def register_method(
 
 def registered_name(name: str) -> str:
     """Return the registered spelling of a method's name or alias; a name that no method has comes back as it is."""
-    known = (*_METHODS, *_ALIASES)
-    return next((each for each in known if folded(each) == folded(name)), name)
+    registered = _spelling(name)
+    if registered is None:
+        _load_plug_ins()
+        registered = _spelling(name)
+    return name if registered is None else registered
+
+
+def _spelling(name: str) -> str | None:
+    return next((each for each in (*_METHODS, *_ALIASES) if folded(each) == folded(name)), None)
+
+
+@cache
+def _load_plug_ins() -> None:
+    """Load the methods that other packages add; a warning for one that cannot be loaded, which stops no other."""
+    for name in plug_in_names("methods"):
+        try:
+            plug_in("methods", name)
+        except RopeExtError as error:
+            warnings.warn(f"the method {error}", stacklevel=2)
 
 
 def list_methods() -> dict[str, type[RopeMethod]]:
-    """Every method by name."""
+    """Return every method by name, those of other packages last."""
+    _load_plug_ins()
     return dict(_METHODS)
 
 
@@ -128,7 +149,7 @@ def split_parameters(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments that are parameters of methods, also misspelt ones of this method, and all others."""
     own = () if method is None or isinstance(method, RopeMethod) else [*_find(method)[0].parameters]
-    known = {name for each in _METHODS.values() for name in each.parameters}
+    known = {name for each in list_methods().values() for name in each.parameters}
     near = [key for key in given if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
     params = {key: value for key, value in given.items() if key in known or key in near}
     if own and "frequency" not in own:  # else they may be of the method inside
@@ -148,7 +169,7 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
-        raise unknown_method(method, [*_METHODS, *_ALIASES])
+        raise unknown_method(method, [*list_methods(), *_ALIASES])
     return _METHODS[name], implied
 
 

@@ -33,7 +33,6 @@ class Stairs(RemappingMethod):
     end. Keys at distances below S are seen where they are.
     """
 
-
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False
     least: ClassVar = RemappingMethod.least | {"start": 1}

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
-from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.errors import CheckpointError, MethodError, UnknownMethodError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, method_from_dict, resolve_method, rotary_from_dict
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, attention_factor_keys, former_keys
 from rope_ext_hf.patches.families import Family, family, linear_is_extended, original_length_of_linear, runs_short_list
 from rope_ext_hf.patches.family_settings import config_number

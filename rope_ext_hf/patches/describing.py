@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rope_ext_hf.methods.base import TWO_PI, RopeMethod, Rotary
-from rope_ext_hf.methods.measurements import cost_notes
+from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
 from rope_ext_hf.patches.config import read_rope, recorded_specs
@@ -200,9 +199,23 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
         save_route=_save_route(model, slot, state),
         patched=True,
         notes=(*state.notes, method.note) if isinstance(method, RemappingMethod) else state.notes,
-        short_inputs=cost_notes(method, rotary),
+        short_inputs=short_input_notes(method, rotary),
         recipe=recipe_note(before_patches(slot.config), rotary, method),
     )
+
+
+def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
+    """Return what a method does to inputs within the context length, and all that is unusual about it, in sentences."""
+    kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
+    notes = []
+    if 0 < kept < UNBOUNDED:
+        notes.append(f"Inputs of up to {kept:,} tokens give the output of the model without {method.name}.")
+    if factor and factor > 1 and not kept:
+        notes.append(
+            "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "
+            "much. Take the smallest factor that reaches the length you need."
+        )
+    return (*notes, *method.cautions(rotary))
 
 
 def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) -> Description:

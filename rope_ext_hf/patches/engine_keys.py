@@ -124,6 +124,7 @@ def yarn_magnitude_by_config(settings: _Settings, factor: float) -> float:
     """
     if settings.get("attention_factor") is not None:
         return needed(settings, "attention_factor")
+    factor = max(1.0, factor)
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     if mscale and all_dim:
         return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import Length, parse_length, whole
-from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
@@ -25,6 +24,7 @@ from rope_ext_hf.patches.config import (
     rope_dict,
     written_keys,
 )
+from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from rope_ext_hf.bounds import Length
-from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.downloads import only_cached
 from rope_ext_hf.errors import CheckpointError, MethodError, RopeExtError, one_line, short
 from rope_ext_hf.files import check_regular
@@ -19,6 +18,7 @@ from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import restore_table
 from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
+from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded

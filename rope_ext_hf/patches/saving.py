@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.downloads import mistral_format_files
 from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
 from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
+from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record

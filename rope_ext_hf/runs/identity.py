@@ -63,11 +63,8 @@ def versions_now() -> dict[str, str]:
     return {"rope-ext-hf": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
-_COMPUTING = (
-    *("attention", "engines", "eval", "methods", "patches", "plugins", "reading", "rotary", "runs", "servers"),
-    *("serving", "suites"),
-)
-"""The folders of this package that make numbers, here or by an engine that they configure."""
+_COMPUTING = ("attention", "eval", "methods", "patches", "reading", "rotary")
+"""The folders of this package that compute numbers; what prints, compares or serves them is in others."""
 _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPUTING)}))(\.|$)")
 """Modules of packages whose versions a run's settings hold, and of those folders."""
 
@@ -102,8 +99,13 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
     return Basis(under.rotary, None, under.live)
 
 
-def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str) -> dict[str, Any]:
-    """What a run of these methods depends on, as settings; the method None is the model with its present patches."""
+def model_key(
+    model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str, *measuring: str
+) -> dict[str, Any]:
+    """Return what a run of these methods depends on, as settings.
+
+    The method None is the model with its present patches; `measuring` are the names of modules that measure.
+    """
     specs = present_specs(model)
     as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
@@ -113,7 +115,7 @@ def model_key(model: nn.Module, methods: Sequence[RopeMethod | None], basis: Bas
         "patches": [spec.to_dict() for spec in specs] if None in methods else [],
         # beyond what the method and its basis say; a patch without these arguments has neither
         "of_patch": _more_of_patch(specs[-1]) if specs and as_it_is else {},
-        "code": code_digest(model),
+        "code": code_digest(model, *measuring),
     }
 
 
@@ -123,11 +125,17 @@ def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
     return length | ({"native": True} if spec.native else {})
 
 
-def code_digest(model: nn.Module) -> str:
-    """A digest of the source that computes the numbers: this package's, of plug-ins, and what came with a model."""
+def code_digest(model: nn.Module, *measuring: str) -> str:
+    """Return a digest of the source that computes the numbers.
+
+    That is this package's, the code that came with a model, and that of plug-ins: of methods, and of the modules that
+    measure, by their names.
+    """
     digest = _own_source().copy()  # a copy from git has the same version for months
     kinds = {*map(type, model.modules()), *list_methods().values()}
-    for name in sorted({kind.__module__ for kind in kinds if not _KNOWN_SOURCE.match(kind.__module__)}):
+    for name in sorted({*(kind.__module__ for kind in kinds), *measuring}):
+        if _KNOWN_SOURCE.match(name):
+            continue
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
         digest.update(name.encode())
         if path is not None and Path(path).is_file():

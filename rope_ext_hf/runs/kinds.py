@@ -373,6 +373,11 @@ class Measurement(ABC):
         """
 
     @property
+    def computed_by(self) -> tuple[str, ...]:
+        """The names of the modules whose code makes the numbers, besides the library's: a run's identity has them."""
+        return (type(self).__module__,)
+
+    @property
     def contents(self) -> RunContents:
         """Items and cells of a complete run."""
         counts = Counter(cell for item in range(len(self.items)) for cell in self.cells(item))
@@ -398,6 +403,7 @@ class RunPlan(Generic[M_co]):
     scorer: Callable[..., Any] | None = None
     unit: str | None = None  # in which results are shown, see `Run.in_unit`; default: that of the kind of run
     reader: dict[str, str] = field(default_factory=dict)  # what the run's settings say of it, where it is another one
+    reader_modules: tuple[str, ...] = ()  # the modules of another one, whose code makes the numbers
 
 
 def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:

@@ -130,7 +130,8 @@ class _Job:
         )
         methods, over = [method for method, _ in self.methods.values()], self.plan.over
         settings |= {"over": over, "basis": self.basis.to_dict()}
-        settings |= model_key(self.model, methods, self.basis, over) if in_folder else {}
+        computed_by = (*measurement.computed_by, *self.plan.reader_modules)
+        settings |= model_key(self.model, methods, self.basis, over, *computed_by) if in_folder else {}
         return settings | {"context_length": self.basis.rotary.context_length}
 
     def scorer(self) -> TokenScorer:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import rope_ext_hf as rope
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
 from rope_ext_hf.checkpoints.detection import detect_pairing
 from rope_ext_hf.errors import CheckpointError
+from rope_ext_hf.tools import serving
 from tests.support.commands import run
 from tests.support.mistral_format import YARN, mistral, write_mistral_format
 from tests.support.wrapped_text import unwrapped
@@ -106,19 +106,19 @@ def test_patch_leaves_the_other_format_out_and_says_so(both: Path, tmp_path: Pat
     assert "params.json are left out" in unwrapped(out)
     left = {file.name for file in (tmp_path / "out").iterdir()}
     assert left == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
-    assert not any("params.json" in problem for problem in rope.audit(tmp_path / "out").problems)
+    assert not any("params.json" in problem for problem in serving.audit(tmp_path / "out").problems)
     kept = ("patch", both, "--method", "ntk", "--factor", 4, "--keep-mistral-format", "--out", tmp_path / "kept")
     assert OPTIONS in unwrapped(run(*kept)[1])
     assert {file.name for file in both.iterdir()} < {file.name for file in (tmp_path / "kept").iterdir()}
 
 
 def test_audit_names_the_other_format(both: Path, tmp_path: Path) -> None:
-    [note] = [note for note in rope.audit(both).notes if "params.json" in note]
+    [note] = [note for note in serving.audit(both).notes if "params.json" in note]
     assert "the same frequencies" in note
     for edit in ({"rope_theta": 1e6}, {"yarn": _PARAMS}, {"head_dim": 16}):
         params = json.loads((both / "params.json").read_text())
         (both / "params.json").write_text(json.dumps(params | edit))
-        audit = rope.audit(both)
+        audit = serving.audit(both)
         assert not audit.agrees
         assert any("params.json: vLLM runs the model from these" in problem for problem in audit.problems), edit
         assert any(OPTIONS in problem for problem in audit.problems)
@@ -128,9 +128,9 @@ def test_audit_names_the_other_format(both: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", [None, "linear", "ntk", "yarn", "by-parts"])
 def test_vllm_is_started_on_config_json(both: Path, tmp_path: Path, method: str | None) -> None:
     factor: dict[str, Any] = {} if method is None else {"factor": 4.0}
-    served = rope.serving_config(both, "vllm", method, **factor)
+    served = serving.serving_config(both, "vllm", method, **factor)
     assert OPTIONS in " ".join(served.command)
     assert not any("--config-format" in command for command in served.by_folder)  # a patched folder has one format
-    assert "--config-format" not in rope.serving_config(both, "sglang", method, **factor).command
+    assert "--config-format" not in serving.serving_config(both, "sglang", method, **factor).command
     mistral().save_pretrained(tmp_path / "one")
-    assert "--config-format" not in rope.serving_config(tmp_path / "one", "vllm", method, **factor).command
+    assert "--config-format" not in serving.serving_config(tmp_path / "one", "vllm", method, **factor).command

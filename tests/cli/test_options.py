@@ -15,8 +15,8 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Gain, Passkey, Perplexity, Sweep, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
-from rope_ext_hf.serving.questions import Extending
-from rope_ext_hf.training.questions import Finetuning, Searching
+from rope_ext_hf.tools.serving.questions import Extending
+from rope_ext_hf.tools.training.questions import Finetuning, Searching
 
 QUESTIONS: list[tuple[str, Question]] = [
     ("ppl", Perplexity(lengths="4k,8k")),

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from rope_ext_hf.engines.base import ServingConfig, engine_table, find_engine
-from rope_ext_hf.engines.exllamav3 import ExLlamaV3
-from rope_ext_hf.engines.llama_cpp import ARCHITECTURES, LlamaCpp, converted
-from rope_ext_hf.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.serving.gguf_files import rewrite
+from rope_ext_hf.tools.engines.base import ServingConfig, engine_table, find_engine
+from rope_ext_hf.tools.engines.exllamav3 import ExLlamaV3
+from rope_ext_hf.tools.engines.llama_cpp import ARCHITECTURES, LlamaCpp, converted
+from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
+from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.conformance import models
 from tests.engine_classes import Finder, exllamav3_rope
 from tests.llama_cpp_engine import write_gguf

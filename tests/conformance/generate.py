@@ -29,7 +29,7 @@ from rope_ext_hf.patches.config import ConfigRope, softmax_scale
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, head_dim
 from rope_ext_hf.patches.geometry import rope_of_layers
-from rope_ext_hf.servers.mistakes import different_frequencies
+from rope_ext_hf.tools.servers.mistakes import different_frequencies
 from tests.support.tiers import needs_family
 
 KIT = Path(__file__).parents[2] / "conformance"

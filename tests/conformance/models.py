@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.servers.mistakes import AS_MEASURED, configurations
-from rope_ext_hf.serving.configs import open_model
+from rope_ext_hf.tools.servers.mistakes import AS_MEASURED, configurations
+from rope_ext_hf.tools.serving.configs import open_model
 from tests.conformance.generate import KIT, PUBLISHED, Json, rounded
 
 FOLDER = KIT / "models"

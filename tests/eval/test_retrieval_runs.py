@@ -18,13 +18,13 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Passkey, passkey
 from rope_ext_hf.eval.retrieval_runs import Retrieval, make_trials, shared_trials
+from rope_ext_hf.eval.statements import RETRIEVALS
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import Run
-from rope_ext_hf.suites.statements import RETRIEVALS
 from tests.support.models import build, build_config
 
 TEXT = "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 40

@@ -226,7 +226,7 @@ def main() -> int:
     options = parser.parse_args()
     total = Counter[str]()
     for name in options.command or COMMANDS:
-        import_module("rope_ext_hf.training")  # forks have it then
+        import_module("rope_ext_hf.tools.training")  # forks have it then
         for library in ("accelerate", "matplotlib.figure", "peft"):
             with suppress(ImportError):
                 import_module(library)

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError, MethodError, ServingError
-from rope_ext_hf.serving.configs import serving_config
+from rope_ext_hf.tools.serving.configs import serving_config
 from tests.support.definition import assert_gradients_are_defined, attending_by, defined, patched_method
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
 from tests.support.oracles import group_of_length, rotate_to

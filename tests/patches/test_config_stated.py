@@ -10,10 +10,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.advice.advising import advise
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.serving.audit import audit_config
-from rope_ext_hf.serving.configs import Model, make_target
+from rope_ext_hf.tools.advice.advising import advise
+from rope_ext_hf.tools.serving.auditing import audit_config
+from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.commands import run_json
 from tests.support.models import build
 

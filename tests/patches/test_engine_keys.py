@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import rope_ext_hf as rope
-from rope_ext_hf.engines.base import other_engines
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.patches.engine_keys import (
@@ -22,6 +21,7 @@ from rope_ext_hf.patches.engine_keys import (
 )
 from rope_ext_hf.patches.families import former_key
 from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.tools.engines.base import other_engines
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
 

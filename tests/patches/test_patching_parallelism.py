@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.training import RopeCallback, check_context_parallel
+from rope_ext_hf.tools.training import RopeCallback, check_context_parallel
 from tests.support.models import build
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.recipes import find_recipe, recipes
-from rope_ext_hf.serving.configs import Model, make_target
+from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.serving_models import FOLDER
 from tests.support.tiers import needs_family
 from tests.support.wrapped_text import unwrapped

@@ -14,7 +14,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
-from rope_ext_hf.training import RopeCallback
+from rope_ext_hf.tools.training import RopeCallback
 
 pytestmark = [  # of TRL's own
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),

@@ -18,7 +18,6 @@ from rope_ext_hf.errors import FileError, MethodError
 from rope_ext_hf.eval import compare_runs, passkey, perplexity, read_run
 from rope_ext_hf.eval.perplexity_runs import DocumentLoss
 from rope_ext_hf.eval.retrieval_runs import RetrievalSetting, TrialScore
-from rope_ext_hf.eval.task_runs import TaskScore, TaskSetting
 from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
@@ -26,6 +25,7 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import Run, run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.report import Comparison
+from rope_ext_hf.tools.suites.task_runs import TaskScore, TaskSetting
 
 METHODS = {"unpatched": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
 METHODS["ntk"] = NTK(factor=4.0).to_dict()

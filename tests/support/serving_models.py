@@ -18,12 +18,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from rope_ext_hf.engines.base import ServingConfig, Target, find_engine
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.loading import class_to_load
-from rope_ext_hf.serving.configs import Model, make_target
+from rope_ext_hf.tools.engines.base import ServingConfig, Target, find_engine
+from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
 from tests.support.tiers import needs_family
 

@@ -1,1 +1,0 @@
-"""What to do for a longer context, by what was measured and published."""

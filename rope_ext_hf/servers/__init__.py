@@ -1,1 +1,0 @@
-"""Whether a running server computes what was measured, and vLLM as a reader."""

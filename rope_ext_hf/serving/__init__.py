@@ -1,1 +1,0 @@
-"""Serve what was measured: configs for serving engines, GGUF files, audits and advice."""

@@ -1,0 +1,114 @@
+"""Engines that take overrides of the config on their command line, and load a plug-in of this package."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.installing import install_command
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
+from rope_ext_hf.tools.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
+from rope_ext_hf.tools.engines.formulas import alpha_theta, plain
+from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys, length_setting, plugin_frequencies
+
+_BY_PLUGIN = "frequencies for the plug-in"
+
+
+class OverridingEngine(ConfigEngine):
+    """Base of these engines."""
+
+    unknown_type = "freezes or refuses the rope type {!r}"
+    option: ClassVar[str]  # the option that takes the overrides, as JSON
+
+    @abstractmethod
+    def start(self, target: Target) -> tuple[str, ...]:
+        """The command line without the overrides."""
+
+    def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+        """Rope settings with what the engine reads by keys of its own."""
+        return settings
+
+    def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
+        """The max_position_embeddings from which the engine derives the target's length."""
+        return target.length
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        unchanged = target.patched["rope_parameters"] == target.config["rope_parameters"]
+        if unchanged and target.length <= length_setting(target.config):
+            yield Encoding("as published", target.settings)
+        for encoding in super().encodings(target):
+            settings = self.spelled(target, encoding.settings)
+            changed = {"max_position_embeddings": self.stated_length(target, settings)}
+            if target.config.get("original_max_position_embeddings") and encoding.name != "native":
+                changed["original_max_position_embeddings"] = settings["original_max_position_embeddings"]
+            yield Encoding(encoding.name, settings, changed)
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        if rope.model_type in self.table["theta_alone"]:
+            notes = () if rope.kind == "default" else (f"{rope.model_type}: the rope type {rope.kind} is ignored.",)
+            theta = int(rope.theta) if rope.model_type in self.table["whole_theta"] else rope.theta
+            return replace(rope, notes=notes).computed(plain(theta, rope.dim))
+        if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
+            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
+        return super().by_type(rope)
+
+    def other(self, rope: RopeKeys) -> Computed:
+        if rope.kind == "proportional":
+            raise NotCheckedError("its class for Gemma 4 was not checked")
+        if rope.kind == "dynamic" and "alpha" in rope.settings:  # DynamicNTKAlphaRotaryEmbedding of both
+            return rope.computed(plain(alpha_theta(rope.theta, rope.dim, rope.number("alpha")), rope.dim))
+        return super().other(rope)
+
+    def by_plugin(self, rope: RopeKeys, length: int | None, *, latent: bool) -> Computed:
+        """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
+        if rope.model_type in self.table["theta_alone"]:
+            raise ServingError(
+                f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
+            )
+        inv_freq, magnitude = plugin_frequencies(rope.settings)
+        return Computed(inv_freq, magnitude, length, softmax_scale=rope.latent_scale if latent else 1.0)
+
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
+        overrides = target.placed(changes)
+        notes = computed.notes
+        if encoding.name == _BY_PLUGIN:
+            command = install_command("", "--no-deps")
+            notes += (f"Install this package beside {self.title}, which loads it: {command}",)
+        return self.serving(
+            target,
+            encoding.name,
+            computed,
+            command=(*self.start(target), *((self.option, json.dumps(overrides)) if overrides else ())),
+            overrides=overrides or None,
+            config_keys=overrides,
+            notes=notes,
+        )
+
+    def config_for(self, target: Target) -> ServingConfig:
+        try:
+            return super().config_for(target)
+        except ServingError as error:
+            served = False
+            with suppress(ServingError):
+                if type(plugin := self.with_plugin()) is not type(self):
+                    plugin.config_for(target)
+                    served = True
+            if not served:
+                raise
+            raise ServingError(f"{error}. {self.name} with the plug-in of this package serves it: --plugin") from error
+
+
+def plugin_encoding(target: Target, **more: Any) -> Encoding:
+    """The frequencies and magnitude of a target in the settings that the plug-ins read, with more settings."""
+    settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
+        "rope_type": PLUGIN_TYPE,
+        "rope_theta": target.theta,
+        "inv_freq": json.dumps(list(target.inv_freq)),
+        "attention_factor": target.attention_factor,
+    }
+    return Encoding(_BY_PLUGIN, settings | more, {"max_position_embeddings": target.length})

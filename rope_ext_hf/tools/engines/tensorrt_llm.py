@@ -1,0 +1,101 @@
+"""TensorRT-LLM: NVIDIA/TensorRT-LLM 1.2.0rc2, its PyTorch backend.
+
+Read, at commits around that version: tensorrt_llm/version.py (b35ac1b6), `RopeParams` of
+tensorrt_llm/_torch/attention_backend/interface.py (51ea5c96), `RopeEmbeddingUtils` of tensorrt_llm/functional.py, `MLA`
+of _torch/modules/attention.py, and _torch/models/modeling_llama.py, modeling_mistral.py, modeling_qwen.py,
+modeling_qwen3.py, modeling_gemma3.py. They read `rope_theta` and `rope_scaling`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.patches.config_keys import Config, needed
+from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
+from rope_ext_hf.tools.engines.base import NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, later_factor
+from rope_ext_hf.tools.engines.formulas import plain
+from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
+
+_FUSED = frozenset({"qwen3", "qwen3_moe"})
+"""Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
+
+_USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024, "factor": 1.0}
+"""The numbers that it takes for missing keys."""
+
+
+@register_engine("tensorrt-llm")
+class TensorRTLLM(FormerSpellingEngine):
+    """TensorRT-LLM, started with `trtllm-serve`; the keys go into a copy of the folder."""
+
+    title = "TensorRT-LLM"
+    version = "1.2.0rc2"
+    table = engine_table("tensorrt_llm")
+    newest = (
+        "1.2.1",
+        "it reads other keys and builds other tables than 1.2.0rc2, by whose source the rules here were written",
+    )
+    aliases: ClassVar = {}
+
+    def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
+        if target.model_type in _FUSED:
+            settings["attention_factor"] = target.attention_factor
+            later_factor(settings, changed)
+
+    def command(self, target: Target) -> tuple[str, ...]:
+        return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
+
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        text, model_type = self.known_text(config)
+        if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
+            raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
+        rope = RopeKeys.of({**text, "rope_parameters": None}, length)
+        kind = rope.settings.get("type") or rope.kind
+        if kind == "default" and text.get("rope_scaling"):
+            raise ServingError("it has no rope type 'default': rope_scaling must be null")
+        kind, _ = self.reached(model_type, str(kind))
+        return replace(rope, kind=kind, table=rope.most, usual=_USUAL)
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if rope.model_type in _FUSED:
+            return self._fused(rope)
+        if rope.model_type == "deepseek_v3" and rope.kind not in ("default", "yarn"):
+            raise NotCheckedError(f"its kernels for DeepSeek were not read with the rope type {rope.kind!r}")
+        for key in ("original_max_position_embeddings", "factor"):  # which are read whatever the rope type is
+            rope.number(key)
+        return self.by_type(rope)
+
+    def yarn(self, rope: RopeKeys) -> Computed:
+        if rope.model_type != "deepseek_v3":
+            raise ServingError(
+                "its table of a yarn holds every angle twice but for latent attention (duplicate_data), so that "
+                "position p gets the angles of floor(p / 2)"
+            )
+        factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+        inv_freq = rope.yarn(factor, original, truncate=True)
+        notes = [f"yarn: {key} is ignored." for key in ("attention_factor", "truncate") if key in rope.settings]
+        return replace(rope.computed(inv_freq, rope.mscale_ratio(factor), *notes), softmax_scale=rope.latent_scale)
+
+    def longrope(self, rope: RopeKeys) -> Computed:
+        original = rope.number("original_max_position_embeddings")
+        if original != int(original):
+            raise ServingError(
+                f"original_max_position_embeddings must be a whole number there; for this magnitude it is {original:g}"
+            )
+        return super().longrope(rope)
+
+    def _fused(self, rope: RopeKeys) -> Computed:
+        """A yarn, as the kernel of Qwen3 computes it whatever the rope type is."""
+        rope = replace(rope, table=None)
+        if rope.kind == "default":
+            return rope.computed(plain(rope.theta, rope.dim))
+        settings, original, factor = rope.settings, rope.most, rope.number("factor")
+        notes = [] if rope.kind == "yarn" else [f"Qwen3: the rope type {rope.kind} is run as yarn."]
+        if "original_max_position_embeddings" in settings:
+            original = int(needed(settings, "original_max_position_embeddings"))
+            factor = rope.most / original
+        inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
+        return rope.computed(inv_freq, yarn_magnitude_by_config(settings, factor), *notes)

@@ -1,0 +1,231 @@
+"""vLLM: vllm-project/vllm 0.33.0.
+
+Read: vllm/model_executor/layers/rotary_embedding/ (`__init__.py`, yarn_scaling_rope.py, mrope.py, llama3_rope.py,
+deepseek_scaling_rope.py, phi3_long_rope_scaled_rope.py), models/llama.py, qwen3.py, gemma3.py, gpt_oss.py,
+deepseek_v2.py, AXK1.py, glm4_moe_lite.py, longcat_flash.py and registry.py, what every file of models/ hands to
+get_rope, and `_get_and_verify_max_len` and `_apply_dict_overrides` of config/model.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.patches.config_keys import Config, needed
+from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
+from rope_ext_hf.tools.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.tools.engines.formulas import longrope_magnitude, plain, yarn, yarn_magnitude
+from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, plugin_settings
+from rope_ext_hf.tools.engines.overrides import OverridingEngine, plugin_encoding
+
+_TABLE = engine_table("vllm")
+DEEPSEEK_FAMILIES = frozenset(_TABLE["deepseek"])
+INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES.union(_TABLE["interleaved"])
+_LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
+"""Rope types whose max_position_embeddings is not multiplied by the factor."""
+HF_FORMAT = ("--config-format", "hf", "--load-format", "safetensors")
+"""Without these it reads params.json and consolidated*.safetensors where they lie beside config.json: `get_config` of
+transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py. It refuses overrides then."""
+_MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
+
+
+def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
+    """Frequencies and magnitude of the class for DeepSeek: no truncate, and mscale with other defaults."""
+    factor, original = needed(rope.settings, "factor"), needed(rope.settings, "original_max_position_embeddings")
+    magnitude = rope.mscale_ratio(factor)
+    return rope.yarn(factor, original, truncate=True), magnitude
+
+
+def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
+    """LongRoPE by the class for Phi-3, which takes one list, by the length to serve."""
+    if rope.model_type in INTERLEAVED_FAMILIES:
+        raise ServingError("its longrope class takes half-paired rotation only")
+    original = rope.number("original_max_position_embeddings")
+    key = "long" if served > original else "short"
+    magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
+    return replace(rope, table=rope.most).computed(rope.divided(f"{key}_factor"), magnitude)
+
+
+def of_mistral_params(params: Config, like: Computed) -> Computed:
+    """Compute params.json, Mistral's own format, as `_remap_mistral_yarn_args` of its configs/mistral.py hands it on.
+
+    `like`: the model by config.json, for the number of pairs.
+    """
+    theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
+    dim = int(needed(params, "head_dim", dim))
+    scaling = params.get("yarn")
+    if not isinstance(scaling, Mapping) or not scaling:
+        return Computed(tuple(plain(theta, dim)), 1.0, None)
+    factor, original = needed(scaling, "factor"), needed(scaling, "original_max_position_embeddings")
+    fast, slow = needed(scaling, "beta", 32.0), needed(scaling, "alpha", 1.0)
+    magnitude = yarn_magnitude(factor) if scaling.get("apply_scale", True) else 1.0
+    return Computed(tuple(yarn(theta, dim, factor, original, fast, slow)), magnitude, None)
+
+
+@register_engine("vllm")
+class VLLM(OverridingEngine):
+    """vLLM, started with `vllm serve`."""
+
+    title = "vLLM"
+    option = "--hf-overrides"
+    drafts = (
+        "--hf-overrides does not reach a draft (compose_draft_hf_overrides of config/speculative.py; vLLM #37443, "
+        "#58080): write the same keys, config_keys of --json, into config.json, and into that of a draft with a "
+        "folder of its own."
+    )
+    on_gpus = (
+        "--tensor-parallel-size {gpus} --kv-cache-dtype {keys} --max-num-seqs {inputs} --gpu-memory-utilization {share}"
+    )
+    usual_server = True
+    version = "0.33.0"
+    table = _TABLE
+    oldest = ("0.11.1", "there is no --hf-overrides for rope_parameters; it takes --rope-scaling, whose keys differ")
+
+    def with_plugin(self) -> VLLM:
+        return _VLLMWithPlugin()
+
+    def start(self, target: Target) -> tuple[str, ...]:
+        command = ("vllm", "serve", target.model, "--max-model-len", str(target.length))
+        return (*command, *(HF_FORMAT if target.mistral_format else ()))
+
+    def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
+        if settings["rope_type"] != "yarn":
+            return settings
+        if target.model_type not in DEEPSEEK_FAMILIES:
+            settings = settings | {
+                "attention_factor": target.attention_factor,
+                "attn_factor": target.attention_factor / yarn_magnitude(settings["factor"]),
+            }
+        if _quadruple(settings, target.model_type):
+            quarter, rest = divmod(settings["original_max_position_embeddings"], _MROPE_TABLE)
+            settings = settings if rest else settings | {"original_max_position_embeddings": quarter}
+        return settings
+
+    def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
+        if _length_stated(settings["rope_type"], target.model_type):
+            return target.length
+        return math.ceil(target.length / float(settings.get("factor", 1.0)))
+
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        config = super().config(target, changes)
+        if target.composite and "rope_parameters" in changes:  # merged key by key
+            before = dict(target.config.get("rope_parameters") or {})
+            config["rope_parameters"] = _nested(before, changes["rope_parameters"])
+        return config
+
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        rope = RopeKeys.of(config, length)
+        if rope.text.get("dual_chunk_attention_config"):  # get_rope takes it before any rope type
+            raise NotCheckedError("it runs dual chunk attention here, by a rotary class that was not checked")
+        if rope.model_type in self.table["theta_inside"]:
+            inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
+            settings = {**rope.settings, "rope_theta": needed(inside, "rope_theta", 10000.0, above=1.0)}
+            notes = ("rope_theta beside the rope settings is not read (vLLM #56066); write it into them.",)
+            rope = replace(rope, settings=settings, notes=notes)
+        derived = rope.most
+        if not _length_stated(rope.kind, rope.model_type):
+            derived = int(derived * needed(rope.settings, "factor", 1.0))
+        return replace(rope, length=derived, table=derived)
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if rope.model_type in DEEPSEEK_FAMILIES and rope.kind != "default":
+            inv_freq, magnitude = deepseek_yarn(rope)  # whatever the rope type is
+            settings = rope.settings
+            scale = 1.0 if settings.get("attention_factor") == 1.0 else rope.latent_scale
+            table = int(settings["original_max_position_embeddings"] * settings["factor"])
+            return replace(rope, table=table, softmax_scale=scale).computed(inv_freq, magnitude)
+        if rope.model_type == "gpt_oss":
+            rope = self._as_handed_on_by_gpt_oss(rope)
+        if rope.model_type in self.table["by_layer"] and rope.kind != "default":
+            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
+        return self.by_type(rope)
+
+    def _as_handed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
+        """YaRN's keys alone, whatever the rope type is."""
+        settings = rope.settings
+        for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
+            try:
+                rope.number(key)
+            except ServingError as error:
+                raise ServingError(f"its file of gpt-oss hands on YaRN's keys alone, and {error}") from error
+        kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
+        ignored = settings.get("attention_factor") is not None or rope.kind != "yarn"
+        notes = ("gpt-oss: run as yarn, without attention_factor.",) if ignored else ()
+        handed_on = {key: settings[key] for key in kept if key in settings}
+        return replace(rope, settings=handed_on, kind="yarn", notes=notes)
+
+    def linear(self, rope: RopeKeys) -> Computed:
+        return replace(super().linear(rope), table=int(rope.most * rope.number("factor")))
+
+    def yarn(self, rope: RopeKeys) -> Computed:
+        factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
+        notes = []
+        if _quadruple(rope.settings, rope.model_type):
+            original *= _MROPE_TABLE
+            notes.append(f"yarn with M-RoPE: the ramp is that of an original length of {original:g} tokens.")
+        inv_freq = rope.yarn(factor, original, truncate=bool(rope.settings.get("truncate", True)))
+        magnitude = yarn_magnitude_by_config(rope.settings, factor)
+        return replace(rope, table=int(original * factor)).computed(inv_freq, magnitude, *notes)
+
+    def longrope(self, rope: RopeKeys) -> Computed:
+        by_transformers = rope.model_type in self.table["run_by_transformers"]
+        if by_transformers and rope.settings["long_factor"] != rope.settings["short_factor"]:
+            raise ServingError(
+                f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
+                "input of a batch"
+            )
+        served = rope.asked or int(rope.text.get("original_max_position_embeddings") or rope.most)
+        return phi3_longrope(replace(rope, length=served), served)
+
+
+class _VLLMWithPlugin(VLLM):
+    """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        encoding = plugin_encoding(target)
+        settings = dict(encoding.settings)
+        if target.model_type in DEEPSEEK_FAMILIES:
+            # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
+            # the length as it is; without the plug-in vLLM stops at the missing original length.
+            settings |= {
+                "rope_type": "deepseek_yarn",
+                "magnitude": settings.pop("attention_factor"),
+                "factor": math.e,  # yarn_magnitude(e, m) is 1 + m / 10
+                "mscale_all_dim": 10 * (math.sqrt(target.softmax_scale) - 1),
+            }
+        elif target.model_type == "gpt_oss":  # its model hands on YaRN's keys alone
+            settings |= {
+                "factor": 1.0,
+                "original_max_position_embeddings": target.length,
+                "beta_fast": settings.pop("inv_freq"),  # text: without the plug-in vLLM stops at it
+                "beta_slow": settings.pop("attention_factor"),
+            }
+        yield replace(encoding, settings=settings)
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        rope = self.read(config, length)
+        if plugin_settings(rope.settings) is None:
+            return super().computes(config, length)
+        if rope.model_type in self.table["by_layer"]:
+            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
+        return self.by_plugin(rope, rope.most, latent=rope.model_type in DEEPSEEK_FAMILIES)
+
+
+def _length_stated(kind: str, model_type: str) -> bool:
+    """Whether max_position_embeddings is the length itself, and is not multiplied by the factor."""
+    return kind in _LENGTH_STATED or "gemma3" in model_type
+
+
+def _quadruple(settings: Config, model_type: str) -> bool:
+    """Whether YaRN's ramp is that of `_MROPE_TABLE` times the original length."""
+    return "mrope_section" in settings and model_type not in _TABLE["single_table"]
+
+
+def _nested(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Settings merged key by key, at every depth."""
+    both = {key: isinstance(before.get(key), dict) and isinstance(value, dict) for key, value in after.items()}
+    return before | {key: _nested(before[key], value) if both[key] else value for key, value in after.items()}

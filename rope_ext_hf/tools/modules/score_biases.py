@@ -1,0 +1,151 @@
+"""Score biases beside RoPE: a number for each distance and head, added to the score of a query and a key.
+
+    >>> ALiBi(start=4096).bias(torch.tensor([0.0, 2.0]), heads=8)[0]
+    tensor([[-0., -1.]])
+
+Rotations stay as they are, also those of far keys; the bias takes weight from them. A model that was trained without
+the bias keeps what it can do up to `start`, where the bias begins. Biases whose numbers are learned are modules (see
+`rope_ext_hf.tools.modules.hybrids`), because a model must be trained with them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.methods.base import is_number
+from rope_ext_hf.methods.registry import register_method
+from rope_ext_hf.methods.remapping import RemappingMethod, ScoreBias
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """The slope of each head (Press et al. 2022, arXiv 2108.12409, sec. 3): 2^(-8 h / heads), h = 1 ... heads.
+
+    Where `heads` is not a power of two, as the authors' code has it: the slopes of the power of two below, then every
+    other slope of the power of two above.
+    """
+    below = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
+    between = [2 ** (-4 * h / below) for h in range(1, 2 * below + 1, 2)]
+    return slopes + between[: heads - below]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ScoreBias(RemappingMethod):
+    """Base of the methods that leave positions as they are and add a bias to the scores of far keys.
+
+    `start`: the distance in tokens from which on distances count; 0: all do, as in a model trained with the bias.
+    Default: `max_distance`, so that inputs up to there stay as they are.
+    """
+
+    default_temperature = "none"  # a bias already keeps the number of keys that matter from growing
+    local_zone_exact = False  # keys stay where they are stored, which is where they stand
+    moves_keys = False
+
+    start: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.start is not None and self.start < 0:
+            raise MethodError(f"{self.name}: start must be at least 0 tokens, got {self.start}")
+
+    @abstractmethod
+    def bias(self, distance: Tensor, heads: int) -> Tensor:
+        """The addition to scores, 0 at distance 0.
+
+        Args:
+            distance: tokens beyond `start`, (rows or 1, 1, queries, keys) float32, at least 0.
+
+        Returns:
+            (rows or 1, heads, queries, keys) float32, or one shape that broadcasts to it.
+
+        Raises:
+            MethodError: parameters for another number of heads.
+        """
+
+    def score_bias(self, heads: int, length: int) -> ScoreBias | None:
+        start = self.start
+        assert start is not None
+        if length <= start + 1:
+            return None
+
+        def bias(m: Tensor, n: Tensor) -> Tensor:
+            beyond = (m[:, None, :, None] - n[:, None, None, :] - start).clamp(min=0)
+            return self.bias(beyond.to(torch.float32), heads)
+
+        return bias
+
+    def with_defaults(self, limit: int, target_length: int | None) -> Self:
+        return self if self.start is not None else replace(self, start=limit)
+
+    @property
+    def note(self) -> str:
+        return f"Scores of keys more than {self.start:,} tokens back get a bias; rotations stay as they are."
+
+    @property
+    def exact_length(self) -> int:
+        assert self.start is not None
+        return self.start + 1
+
+
+@register_method("alibi")
+@dataclass(frozen=True, kw_only=True)
+class ALiBi(_ScoreBias):
+    """ALiBi beside RoPE (Press et al. 2022, arXiv 2108.12409): scores fall linearly beyond `start`, a slope per head.
+
+    `strength`: the factor of the slopes of the paper.
+    """
+
+    above_zero = ("strength",)
+
+    strength: float = 1.0
+
+    def bias(self, distance: Tensor, heads: int) -> Tensor:
+        slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=distance.device)
+        return -self.strength * slopes[:, None, None] * distance
+
+
+@register_method("kerple")
+@dataclass(frozen=True, kw_only=True)
+class Kerple(_ScoreBias):
+    """KERPLE beside RoPE (Chi et al. 2022, arXiv 2205.09921): scores fall with the log or a power of the distance.
+
+    With d tokens beyond `start`: -r1 ln(1 + r2 d) for `kernel="log"`, -r1 d^r2 for `kernel="power"`, where
+    0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
+    """
+
+    choices: ClassVar = RemappingMethod.choices | {"kernel": ("log", "power")}
+
+    kernel: str = "log"
+    r1: tuple[float, ...] = (1.0,)
+    r2: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        for name in ("r1", "r2"):
+            if is_number(value := getattr(self, name)):
+                object.__setattr__(self, name, (float(value),))
+        super().__post_init__()
+        for name in ("r1", "r2"):
+            values = getattr(self, name)
+            most = 2 if (self.kernel, name) == ("power", "r2") else math.inf
+            if not values or not all(0 < value <= most for value in values):
+                allowed = "above 0" + (" and at most 2" if most == 2 else "")
+                raise MethodError(f"{self.name}: {name} must be {allowed}, got {list(values)}")
+
+    def bias(self, distance: Tensor, heads: int) -> Tensor:
+        r1, r2 = (self._per_head(name, heads, distance.device) for name in ("r1", "r2"))
+        return -r1 * (torch.log1p(r2 * distance) if self.kernel == "log" else distance**r2)
+
+    def _per_head(self, name: str, heads: int, device: torch.device) -> Tensor:
+        values = getattr(self, name)
+        if len(values) not in (1, heads):
+            raise MethodError(
+                f"{self.name}: {name} has {len(values)} numbers; give one, or one for each of {heads} heads"
+            )
+        return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]

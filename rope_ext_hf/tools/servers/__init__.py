@@ -1,0 +1,19 @@
+"""Checks of running servers: against the model that was measured, or against an earlier record.
+
+from rope_ext_hf.tools.servers import check_server
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rope_ext_hf.tools.servers.answers import BaselineReport as BaselineReport
+    from rope_ext_hf.tools.servers.answers import compare_server as compare_server
+    from rope_ext_hf.tools.servers.answers import record_server as record_server
+    from rope_ext_hf.tools.servers.checking import ServerReport as ServerReport
+    from rope_ext_hf.tools.servers.checking import check_server as check_server
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

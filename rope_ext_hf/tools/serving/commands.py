@@ -1,0 +1,119 @@
+"""Commands about serving: `serve-config`, `audit`, `gguf`, `card`."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rope_ext_hf.cli.console import print_text
+from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command
+from rope_ext_hf.files import json_text
+from rope_ext_hf.method_choice import PatchChoice
+from rope_ext_hf.questions import asked
+from rope_ext_hf.tools.engines.base import list_engines
+from rope_ext_hf.tools.serving.questions import GPUServer
+
+if TYPE_CHECKING:
+    from rope_ext_hf.tools.engines.base import ServingConfig
+
+
+@command("Tool box: serve")
+def serve_config(
+    model: Model,
+    methods: PatchChoice,
+    source: SourceOptions,
+    server: GPUServer,
+    engine: str = asked(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
+    engine_version: str | None = asked(None, "The version that will run it, where that is known.", metavar="VERSION"),
+    plugin: bool = asked(False, "For an engine that loads a plug-in of this package."),
+    as_json: Json = False,
+) -> None:
+    """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
+
+    Without --method it is the patch that the folder carries, else the model as published.
+
+    Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
+    """
+    methods.check_single()
+    config = _configure(model, methods, source, engine, engine_version, plugin=plugin, server=server)
+    print_text(json_text(config.to_dict()) if as_json else str(config))
+
+
+@command("Tool box: serve")
+def gguf(
+    file: Annotated[Path, typer.Argument(metavar="IN.gguf", help="The GGUF file of the model.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
+    methods: PatchChoice,
+    source: SourceOptions,
+    model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
+    as_json: Json = False,
+) -> None:
+    """Write a copy of a GGUF file that carries a method: metadata and divisors change, weights are copied.
+
+    Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
+    """
+    from rope_ext_hf.tools.serving.gguf_files import rewrite
+
+    methods.check_single()
+    config = _configure(model, methods, source, "gguf", None)
+    rewrite(file, out, config)
+    print_text(json_text(config.to_dict() | {"out": str(out)}) if as_json else f"{config}\n# written to {out}")
+
+
+@command("Tool box: serve")
+def audit(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
+    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
+    as_json: Json = False,
+) -> None:
+    """Say what each serving engine computes from a config or GGUF file; exit code 1 where they do not agree.
+
+    Example: `rope-ext audit reference`
+    """
+    from rope_ext_hf.tools.serving.auditing import audit as audit_path
+
+    result = audit_path(path, revision=revision)
+    print_text(json_text(result.to_dict()) if as_json else str(result))
+    if not result.agrees:
+        raise typer.Exit(1)
+
+
+def _configure(
+    model: str, methods: PatchChoice, source: SourceOptions, engine: str, version: str | None, **how: Any
+) -> ServingConfig:
+    from rope_ext_hf.tools.serving.configs import serving_config
+
+    return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)
+
+
+@command("Tool box: serve")
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder of a model or an adapter.")],
+    publish: PublishOptions,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
+    ] = None,
+    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
+    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
+    as_json: Json = False,
+) -> None:
+    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
+
+    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
+    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
+
+    Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
+    """
+    from rope_ext_hf.tools.serving.model_card import RESULTS, write_card
+
+    publish.check()
+    written = write_card(folder, runs or (), base_model=base_model, trust_remote_code=trust_remote_code)
+    files = [written, *sorted((folder / RESULTS).glob("*.yaml"))]
+    print_text(
+        json_text([str(file) for file in files]) if as_json else "\n".join(f"written to {file}" for file in files)
+    )
+    publish.upload(folder, trust_remote_code=trust_remote_code)

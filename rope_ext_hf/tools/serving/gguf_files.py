@@ -1,0 +1,154 @@
+"""GGUF files: the rotary embedding of one, and copies of one that carry a method."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rope_ext_hf.bounds import limit
+from rope_ext_hf.errors import CheckpointError, MethodError, short
+from rope_ext_hf.files import atomic_file, check_destination
+from rope_ext_hf.hub import foreign_errors
+from rope_ext_hf.installing import install_command
+from rope_ext_hf.tools.engines.base import ServingConfig
+from rope_ext_hf.tools.engines.llama_cpp import FileRope
+
+_HEADER = struct.Struct("<4sIQQ")
+_MAX_ENTRIES = 1_000_000  # keys, tensors and dims of a header; the largest published files have some thousands
+_MAX_READS = 20_000_000  # numbers and strings of a header; a vocabulary of 256,000 tokens takes some 2 million
+_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """A file's reader, every failure of it an error of one line."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise MethodError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
+    failure = f"the GGUF file {short(str(path))!r} cannot be read"
+    if not path.is_file():
+        raise CheckpointError(f"{failure}: there is no regular file")
+    with foreign_errors(failure):
+        with path.open("rb") as stream:
+            magic, version, tensors, keys = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
+        if magic != b"GGUF" or version not in (2, 3):
+            raise CheckpointError(f"{failure}: no GGUF file of version 2 or 3, little-endian")
+        if tensors > _MAX_ENTRIES or keys > _MAX_ENTRIES:
+            raise CheckpointError(f"{failure}: its header counts {keys:,} keys and {tensors:,} tensors")
+        reader = _bounded_reader(gguf.GGUFReader)(path)
+        end = path.stat().st_size
+        for tensor in reader.tensors:
+            if tensor.data_offset + tensor.n_bytes > end or tensor.n_bytes != tensor.data.nbytes:
+                raise CheckpointError(f"{failure}: the tensor {short(tensor.name)!r} lies beyond its end")
+        yield reader
+
+
+def _bounded_reader(base: Any) -> Any:
+    """gguf's reader, which by itself takes what lies beyond the end of a file for empty, and goes on."""
+
+    class BoundedReader(base):  # type: ignore[misc]
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *args: Any, **kwargs: Any) -> Any:
+            self.reads += 1
+            if self.reads > _MAX_READS:
+                raise ValueError("its header holds more metadata than that of any model")
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.size:
+                raise ValueError("it ends before what its header states")
+            return super()._get(offset, dtype, count, *args, **kwargs)
+
+    return BoundedReader
+
+
+def _architecture(reader: Any, path: Path) -> str:
+    field = reader.get_field("general.architecture")
+    name = field.contents() if field is not None else None
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"the GGUF file {short(str(path))!r} states no general.architecture")
+    return name
+
+
+def read_file_rope(path: Path) -> FileRope:
+    with _opened(path) as reader:
+        architecture = _architecture(reader, path)
+        prefix = f"{architecture}."
+        values = {
+            name.removeprefix(prefix): field.contents()
+            for name, field in reader.fields.items()
+            if name.startswith(prefix) and "tokenizer" not in name
+        }
+        heads, head_dim = values.get("attention.head_count", 0), values.get("attention.key_length")
+        if head_dim is None and isinstance(heads, int) and heads:
+            head_dim = values.get("embedding_length", 0) // heads or None
+        dim = values.get("rope.dimension_count", head_dim)
+        if not isinstance(dim, int) or not 2 <= dim <= limit("head_dim") or dim % 2:
+            raise CheckpointError(
+                f"the GGUF file {short(str(path))!r} states no even number of rotated dims up to {limit('head_dim'):,}"
+            )
+        keys = {name: value for name, value in values.items() if name.startswith("rope.") or name == "context_length"}
+        tensors = {
+            each.name: tuple(np.asarray(each.data, np.float64).ravel().tolist())
+            for each in reader.tensors
+            if each.name in _FACTORS
+        }
+        return FileRope(architecture, dim, keys, tensors, head_dim if isinstance(head_dim, int) else None)
+
+
+def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
+    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all."""
+    check_destination(destination, source)
+    with _opened(source) as reader:
+        architecture = _architecture(reader, source)
+        wanted = next((key.partition(".")[0] for key in config.gguf_keys), architecture)
+        if wanted != architecture:
+            raise CheckpointError(f"{short(str(source))!r} holds {architecture!r}, and the method was for {wanted!r}")
+        rope = read_file_rope(source)
+        for name, divisors in config.gguf_tensors.items():
+            if 2 * len(divisors) != rope.dim:
+                raise CheckpointError(f"{name} has {len(divisors)} divisors, the file {rope.dim // 2} rotated pairs")
+        with atomic_file(destination) as part, foreign_errors(f"{str(destination)!r} cannot be written"):
+            _write(reader, part, architecture, config)
+
+
+def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(part, architecture, endianess=reader.endianess)
+    alignment = reader.get_field("general.alignment")
+    if alignment is not None:
+        writer.data_alignment = int(alignment.contents())
+    scaling = (f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear")  # the second is its former name
+    for name, field in reader.fields.items():
+        replaced = name in config.gguf_keys or (name.startswith(scaling) and bool(config.gguf_keys))
+        if name.startswith("GGUF.") or name == "general.architecture" or replaced:
+            continue
+        kind = field.types[0]
+        writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1] if len(field.types) > 1 else None)
+    types = gguf.GGUFValueType
+    for name, value in config.gguf_keys.items():
+        text, whole = isinstance(value, str), name.endswith("context_length")
+        if not (text or whole or math.isfinite(value)):
+            raise CheckpointError(f"{name} must be finite, got {value}")
+        writer.add_key_value(name, value, types.STRING if text else types.UINT32 if whole else types.FLOAT32)
+    replaced_tensors = {*config.gguf_tensors, *config.gguf_removed}
+    kept = [tensor for tensor in reader.tensors if tensor.name not in replaced_tensors]
+    added = {name: np.asarray(values, np.float32) for name, values in config.gguf_tensors.items()}
+    for tensor in kept:
+        writer.add_tensor_info(
+            tensor.name, tensor.data.shape, tensor.data.dtype, tensor.data.nbytes, tensor.tensor_type
+        )
+    for name, values in added.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for data in (*(tensor.data for tensor in kept), *added.values()):
+        writer.write_tensor_data(data)
+    writer.close()

@@ -1,0 +1,69 @@
+"""What is asked of a server and of an extension. Nothing here imports torch, so that --help answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.bounds import MOST_TOKENS, parse_bytes, parse_length
+from rope_ext_hf.questions import Question, anything, asked
+from rope_ext_hf.reading.corpora import check_name
+from rope_ext_hf.tools.engines.base import find_engine, list_engines, usual_server
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPUServer(Question):
+    """The GPUs that one server has, for which its options are computed."""
+
+    PANEL = "GPUs of the server"
+
+    gpus: int | None = asked(
+        None, "GPUs of the server; its options are computed to fit.", least=1, most=4096, metavar="N"
+    )
+    gpu_memory: int | Any = asked(
+        80 * 10**9, "Memory of each, e.g. 80GB or 80GiB.", parse=parse_bytes, show=lambda size: f"{size / 1e9:.10g}GB",
+        least=1, most=MOST_TOKENS, metavar="SIZE",
+    )  # fmt: skip
+    weight_bits: int | None = asked(
+        None, "Bits of a weight there. Default: 16, of weights that are not quantised.", least=2, most=32, metavar="N"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extending(GPUServer):
+    """From a model to a folder that an engine serves."""
+
+    command = "extend"
+
+    target_length: int | Any = asked(
+        MISSING, "The length that you need, e.g. 128k.", parse=parse_length, metavar="TOKENS"
+    )
+    engine: str = asked(usual_server(), f"What will serve it: one of {', '.join(list_engines())}.", metavar="NAME")
+    out: Path | Any | None = asked(
+        None,
+        "The folder to write. Default: MODEL-TOKENS.",
+        parse=lambda given: None if given is None else Path(given),
+        metavar="FOLDER",
+    )
+    data: Any = asked(
+        None,
+        "The text that is read, as in `rope-ext ppl`; it takes three documents of the target length. Default: "
+        "'stdlib', joined to documents that are long enough, which it has for up to 32k tokens.",
+        parse=anything,
+        metavar="TEXT",
+    )
+    max_spans: int = asked(16, "Spans of text that are read per length.", least=1, metavar="N")
+    measure: bool = asked(True, "Measure the loss at short inputs and at the target length.")
+    over: str = asked("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT")
+    context_length: int | Any | None = asked(
+        None,
+        "The length that the model is for. Default: as published, else as its config states.",
+        parse=parse_length,
+        metavar="TOKENS",
+    )
+    anyway: bool = asked(False, "Write the folder also where the measurement speaks against it.")
+
+    def check_early(self) -> None:
+        check_name(self.data)
+        find_engine(self.engine)

@@ -1,0 +1,108 @@
+"""The task suites of this package as tasks of lm-evaluation-harness: `rope_ruler`, `rope_ruler_vt`, `rope_graphwalks`.
+
+    rope-ext lm-eval DIR --method yarn --factor 4 --tasks rope_ruler
+
+lm-eval finds tasks in folders of YAML files; `write_tasks` writes one that names every suite there is, for the time of
+a run. The prompts are those of `rope-ext tasks`: made from a seed and a text, without a download.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import ConfigurableTask
+
+from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.files import disk_errors, write_text
+from rope_ext_hf.hub import load_tokenizer
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.spans import text_of
+from rope_ext_hf.tools.suites.base import list_suites, suite
+from rope_ext_hf.tools.suites.task_runs import template_tokens
+
+_SAMPLES = 20  # prompts per task, as `rope-ext tasks` asks
+_CLASS = f"!function {__name__}.SuiteTask"
+
+
+def write_tasks(folder: str | Path) -> Path:
+    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced."""
+    folder = Path(folder)
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, of_name in list_suites().items():
+        prefix = f"rope_{name.replace('-', '_')}"
+        tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
+        for title, task in tasks.items():
+            text = f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n"
+            write_text(folder / f"{title}.yaml", text)
+        mean = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
+        text = f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n"
+        write_text(folder / f"{prefix}.yaml", text)
+    return folder
+
+
+class SuiteTask(ConfigurableTask):  # type: ignore[misc]
+    """One task of a suite, at one length.
+
+    lm-eval hands over its `--metadata`, joined with `--model_args`: `max_seq_lengths`, a list of one length in tokens
+    of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
+    `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
+    `--apply_chat_template`, too.
+    """
+
+    def __init__(self, config: Mapping[str, Any], **_: Any) -> None:
+        settings = dict(config["metadata"])
+        self._suite = suite(settings["suite"])
+        super().__init__(
+            config={
+                "task": config["task"],
+                "custom_dataset": self._make,
+                "test_split": "test",
+                "output_type": "generate_until",
+                "doc_to_text": "prompt",
+                "doc_to_target": "references",
+                "gen_prefix": "{{prefix}}",
+                "target_delimiter": "",
+                "process_results": self._score,
+                "metric_list": [{"metric": "score", "aggregation": "mean", "higher_is_better": True}],
+                "generation_kwargs": {"do_sample": False, "until": []},
+                "metadata": settings | {"version": 1},
+            }
+        )
+
+    def _make(self, **settings: Any) -> dict[str, Dataset]:
+        lengths, source = settings.get("max_seq_lengths"), settings.get("tokenizer") or settings.get("pretrained")
+        if not isinstance(lengths, list) or len(lengths) != 1:
+            raise MethodError(
+                "the tasks rope_... are for one length: give max_seq_lengths as a list of it, such as "
+                f"""--metadata '{{"max_seq_lengths": [16384]}}', got {short(repr(lengths))}; """
+                "`rope-ext tasks` measures several lengths at once"
+            )
+        if not isinstance(source, str) or not source:
+            raise MethodError("which tokenizer counts the tokens is not known: give tokenizer in --metadata")
+        tokenizer = load_tokenizer(source)
+        samples = self._suite.samples(
+            settings["suite_task"],
+            tokenizer,
+            length=int(lengths[0]),
+            count=int(settings.get("samples", _SAMPLES)),
+            seed=int(settings.get("seed", self._suite.seed)),
+            haystack=text_of(load(settings.get("haystack", "stdlib")), tokenizer),
+            reserved=template_tokens(tokenizer),
+        )
+        return {"test": Dataset.from_list(list(map(asdict, samples)))}
+
+    def _score(self, doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
+        return {"score": self._suite.score(results[0], doc["references"], doc["others"])}
+
+    def construct_requests(self, doc: Mapping[str, Any], ctx: Any, **options: Any) -> Instance:
+        """The request of one prompt, whose budget is its own: lm-eval's is one for all prompts of a task."""
+        request: Instance = super().construct_requests(doc, ctx, **options)
+        context, generation = request.arguments
+        request.arguments = (context, generation | {"max_gen_toks": doc["budget"]})
+        return request

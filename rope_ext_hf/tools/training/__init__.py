@@ -1,0 +1,22 @@
+"""Parts of the training of a patched model, beside a trainer: positions, weights of the loss, checks that stop it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rope_ext_hf.patches.patching import check_context_parallel as check_context_parallel
+    from rope_ext_hf.tools.training.callback import RopeCallback as RopeCallback
+    from rope_ext_hf.tools.training.collators import MixedWindowsCollator as MixedWindowsCollator
+    from rope_ext_hf.tools.training.collators import PoSECollator as PoSECollator
+    from rope_ext_hf.tools.training.collators import RandomPositionsCollator as RandomPositionsCollator
+    from rope_ext_hf.tools.training.finetuning import FinetuneReport as FinetuneReport
+    from rope_ext_hf.tools.training.finetuning import finetune as finetune
+    from rope_ext_hf.tools.training.longce import longce_weights as longce_weights
+    from rope_ext_hf.tools.training.questions import Finetuning as Finetuning
+    from rope_ext_hf.tools.training.searching import SearchReport as SearchReport
+    from rope_ext_hf.tools.training.searching import search as search
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,0 +1,57 @@
+"""The command `finetune`: train a patched model at its extended length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rope_ext_hf.cli.console import print_note, print_text
+from rope_ext_hf.cli.evaluation import print_forecast, shown_progress
+from rope_ext_hf.cli.options import CONTINUES, DryRun, Json, LoadOptions, Model, PublishOptions, command
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.files import json_text
+from rope_ext_hf.tools.training.questions import Finetuning
+
+_RunFolder = Annotated[
+    Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
+]
+
+
+@command("Tool box: train", interrupted=CONTINUES)
+def finetune(
+    model: Model,
+    question: Finetuning,
+    source: LoadOptions,
+    publish: PublishOptions,
+    out: _RunFolder,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+
+    Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
+    The trained model, in FOLDER/model, loads plainly wherever the method does.
+
+    Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
+    """
+    if source.device_map is not None:
+        raise MethodError("finetune takes no model that is spread over devices; leave out --device-map")
+    publish.check()
+    if dry_run:
+        from rope_ext_hf.tools.training.forecasts import forecast
+
+        print_forecast(forecast(question, out), as_json)
+        return
+    try:
+        from rope_ext_hf.tools.training.finetuning import finetune as train
+
+        arguments = question.arguments
+        arguments |= arguments.pop("parameters", {})
+        arguments |= {"report": lambda line: print_note("finetune", line), "progress": shown_progress()}
+        report = train(out=out, **arguments)
+    except ImportError as error:
+        raise MethodError(str(error)) from error
+    print_text(json_text(report.to_dict()) if as_json else str(report))
+    publish.upload(out / "model", trust_remote_code=source.trust_remote_code)

@@ -1,0 +1,134 @@
+"""What a fine-tuning or a search would do and take, by the config and the texts; no weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
+from rope_ext_hf.hub import find_device, load_empty, load_tokenizer, loaded_dtype
+from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.patches.patching import apply_choice
+from rope_ext_hf.reading.preflight import (
+    Forecast,
+    MemoryEstimate,
+    estimate_flops,
+    estimate_memory,
+    measure_flops,
+    widest_activation,
+)
+from rope_ext_hf.tools.training.candidates import fixed_methods, scored_tokens
+from rope_ext_hf.tools.training.finetuning import (
+    RETRIEVAL_TRIALS,
+    check_packages,
+    doubling,
+    lengths_and_texts,
+    with_adapters,
+)
+from rope_ext_hf.tools.training.questions import Finetuning, OfModel, Searching
+from rope_ext_hf.tools.training.run_folder import split_texts
+
+
+def forecast(asked: OfModel, out: Path) -> Forecast:
+    """What a fine-tuning or a search would take, in the folder `out`; raises what the run would before it loads."""
+    if isinstance(asked, Finetuning):
+        return _of_finetuning(asked, out)
+    if isinstance(asked, Searching):
+        return _of_search(asked, out)
+    raise TypeError(f"no run is asked by a {type(asked).__name__}")
+
+
+def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
+    check_packages(asked)
+    short, long, tokenizer, (_, held_out) = lengths_and_texts(asked)
+    model = load_empty(asked.model, **asked.source)
+    apply_choice(asked, model)
+    text: dict[str, Any] = {"targets": short // 2, "max_spans": asked.max_spans, "data": held_out}
+    lengths, models = doubling(short, long), 5 if asked.control else 3
+    read, flops = _reading(model, Perplexity(lengths=lengths, **text), tokenizer, models)
+    if asked.retrieval is not None:
+        question = Passkey(lengths=[long], task=asked.retrieval, trials=RETRIEVAL_TRIALS)
+        more = _reading(model, question, tokenizer, 3 if asked.control else 2)
+        read, flops = read + more[0], flops + more[1]
+    rows, trainings = asked.batch * asked.accumulate, 2 if asked.control else 1
+    of_row, guarded = long // short, bool(asked.guard)
+    forward = estimate_flops(model, [long] * rows, rows * long)
+    on_short = estimate_flops(model, [short] * of_row * rows, rows * of_row * short) if guarded else 0.0
+    step = 3 * forward + 4 * on_short  # backwards takes twice as much; the model before reads the short rows too
+    device, dtype = find_device(asked.device), loaded_dtype(model, asked.dtype)
+    speed = measure_flops(device, dtype)
+    trained = step * asked.steps / speed if asked.steps else 60 * (asked.minutes or 0.0)
+    weights, width = model.num_parameters(), dtype.itemsize
+    learner = model if asked.train_all else with_adapters(model, asked.rank)
+    learned = learner.num_parameters(only_trainable=True)
+    config: Any = model.config.get_text_config()
+    tokens = asked.batch * long
+    layers = config.num_hidden_layers * (4 * widest_activation(config) + 8 * config.hidden_size)
+    held = MemoryEstimate(
+        weights=(weights * (2 if guarded else 1) + (0 if asked.train_all else learned)) * width,
+        cache=0,
+        working=tokens * layers * width,
+        logits=3 * tokens * config.vocab_size * 4,  # theirs in float32, and their gradients
+        training=3 * learned * width,
+    )
+    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes or 0:g} minutes"
+    what = "all weights" if asked.train_all else f"adapters of rank {asked.rank}, norms and embeddings"
+    return Forecast(
+        does=(
+            f"measure {models} models at {', '.join(f'{each:,}' for each in lengths)} tokens",
+            f"train {what} for {length}, {rows} rows of {long:,} tokens a step{', and a control' * asked.control}",
+            f"write {out / 'model'}",
+        ),
+        tokens=read + trainings * rows * long * (asked.steps or 0),
+        seconds=trainings * trained + flops / speed,
+        device=device,
+        memory=held,
+        gpu=held,
+        disk=(weights + 6 * trainings * learned) * width,  # two checkpoints each, with what the optimizer keeps
+        folder=str(out),
+    )
+
+
+def _of_search(asked: Searching, out: Path) -> Forecast:
+    tokenizer, model = load_tokenizer(asked.model, **asked.source), load_empty(asked.model, **asked.source)
+    rotary, target = patch_geometry(model, **asked.underneath), asked.target_length
+    context = rotary.context_length
+    if target <= context:
+        raise MethodError(f"target_length must be above the context length of {context:,} tokens, got {target:,}")
+    _, held_out = split_texts(asked, tokenizer, 2)
+    scored, fixed = scored_tokens(context), len({*(asked.methods or ()), *fixed_methods(rotary)})
+    question = Perplexity(lengths=[context, target], targets=scored, max_spans=asked.max_spans, data=held_out)
+    read, flops = _reading(model, question, tokenizer, fixed + 3)
+    device, dtype = find_device(asked.device), loaded_dtype(model, asked.dtype)
+    speed = measure_flops(device, dtype)
+    passes = asked.passages * [target, context, context]
+    searched, of_candidates = 60 * (asked.minutes or 0.0), 0
+    if asked.trials is not None:
+        of_candidates = asked.trials * sum(passes)
+        searched = asked.trials * estimate_flops(model, passes, len(passes) * scored) / speed
+    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes or 0:g} minutes"
+    return Forecast(
+        does=(
+            f"read {count}, up to {asked.passages} passages of {target:,} tokens each",
+            f"measure what is found and {fixed} fixed methods at {context:,} and {target:,} tokens",
+            f"write {out / 'model'}",
+        ),
+        tokens=read + of_candidates,
+        seconds=searched + flops / speed,
+        device=device,
+        memory=estimate_memory(model, target, dtype, device=device),
+        gpu=estimate_memory(model, target, dtype, device=torch.device("cuda")),
+        disk=model.num_parameters() * dtype.itemsize,
+        folder=str(out),
+    )
+
+
+def _reading(model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, times: int) -> tuple[int, float]:
+    """Tokens that a measurement of so many models or methods reads, and its floating-point operations."""
+    measurement = question.plan(model, tokenizer=tokenizer).measurement
+    passes = measurement.passes
+    return times * sum(passes), times * estimate_flops(model, passes, measurement.scored)

@@ -1,0 +1,115 @@
+"""The recommendation of `advise` and `extend --dry-run`: short, with a reason, a price, memory and commands."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from rope_ext_hf.cli.app import app
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.tools.advice import advise
+from rope_ext_hf.tools.advice.guidance import GOALS
+from rope_ext_hf.tools.advice.measurements import measured_models, rises_at, rises_for_short_inputs
+from rope_ext_hf.tools.serving.questions import GPUServer
+from tests.support.commands import run
+from tests.support.serving_models import PUBLISHED
+from tests.support.wrapped_text import unwrapped
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+K = 1024
+
+
+def assert_short(text: str) -> None:
+    """At most 25 lines of 80 columns; a path or a URL alone may be longer than a line."""
+    lines = text.rstrip("\n").splitlines()
+    assert len(lines) <= 25, text
+    for line in lines:
+        assert len(line) <= 80 or len(max(line.split(), key=len)) > 60, line
+
+
+@pytest.mark.parametrize("times", [1, 2, 8, 64])
+@pytest.mark.parametrize("name", ["reference", *PUBLISHED])
+def test_advice_is_25_lines_of_80_columns(
+    name: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    model = "reference"
+    if name != "reference":
+        PUBLISHED[name].write(Path())
+        model = PUBLISHED[name].name
+    context = 256 if name == "reference" else PUBLISHED[name].context_length
+    advice = advise(model, times * context, server=GPUServer(gpus=8), purpose="serve")
+    assert_short(str(advice))
+    assert f"of keys and values for one input of {times * context:,} tokens" in unwrapped(str(advice))
+    if times == 1:
+        assert "take the model as it is. No method is needed." in unwrapped(str(advice))
+    elif advice.recommended:
+        assert f"take {advice.recommended}, to serve it without training" in unwrapped(str(advice))
+        assert "because on a small model" in unwrapped(str(advice))
+    else:
+        assert "no method is known to help here, to serve it without training" in unwrapped(str(advice))
+
+
+@pytest.mark.parametrize(("purpose", "method"), [("serve", "yarn"), ("python", "rerope"), ("train", "yarn")])
+def test_one_method_is_recommended_for_the_purpose(purpose: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    advice = advise("reference", 2 * K, purpose=purpose)
+    assert (advice.recommended, advice.choices[GOALS[purpose]][0]) == (method, method)
+    assert_short(str(advice))
+    for line in advice.next_steps:
+        if line.startswith("rope-ext"):
+            _, command, *words = shlex.split(line)
+            typer.main.get_command(app).commands[command].make_context(command, words)  # type: ignore[attr-defined]
+    last = {"serve": "rope-ext serve-config", "python": "rope.patch(model, 'rerope', ", "train": "rope-ext finetune"}
+    assert advice.next_steps[-1].startswith(last[purpose])
+
+
+def test_reason_and_price_are_what_was_measured() -> None:
+    (of_bundled, *_) = (rise for rise in rises_at("yarn", 8) if rise.model == measured_models()[0])
+    text = unwrapped(str(advise("reference", 2 * K)))
+    ratio, unpatched = 2**of_bundled.increase, 2**of_bundled.as_loaded
+    assert f"was {ratio:.2g} times that of short inputs; unpatched it was {unpatched:.2g} times" in text
+    short = 2 ** rises_for_short_inputs("yarn", 8)[0].increase
+    assert f"short inputs within 256 tokens: perplexity per byte was {short:.2g} times that of the unpatched" in text
+    exact = unwrapped(str(advise("reference", 2 * K, purpose="python")))
+    assert "short inputs within 256 tokens: same output as unpatched up to 129 tokens" in exact
+
+
+def test_the_commands_run_and_all_prints_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, err = run("advise", "reference", "--target-length", "2k")
+    assert code == 0, err
+    assert_short(out)
+    assert "All methods, engines and sources: --all" in out
+    code, everything, err = run("advise", "reference", "--target-length", "2k", "--all")
+    assert code == 0, err
+    assert len(everything.splitlines()) > 100
+    assert "reported by YaRN" in unwrapped(everything)
+
+
+def test_an_unknown_purpose_is_refused() -> None:
+    with pytest.raises(MethodError, match="purpose must be one of serve, python, train, got 'sell'"):
+        advise("reference", 2 * K, purpose="sell")
+
+
+@pytest.mark.parametrize(("name", "measure"), [("reference", True), ("reference", False), ("Qwen3", False)])
+def test_the_dry_run_of_extend_is_25_lines_of_80_columns(
+    name: str, measure: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    model = "reference" if name == "reference" else PUBLISHED[name].write(Path())
+    options = () if measure else ("--no-measure",)
+    length = "2k" if name == "reference" else "128k"
+    code, out, err = run("extend", model, "--target-length", length, "--dry-run", *options)
+    assert code == 0, err
+    assert_short(out)
+    assert "take     yarn, to serve it without training" in out
+    assert out.rstrip().endswith("Nothing was run, and no weights were read.")
+    assert not list(tmp_path.glob("*-131072"))
+    if name == "Qwen3":
+        assert "published for Qwen3" in unwrapped(out)
