@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError
-from rope_ext_hf.eval import Gain, Passkey, Perplexity, compare_runs, measure
+from rope_ext_hf.eval import Passkey, Perplexity, compare_runs, measure
+from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.reference import path
 
 METHODS = ("linear", "ntk", "yarn", "llama3", "rerope", "self-extend")

@@ -23,7 +23,8 @@ from stock import usual_dtype
 from transformers import AutoModelForCausalLM
 
 from rope_ext_hf.bounds import parse_length
-from rope_ext_hf.eval import Tasks, measure
+from rope_ext_hf.eval import measure
+from rope_ext_hf.tools.suites import Tasks
 from rope_ext_hf.hub import model_source
 from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry

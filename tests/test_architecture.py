@@ -1,6 +1,6 @@
 """The house: which folder may import which, no circles, private names, no large modules.
 
-Everything is read from the source, with the folders patches/ and eval/ where they are installed: inside the package.
+Everything is read from the source; `patches` and `eval` at the top of the repository are links into the package.
 Imports inside functions and under TYPE_CHECKING count as arrows. The names of the package's own `__init__` are lazy and
 may point anywhere.
 """
@@ -19,31 +19,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = "rope_ext_hf"
-FOLDERS = {ROOT / PACKAGE: PACKAGE, ROOT / "patches": f"{PACKAGE}.patches", ROOT / "eval": f"{PACKAGE}.eval"}
+PACKAGE, TOOLS = "rope_ext_hf", "tools"
 FLOORS = (
     ("errors", "lazy", "reference"),
-    ("bounds", "foreign_logs", "installing", "terminal"),
+    ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
     ("files", "questions"),
     ("downloads", "method_choice"),
     ("methods",),
-    ("config_keys",),
-    ("engines",),
     ("rotary",),
     ("attention",),
     ("patches",),
-    ("modules", "hub"),
+    ("hub",),
     ("checkpoints",),
     ("pictures",),
     ("reading",),
     ("runs",),
-    ("suites",),
     ("eval",),
-    ("serving",),
-    ("advice", "servers", "plugins"),
-    ("training",),
     ("cli",),
     ("__main__",),
+    ("tools",),
+    ("tools.engines", "tools.modules", "tools.suites", "tools.training"),
+    ("tools.serving",),
+    ("tools.advice", "tools.servers", "tools.plugins"),
 )
 LEVELS = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
 HEAVY = {
@@ -104,20 +101,18 @@ class Module:
 
     @property
     def room(self) -> str:
-        return self.name.split(".")[1] if "." in self.name else ""
+        """The folder or module of the package that it belongs to, or the folder of the tool box."""
+        parts = self.name.split(".")[1:]
+        return ".".join(parts[:2] if parts[0] == TOOLS else parts[:1]) if parts else ""
 
 
 @functools.cache
 def modules() -> dict[str, Module]:
     """Every module of the package by its installed name."""
     read = {}
-    for folder, prefix in FOLDERS.items():
-        for path in sorted(folder.rglob("*.py")):
-            parts = path.relative_to(folder).with_suffix("").parts
-            if path.is_symlink() or any(parent.is_symlink() for parent in path.parents):
-                continue
-            name = ".".join((prefix, *parts)).removesuffix(".__init__")
-            read[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        read[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
     for module in read.values():
         module.imports = list(imports_of(module.name, module.tree, set(read)))
     return read
@@ -178,9 +173,10 @@ def test_contributing_has_these_floors() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[3].split()).split(" < "))
     assert lowest == tuple(room for rooms in FLOORS[:4] for room in rooms if room != "reference")  # data, no code
-    assert tuple(others) == FLOORS[4:-1]
+    assert tuple(others) == tuple(rooms for rooms in FLOORS[4:] if rooms != ("__main__",))
     for room in {room for rooms in others for room in rooms} - {"hub"}:
-        assert re.search(rf"^\| `(rope_ext_hf/)?{room}/`", text, re.M), f"{room}/ is missing in the table of folders"
+        folder = room.replace(".", "/")
+        assert re.search(rf"^\| `rope_ext_hf/{folder}/`", text, re.M), f"{folder}/ is missing in the table of folders"
 
 
 def test_arrows_point_downward() -> None:
@@ -221,8 +217,24 @@ def test_nothing_depends_on_modules_for_other_models() -> None:
     check(
         str(each)
         for each in own_imports()
-        if modules()[each.target].room == "modules" and modules()[each.source].room != "modules"
+        if modules()[each.target].room == "tools.modules" and modules()[each.source].room != "tools.modules"
     )
+
+
+def test_the_library_names_no_tool() -> None:
+    """Neither by an import nor by a path in a string, by which something could be loaded."""
+    library = [module for module in modules().values() if module.room.partition(".")[0] != TOOLS]
+    offences = [
+        str(each) for module in library for each in module.imports if each.target.startswith(f"{PACKAGE}.{TOOLS}")
+    ]
+    offences += [
+        f"{module.name}:{node.lineno} names {node.value!r}"
+        for module in library
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(rf"{PACKAGE}[./]{TOOLS}\S*", node.value)
+    ]
+    check(offences)
 
 
 def engine_names() -> set[str]:
@@ -230,7 +242,7 @@ def engine_names() -> set[str]:
     return {
         node.args[0].value
         for module in modules().values()
-        if module.room == "engines"
+        if module.room == "tools.engines"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "register_engine"
         if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str)
@@ -243,7 +255,7 @@ def test_engines_are_named_in_their_folder_alone() -> None:
     check(
         f"{module.name} names {node.value!r} in line {node.lineno}: take it from an attribute of its class"
         for module in modules().values()
-        if module.room != "engines"
+        if module.room != "tools.engines"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.Constant) and node.value in names
     )
@@ -258,25 +270,29 @@ def test_commands_are_spelt_by_one_function() -> None:
     check(
         f"{module.name}:{node.lineno} writes {text(node)!r}"
         for module in modules().values()
-        if module.room not in ("cli", "questions")
+        if module.room not in ("cli", "questions") and module.path.name != "commands.py"
         for node in ast.walk(module.tree)
         if isinstance(node, ast.JoinedStr) and re.search(r"rope-ext [a-z-]+ [^.;`]*\{\}", text(node))
     )
 
 
 def test_traps_are_those_of_engines() -> None:
-    traps = tomllib.loads((ROOT / PACKAGE / "engines" / "traps.toml").read_text(encoding="utf-8"))
+    traps = tomllib.loads((ROOT / PACKAGE / TOOLS / "engines" / "traps.toml").read_text(encoding="utf-8"))
     check(traps.keys() - engine_names())
     check(f"{name}: {each}" for name, listed in traps.items() for each in listed if list(each) != TRAP_KEYS)
 
 
 def test_functions_import_heavy_libraries_alone() -> None:
-    """And the commands of cli/ what they run, so that --help is quick."""
+    """And commands what they run, so that --help is quick."""
     light = [
         str(each)
         for module in modules().values()
         for each in module.imports
-        if each.inside and each.statement and module.room != "cli" and each.target.partition(".")[0] not in HEAVY
+        if each.inside
+        and each.statement
+        and module.room != "cli"
+        and module.path.name != "commands.py"
+        and each.target.partition(".")[0] not in HEAVY
     ]
     check(light)
 
@@ -321,6 +337,7 @@ def test_names_without_an_underscore_are_used_outside() -> None:
     used = {(each.target, each.name) for each in own_imports()} | taken_outside()
     used |= {(each.target, each.name) for each in modules()[PACKAGE].imports}
     used |= {(module.name, name) for module in modules().values() for name in registered(module)}
+    used |= plugged_in()
     check(
         f"{module.name}.{name}"
         for module in modules().values()
@@ -328,6 +345,15 @@ def test_names_without_an_underscore_are_used_outside() -> None:
         for name in defined(module)
         if not name.startswith("_") and (module.name, name) not in used and name not in given_by_name()
     )
+
+
+def plugged_in() -> set[tuple[str, str]]:
+    """What the package itself adds by entry points, as module and name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    groups = [project["scripts"], *project["entry-points"].values()]
+    return {
+        (module, name) for group in groups for module, _, name in (value.partition(":") for value in group.values())
+    }
 
 
 @functools.cache

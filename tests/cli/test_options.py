@@ -12,7 +12,8 @@ import typer
 from rope_ext_hf.cli import options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval.questions import Gain, Passkey, Perplexity, Sweep, Tasks
+from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
+from rope_ext_hf.tools.suites.questions import Gain, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
 from rope_ext_hf.tools.serving.questions import Extending

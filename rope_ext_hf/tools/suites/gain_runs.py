@@ -24,7 +24,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, short
-from rope_ext_hf.eval.questions import Gain
+from rope_ext_hf.tools.suites.questions import Gain
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from rope_ext_hf.reading.documents import utf8_bytes
 from rope_ext_hf.reading.scorer import Cost, TokenScorer

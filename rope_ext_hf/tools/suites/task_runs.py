@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
-from rope_ext_hf.eval.questions import Tasks
+from rope_ext_hf.tools.suites.questions import Tasks
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_tokens, text_of

@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval import Gain, measure
+from rope_ext_hf.eval import measure
+from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import HELD_OUT
 from rope_ext_hf.runs.kinds import Run, findings_of_runs

@@ -11,7 +11,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval import compare_runs, tasks
+from rope_ext_hf.eval import compare_runs
+from rope_ext_hf.tools.suites import tasks
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.suites import short
 from rope_ext_hf.tools.suites.base import suite

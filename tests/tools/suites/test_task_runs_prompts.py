@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.eval import tasks
-from rope_ext_hf.eval.questions import Tasks
+from rope_ext_hf.tools.suites import tasks
+from rope_ext_hf.tools.suites.questions import Tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
