@@ -36,7 +36,7 @@ _COMMANDS = {
         evaluation.report,
         lm_eval.lm_eval,
     ),
-    "Training": (models.search, models.finetune),
+    "Training": (models.finetune,),
     "Checkpoints": (models.convert, models.detect),
     "Serving": (
         serving.extend,
@@ -50,7 +50,7 @@ _COMMANDS = {
 _CONTINUE = {
     "convert": "the same command with --resume continues",
     **dict.fromkeys(
-        ("demo", "extend", "finetune", "gain", "passkey", "ppl", "run", "search", "sweep", "tasks"),
+        ("demo", "extend", "finetune", "gain", "passkey", "ppl", "run", "sweep", "tasks"),
         "the same command continues where it stopped",
     ),
 }

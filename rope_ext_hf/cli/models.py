@@ -1,4 +1,4 @@
-"""Commands about models: methods, describe, patch, card, convert, detect, search, finetune."""
+"""Commands about models: methods, describe, patch, card, convert, detect, finetune."""
 
 from __future__ import annotations
 
@@ -19,17 +19,13 @@ from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import asked
-from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
+from rope_ext_hf.training.questions import Finetuning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
-
-_RunFolder = Annotated[
-    Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")
-]
 
 
 def methods(as_json: Json = False) -> None:
@@ -281,7 +277,7 @@ def finetune(
     question: Finetuning,
     source: LoadOptions,
     publish: PublishOptions,
-    out: _RunFolder,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="The folder of the run; the model is in FOLDER/model.")],
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
@@ -292,36 +288,8 @@ def finetune(
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
-    _carry_out(question, source, publish, out, dry_run, as_json)
-
-
-def search(
-    model: Model,
-    question: Searching,
-    source: LoadOptions,
-    publish: PublishOptions,
-    out: _RunFolder,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> None:
-    """Search the method and the divisors with which a model reads your text best at a longer length.
-
-    The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
-    same command continues where it was stopped. Where what was found does not surely read better than the best fixed
-    method, that is written.
-
-    Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
-    """
-    _carry_out(question, source, publish, out, dry_run, as_json)
-
-
-def _carry_out(
-    question: OfModel, source: LoadOptions, publish: PublishOptions, out: Path, dry_run: bool, as_json: bool
-) -> None:
-    """Do what is asked, in the folder of a run, and print the report; of a dry run what it would take."""
-    name = question.command
     if source.device_map is not None:
-        raise MethodError(f"{name} takes no model that is spread over devices; leave out --device-map")
+        raise MethodError("finetune takes no model that is spread over devices; leave out --device-map")
     publish.check()
     from rope_ext_hf import training
 
@@ -330,12 +298,11 @@ def _carry_out(
 
         print_forecast(forecast(question, out), as_json)
         return
-    report: Any
+    arguments = question.arguments
+    arguments |= arguments.pop("parameters", {})
+    arguments |= {"report": lambda line: print_note("finetune", line), "progress": shown_progress()}
     try:
-        arguments = question.arguments
-        arguments |= arguments.pop("parameters", {})
-        arguments |= {"report": lambda line: print_note(name, line), "progress": shown_progress()}
-        report = getattr(training, name)(out=out, **arguments)
+        report = training.finetune(out=out, **arguments)
     except ImportError as error:
         raise MethodError(str(error)) from error
     print_text(json_text(report.to_dict()) if as_json else str(report))

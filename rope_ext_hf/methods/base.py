@@ -229,8 +229,6 @@ class RopeMethod(ABC):
     """Parameters that must be above 0."""
     choices: ClassVar[Mapping[str, Collection[str]]] = {}
     """What parameters may be, by name."""
-    begins_search: ClassVar[bool] = False
-    """Whether `rope-ext search` begins with the method and compares its result with it: a static one with a factor."""
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -40,7 +40,6 @@ class Linear(RopeMethod):
     """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
 
     guidance = Guidance(when="the model will be fine-tuned, or was trained under it")
-    begins_search = True
 
     factor: float
 
@@ -114,7 +113,6 @@ class NTK(RopeMethod):
     """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
 
     guidance = Guidance(when="a factor above the length that is needed can be given")
-    begins_search = True
 
     factor: float
 
@@ -239,7 +237,6 @@ class ByParts(RampedMethod):
     """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
 
     guidance = Guidance(when="yarn is wanted without its attention factor")
-    begins_search = True
 
     factor: float
 
@@ -266,7 +263,6 @@ class Yarn(RampedMethod):
     guidance = Guidance(
         purposes=(SERVING, FINE_TUNING), when="the model must load in other software, or will be fine-tuned"
     )
-    begins_search = True
 
     factor: float
     mscale: float | None = None
@@ -307,7 +303,6 @@ class Llama3(RopeMethod):
     """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
 
     guidance = Guidance(when="the model belongs to a family that was trained with it")
-    begins_search = True
 
     factor: float
     low_freq_factor: float = 1.0
@@ -341,7 +336,6 @@ class MrRoPE(BandedMethod):
         purposes=(SERVING,),
         when="what its paper reports is to be tried; measured here, its loss is yarn's, and it answers fewer questions",
     )
-    begins_search = True
     choices: ClassVar = {"radix": ("progressive", "uniform")}
 
     factor: float

@@ -112,16 +112,6 @@ def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> 
     return bar
 
 
-def finish_axes(axes: Any, title: str, across: str, up: str) -> None:
-    """Title, labels, a light grid and small type."""
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(across, fontsize=8)
-    axes.set_ylabel(up, fontsize=8)
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-    axes.spines["top"].set_visible(False)
-
-
 def text_width(text: str) -> float:
     """Return about the width of a text in its own size, at least as much as the usual fonts take."""
     return sum(

@@ -145,10 +145,6 @@ def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: s
         (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
         (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
-        (
-            ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--out", "new", "--methods", ""],
-            "--methods names no",
-        ),
     ],
 )
 def test_an_option_with_nothing_in_it_is_refused(
@@ -171,7 +167,7 @@ def test_an_option_with_nothing_in_it_is_refused(
         for c in app.registered_commands
         if c.name
         # their examples need files or a server that is not there
-        not in ("detect", "gguf", "check-server", "finetune", "run", "search")
+        not in ("detect", "gguf", "check-server", "finetune", "run")
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
@@ -398,7 +394,6 @@ def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None
     "command",
     [
         ["finetune", "reference", "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1", "--out"],
-        ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--trials", "1", "--out"],
         ["extend", "reference", "--target-length", "2k", "--no-measure", "--yes", "--out"],
     ],
     ids=lambda words: words[0],

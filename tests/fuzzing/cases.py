@@ -324,7 +324,6 @@ class _Maker:
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
             "demo": ["--texts", "3", "--questions", "5"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
-            "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
             "report": [str(run)],
         }
         command = draw.choice(list(lines))
