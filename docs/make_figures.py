@@ -4,7 +4,7 @@
     python -m docs.make_figures --check        # exit with 1 if a page is out of date
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
-function of docs/figures, see docs/figures/registry.py. What `rope-ext advise` knows of measurements,
+function of docs/figures, see docs/figures/registry.py. What `rope-ext extend --dry-run` knows of measurements,
 rope_ext_hf/methods/measured.json, is made first: tables of the code show it as well.
 """
 

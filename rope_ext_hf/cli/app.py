@@ -40,7 +40,6 @@ _COMMANDS = {
     "Checkpoints": (models.convert, models.detect),
     "Serving": (
         serving.extend,
-        serving.advise,
         serving.serve_config,
         serving.check_server,
         serving.audit,

@@ -222,7 +222,7 @@ class RopeMethod(ABC):
     trainable: ClassVar[str] = ""
     """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
     guidance: ClassVar[Guidance | None] = None
-    """When to use the method; None: docs/choosing.md and `rope-ext advise` leave it out."""
+    """When to use the method; None: docs/choosing.md and `rope-ext extend --dry-run` leave it out."""
     least: ClassVar[Mapping[str, int]] = {"factor": 1}
     """The smallest value of parameters, by name."""
     above_zero: ClassVar[tuple[str, ...]] = ("attention_factor",)

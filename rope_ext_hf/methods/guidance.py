@@ -1,4 +1,4 @@
-"""When a method is the right one, as each states it (`guidance`), in words of docs/choosing.md and `rope-ext advise`.
+"""Guidance of each method: when it is the right one, in words of docs/choosing.md and `rope-ext extend --dry-run`.
 
 How well a model reads with it, and what short inputs lose, is measured: `rope_ext_hf.methods.measurements`.
 """
