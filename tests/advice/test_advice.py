@@ -402,7 +402,11 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
 def test_a_server_command_for_twice_the_context_of_llama_is_two_commands_away(folder: Path) -> None:
     text = run_line(f"rope-ext extend {folder} --target-length 256k --dry-run --all").replace(" \\\n", " ")
     assert re.search(r"yarn +static +rise by \+0\.\d\d /", text)
-    (line,) = (each for each in text.splitlines() if each.startswith("rope-ext serve-config") and "vllm" in each)
+    (line,) = (
+        each
+        for each in text.splitlines()
+        if each.startswith("rope-ext serve-config") and "--method" in each and "vllm" in each
+    )
     words, overrides = served_by_vllm(run_line(line))
     assert words[words.index("--max-model-len") + 1] == "262144"
     config = AutoConfig.from_pretrained(folder)

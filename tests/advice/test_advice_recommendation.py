@@ -120,7 +120,6 @@ def test_the_dry_run_of_extend_is_25_lines_of_80_columns(
     [
         (("--target-length", "256"), "take     the model as it is. No method is needed."),
         (("--target-length", "64k"), "see --purpose train"),
-        (("--target-length", "2k", "--gpus", "1", "--gpu-memory", "1MB"), "stops    "),
         (("--target-length", "2k", "--data", "short.txt"), "stops    "),
         (("--target-length", "2k", "--purpose", "python"), "rope.patch(model, 'rerope', target_length=2048)"),
         (("--target-length", "2k", "--purpose", "train"), "rope-ext finetune reference --method yarn"),
