@@ -1,7 +1,7 @@
 # make demo | test | test-fast | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
-# docs | figures | tables | pictures | gpu | bench | dist | check-dist | check-tag:
+# docs | figures | tables | gpu | bench | dist | check-dist | check-tag:
 # each does its own set-up in .venv, with the versions pinned in constraints.txt.
 PYTHON ?= python3
 RUN := .venv/bin
@@ -10,7 +10,7 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables pictures bench dist check-dist check-tag clean
+.PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
@@ -218,9 +218,6 @@ docs: .venv/docs-ready
 # Every number of README.md and the pages, from $(RESULTS) and docs/results.
 figures: .venv/ready
 	$(RUN)/python -m docs.make_figures
-
-pictures: .venv/ready
-	$(RUN)/python -m docs.make_figures --pictures
 
 # Perplexity, retrieval and cost of a model, into docs/benchmarks.md: make tables MODEL=Qwen/Qwen3-0.6B DEVICE=cuda
 # TABLE=ruler: RULER's 13 tasks instead, under other methods, beside what papers report.

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError
 from rope_ext_hf.eval import Passkey, Perplexity, compare_runs, measure
-from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.reference import path
+from rope_ext_hf.tools.suites import Gain
 
 METHODS = ("linear", "ntk", "yarn", "llama3", "rerope", "self-extend")
 FACTOR = 4

@@ -2,10 +2,9 @@
 
     python -m docs.make_figures                # rewrite README.md and docs/*.md
     python -m docs.make_figures --check        # exit with 1 if a page is out of date
-    python -m docs.make_figures --pictures     # also draw docs/pictures/search.png
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
-function of docs/figures, see docs/figures/registry.py. What `rope-ext advise` knows of measurements,
+function of docs/figures, see docs/figures/registry.py. What `rope-ext extend --dry-run` knows of measurements,
 rope_ext_hf/tools/advice/measured.json, is made first: tables of the code show it as well.
 """
 
@@ -32,11 +31,9 @@ from docs.figures import (  # noqa: F401, each registers its figures
     real_models,
     recipes,
     reference_model,
-    search,
     serving,
 )
 from docs.figures.measurements import MEASURED, measured_file
-from docs.figures.pictures import draw_search
 from docs.figures.registry import FIGURE, FIGURES, ROOT
 
 __all__ = ["FIGURES", "fill", "pages"]
@@ -63,7 +60,6 @@ def fill(page: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
-    parser.add_argument("--pictures", action="store_true", help="also draw the picture of docs/search.md")
     arguments = parser.parse_args()
     stale = []
     if (made := measured_file()) != MEASURED.read_text(encoding="utf-8"):
@@ -76,8 +72,6 @@ def main() -> None:
             stale.append(page.relative_to(ROOT).as_posix())
             if not arguments.check:
                 page.write_text(made, encoding="utf-8")
-    if arguments.pictures:
-        draw_search()
     if arguments.check and stale:
         sys.exit(f"out of date, run `make figures`: {', '.join(stale)}")
 

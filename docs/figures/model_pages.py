@@ -1,6 +1,6 @@
 """A page for each of the models that people extend most, docs/model-*.md, and the table that leads to them.
 
-Everything is what the commands say of the published config: `advise`, `extend`, `serve-config`, and which
+Everything is what the commands say of the published config: `extend`, `serve-config`, and which
 lengths `need` reads.
 """
 

@@ -146,6 +146,22 @@ class PerplexityRuns(RunKind):
         *("longppl", "longppl_low", "longppl_high", "key_tokens"),
     )
 
+    def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        return (
+            _fit_sweep(question, model, methods)
+            if isinstance(question, Sweep)
+            else super().fit(question, model, methods)
+        )
+
+    def plan(
+        self,
+        question: Perplexity,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: dict[str, Any],
+    ) -> RunPlan[Any]:
+        return _plan(question, model, tokenizer, settings)
+
     def parse(self, item: str, value: Any) -> DocumentLoss:
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
@@ -375,10 +391,10 @@ def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set
     return Text(text, style="bold green" if result.key in best else "")
 
 
-def plan_perplexity(
+def _plan(
     question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[PerplexityMeasurement]:
-    """Load and tokenise the text, check, plan; see `Perplexity.plan`."""
+    """Load and tokenise the text, check, plan."""
     documents = load(question.data)
     asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
     read = prepare(model, documents, tokenizer=tokenizer, **asked)
@@ -386,10 +402,8 @@ def plan_perplexity(
     return RunPlan(PerplexityMeasurement(read), name, unit=question.unit, **settings)
 
 
-def fit_sweep(
-    question: Perplexity, model: PreTrainedModel, methods: MethodChoice
-) -> tuple[Perplexity, list[RopeMethod]]:
-    """See `Sweep.fit`."""
+def _fit_sweep(question: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
+    """Return the question with the context length, where it is below the longest, and the methods; see `Sweep`."""
     length = patch_geometry(model, **methods.underneath).context_length
     ordered, _ = check_lengths(question.lengths, None)
     methods.check(factor_alone=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
@@ -24,7 +24,6 @@ from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.runs.kinds import Run, RunPlan
 
 
@@ -66,6 +65,8 @@ def _most_spans(given: Any) -> int | None:
 class LengthsQuestion(Question):
     """What is asked at several context lengths."""
 
+    kind: ClassVar[str]  # the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`
+
     lengths: tuple[int, ...] | Any = asked(
         MISSING,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).",
@@ -89,23 +90,13 @@ class LengthsQuestion(Question):
             tokenizer: default: the one beside the model's weights.
             **settings: fields of `RunPlan`: chunk, offload_cache.
         """
+        from rope_ext_hf.runs.kinds import run_kind
+
         question: LengthsQuestion = self
         if methods is not None:
-            question, chosen = self.fit(model, methods)
+            question, chosen = run_kind(self.kind).fit(self, model, methods)
             settings |= {"methods": (None, *chosen), **methods.underneath}
-        return question.plan_run(model, tokenizer, settings)
-
-    def plan_run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-    ) -> RunPlan[Any]:
-        """Return the plan of a question that fits the methods, with these fields of `RunPlan`; see `plan`."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how it is planned")
-
-    def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
-        """The question, and every method with every factor; without one, fitted to the longest length."""
-        from rope_ext_hf.patches.patching import resolve_choice
-
-        return self, resolve_choice(methods, model, max(self.lengths))
+        return run_kind(self.kind).plan(question, model, tokenizer, settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +104,7 @@ class Perplexity(LengthsQuestion):
     """Perplexity and bits per byte by context length, on the same target tokens."""
 
     PANEL = "Text"
+    kind = "perplexity"
     command = "ppl"
 
     data: Any = asked(
@@ -189,29 +181,17 @@ class Perplexity(LengthsQuestion):
         resolve_protocol(self.protocol)
         check_name(self.data)
 
-    def plan_run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-    ) -> RunPlan[Any]:
-        from rope_ext_hf.eval.perplexity_runs import plan_perplexity
-
-        return plan_perplexity(self, model, tokenizer, settings)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Perplexity):
-    """Perplexity of methods x factors that are fitted to the lengths, and of the context length."""
+    """Perplexity of methods x factors that are fitted to the lengths, and of the context length.
+
+    The context length is measured as well where it is below the longest one. Without factor and target length, each
+    length beyond the context length gets the factor that it needs, since a method costs short inputs more the larger
+    its factor is.
+    """
 
     command = "sweep"
-
-    def fit(self, model: PreTrainedModel, methods: MethodChoice) -> tuple[LengthsQuestion, list[RopeMethod]]:
-        """The question with the context length, where it is below the longest, and every method with every factor.
-
-        Without factor and target length, each length beyond the context length gets the factor that it needs, since a
-        method costs short inputs more the larger its factor is.
-        """
-        from rope_ext_hf.eval.perplexity_runs import fit_sweep
-
-        return fit_sweep(self, model, methods)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +203,7 @@ class Passkey(LengthsQuestion):
     takes as many times less. All other statements stand at random depths. Names and values are the same at each length.
     """
 
+    kind = "passkey"
     command = "passkey"
 
     depths: tuple[float, ...] | Any = asked(
@@ -252,10 +233,3 @@ class Passkey(LengthsQuestion):
 
     def check_early(self) -> None:
         check_name(self.haystack)
-
-    def plan_run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-    ) -> RunPlan[Any]:
-        from rope_ext_hf.eval.retrieval_runs import plan_passkey
-
-        return plan_passkey(self, model, tokenizer, settings)

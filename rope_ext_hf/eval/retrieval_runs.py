@@ -119,6 +119,15 @@ class RetrievalRuns(RunKind):
         *("chance", "chance_rank"),
     )
 
+    def plan(
+        self,
+        question: Passkey,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: dict[str, Any],
+    ) -> RunPlan[Any]:
+        return _plan(question, model, tokenizer, settings)
+
     def parse(self, item: str, value: Any) -> TrialScore:
         match value:
             case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
@@ -357,10 +366,10 @@ def shared_trials(make: Callable[..., list[_Trial]], depths: Sequence[float]) ->
     return lists
 
 
-def plan_passkey(
+def _plan(
     question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_RetrievalMeasurement]:
-    """Make the prompts and check them; see `Passkey.plan`."""
+    """Make the prompts and check them."""
     task = question.task or "passkey"
     chosen, lengths, haystack = entry("task", task, RETRIEVALS), list(question.lengths), question.haystack
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer

@@ -20,7 +20,6 @@ COLOURS = ("#3151ff", "#ff5f23", "#106e55", "#d668e1", "#b72e18", "#33a863", "#8
 """Of lines: told apart by colour-blind readers too, and readable on white and on black."""
 PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
-_NOTE: dict[str, Any] = {"fontsize": 7, "color": "#555555"}
 _NARROW = " .,:;'()-*\u2020filjrt"
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
 """Name, x, y, and matplotlib's settings, a colour among them."""
@@ -97,29 +96,12 @@ def draw_lines(
     _name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
 
 
-def _write_note(
-    axes: Any, text: str, at: tuple[float, float], of: str | tuple[str, str], moved: tuple[float, float], **how: Any
-) -> None:
-    """A small text in grey at a place, in matplotlib's coordinates `of` the axes, and moved from it by some points."""
-    axes.annotate(text, at, xycoords=of, xytext=moved, textcoords="offset points", **_NOTE | how)
-
-
 def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> Any:
     """The scale of `image`, to the right of these axes of a figure or a part of one."""
     bar = panel.colorbar(image, ax=list(axes), pad=0.01)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
     return bar
-
-
-def finish_axes(axes: Any, title: str, across: str, up: str) -> None:
-    """Title, labels, a light grid and small type."""
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel(across, fontsize=8)
-    axes.set_ylabel(up, fontsize=8)
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.grid(visible=True, linewidth=0.4, alpha=0.6)
-    axes.spines["top"].set_visible(False)
 
 
 def text_width(text: str) -> float:

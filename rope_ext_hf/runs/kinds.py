@@ -17,13 +17,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from rich.table import Table
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
+from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
+from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
@@ -33,6 +35,9 @@ from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labe
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.verdicts import Conclusion, Findings, conclude, listed
 from rope_ext_hf.terminal import table_text, wrapped
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 R = TypeVar("R", bound=MethodResult)
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)
@@ -285,6 +290,30 @@ class RunKind(ABC):
     items: ClassVar[str]  # what the items are, in words
     columns: ClassVar[Sequence[str]]  # of results.csv, between the method's label and its parameters
     units: ClassVar[Sequence[str]] = ()  # in which its numbers can be shown, the default first; empty: in one alone
+
+    def fit(self, question: Any, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        """Return the question, and every method with every factor; without one, fitted to the longest length."""
+        return question, resolve_choice(methods, model, max(question.lengths))
+
+    def plan(
+        self,
+        question: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: dict[str, Any],
+    ) -> RunPlan[Any]:
+        """Return what a run reads and scores to answer a question of this kind; no weights are read.
+
+        Args:
+            question: a `rope_ext_hf.eval.questions.LengthsQuestion` whose `kind` is this one's name.
+            model: may be on the meta device.
+            tokenizer: default: the one beside the model's weights.
+            settings: further fields of `RunPlan`: methods, over, context_length, chunk, offload_cache.
+
+        Raises:
+            MethodError, CorpusError: the question cannot be asked of this model, or with this text.
+        """
+        raise MethodError(f"runs of the kind {self.name!r} answer no question of their own")
 
     @abstractmethod
     def parse(self, item: str, value: Any) -> Value:

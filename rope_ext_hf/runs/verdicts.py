@@ -22,7 +22,7 @@ from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.statistics import Estimate
 
-UNPATCHED = "the unpatched model"
+_UNPATCHED = "the unpatched model"
 BEST_MARK = "* best, or no significant difference from the best"
 _MOST_SENTENCES = 4
 
@@ -117,7 +117,7 @@ class Findings:
 
     def called(self, key: str) -> str:
         """Return what a sentence calls a method."""
-        return UNPATCHED if key == self.loaded else self.names[key]
+        return _UNPATCHED if key == self.loaded else self.names[key]
 
     def beyond(self, key: str, length: int) -> bool:
         """Return whether a length is beyond the one that a method is set for."""

@@ -145,10 +145,6 @@ def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: s
         (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
         (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
-        (
-            ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--out", "new", "--methods", ""],
-            "--methods names no",
-        ),
     ],
 )
 def test_an_option_with_nothing_in_it_is_refused(
@@ -171,7 +167,7 @@ def test_an_option_with_nothing_in_it_is_refused(
         for c in app.registered_commands
         if c.name
         # their examples need files or a server that is not there
-        not in ("detect", "gguf", "check-server", "finetune", "run", "search")
+        not in ("detect", "gguf", "check-server", "finetune", "run")
     ],
 )
 @pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
@@ -349,15 +345,15 @@ _NESTED = {"full_attention": {"type": "linear", "factor": 2.0, "rope_theta": 1e4
 @pytest.mark.parametrize(
     ("command", "change", "code", "message"),
     [
-        ("advise", {"architectures": 63}, 0, ""),
+        ("extend", {"architectures": 63}, 0, ""),
         ("describe", {"architectures": [63]}, 2, "must be a list of names, got [63]"),
-        ("advise", {"architectures": ["PreTrainedModel"]}, 0, ""),
+        ("extend", {"architectures": ["PreTrainedModel"]}, 0, ""),
         ("describe", {"architectures": ["LlamaPreTrainedModel"]}, 2, "LlamaPreTrainedModel, which 'architectures'"),
-        ("advise", {"sliding_window": "yarn"}, 0, ""),
-        ("advise", {"original_max_position_embeddings": 1e-320}, 0, ""),
-        ("advise", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
+        ("extend", {"sliding_window": "yarn"}, 0, ""),
+        ("extend", {"original_max_position_embeddings": 1e-320}, 0, ""),
+        ("extend", {"partial_rotary_factor": 255}, 2, "states 255 as its partial_rotary_factor; at most 1 is"),
         (
-            "advise",
+            "extend",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e308}},
             2,
             "states 1e+308 as its rope_theta",
@@ -374,7 +370,7 @@ def test_one_damaged_value_of_a_config(
     build("llama").config.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": None} | change), encoding="utf-8")
-    more = {"advise": ["--target-length", "1k"], "serve-config": ["--engine", "gguf"]}
+    more = {"extend": ["--target-length", "1k", "--dry-run"], "serve-config": ["--engine", "gguf"]}
     given, _, err = run(command, str(tmp_path), *more.get(command, []))
     assert given == code, err
     assert message in err
@@ -387,7 +383,7 @@ def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None
     config = build("gemma3").config.to_dict()
     config["rope_parameters"]["sliding_attention"]["rope_theta"] = {"factor": 2}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    code, _, err = run("advise", str(tmp_path), "--target-length", "1k")
+    code, _, err = run("extend", str(tmp_path), "--target-length", "1k", "--dry-run")
     assert (code, err.count("\n")) == (2, 1)
     assert "no advice can be given on this model: TypeError" in err
 
@@ -398,7 +394,6 @@ def test_a_damaged_value_that_no_check_knows_is_one_line(tmp_path: Path) -> None
     "command",
     [
         ["finetune", "reference", "--method", "yarn", "--factor", "4", "--data", "stdlib", "--steps", "1", "--out"],
-        ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--trials", "1", "--out"],
         ["extend", "reference", "--target-length", "2k", "--no-measure", "--yes", "--out"],
     ],
     ids=lambda words: words[0],
@@ -689,9 +684,9 @@ def test_a_conversion_says_each_thing_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_advice_on_the_bundled_model_calls_it_by_its_name() -> None:
-    code, out, _ = run("advise", "reference", "--target-length", "1k", "--json")
+    code, out, _ = run("extend", "reference", "--target-length", "1k", "--dry-run", "--json")
     assert code == 0
-    advice = json.loads(out)
+    advice = json.loads(out)["advice"]
     own = [line for lines in advice["commands"].values() for line in lines if line.startswith("rope-ext")]
     assert own
     assert advice["model"] == "reference"

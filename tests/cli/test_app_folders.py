@@ -34,13 +34,13 @@ COMMANDS: dict[str, list[str]] = {
     "detect": [],
     "serve-config": ["--engine", "vllm"],
     "audit": [],
-    "advise": ["--target-length", "1k"],
+    "extend": ["--target-length", "1k", "--dry-run"],
 }
 NO_ENGINE = "no serving engine runs that"
 ANSWERS = {
     ("serve-config", "restored"): (2, NO_ENGINE),
     ("serve-config", "adapter"): (2, "merge it"),
-    ("advise", "adapter"): (2, "merge it"),
+    ("extend", "adapter"): (2, "merge it"),
     ("audit", "restored"): (1, ""),  # no engine runs dca
     ("audit", "adapter"): (2, "is an adapter of PEFT, without a config of its own; give its base model, or merge it"),
     # The config of the bundled model is plain, without the former spelling that mlx-lm reads: engines disagree on it.
@@ -86,7 +86,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def cost(command: str, kind: str) -> list[pytest.MarkDecorator]:
-    if command not in ("ppl", "sweep", "passkey", "lm-eval", "advise"):
+    if command not in ("ppl", "sweep", "passkey", "lm-eval", "extend"):
         return []
     other = command == "lm-eval" or (command in ("sweep", "passkey") and kind in ("converted", "native"))
     return [pytest.mark.thorough if other else pytest.mark.slow]

@@ -11,7 +11,7 @@ from tests.cli.test_run_files import KINDS
 from tests.support.commands import run
 from tests.support.inputs import write_inputs
 
-DRY = ("ppl", "sweep", "passkey", "tasks", "gain", "extend", "search", "finetune")
+DRY = ("ppl", "sweep", "passkey", "tasks", "gain", "extend", "finetune")
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_a_dry_run_reads_no_weights_and_writes_nothing(kind: str, inputs: int, t
     assert held["total"] == sum(value for name, value in held.items() if name not in ("total", "offloaded"))
     size = inputs // 2 if kind == "sweep" else inputs  # in bfloat16
     assert held["weights"] == pytest.approx(2 * size if kind == "finetune" else size, rel=0.05)  # and its guard
-    assert (taken["disk"] > 0.9 * inputs) == (kind in ("extend", "search", "finetune"))
+    assert (taken["disk"] > 0.9 * inputs) == (kind in ("extend", "finetune"))
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -26,8 +26,6 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tasks, written": ("--suite", "json-kv", "--lengths", "768", "--score", "generate", "--samples", "2"),
     "gain": ("--data", "rows.jsonl", "--lengths", "128", "--distances", "64"),
     "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
-    "search": (*MORE, "--methods", "linear,ntk", "--passages", "5", "--target-length", "128", "--trials", "2",
-               "--out", "searched"),
     "finetune": (*MORE, "--method", "linear", "--factor", "2", "--steps", "1", "--train-all", "--out", "trained"),
     "lm-eval": ("--tasks", "endings", "--include-path", "."),
     "lm-eval, written": ("--tasks", "written", "--include-path", "."),
@@ -101,7 +99,7 @@ CORPORA = {"empty": [""] * 3, "shorter than the span": ["x = 1"] * 3}
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-@pytest.mark.parametrize("name", ["ppl", "sweep", "extend", "search", "finetune", "run"])
+@pytest.mark.parametrize("name", ["ppl", "sweep", "extend", "finetune", "run"])
 def test_texts_without_anything_to_read_are_refused(name: str, corpus: str, folder: Path) -> None:
     for number, text in enumerate(CORPORA[corpus]):
         (folder / "texts" / f"{number}.txt").write_text(text)

@@ -13,11 +13,11 @@ from rope_ext_hf.cli import options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
-from rope_ext_hf.tools.suites.questions import Gain, Tasks
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
 from rope_ext_hf.tools.serving.questions import Extending
-from rope_ext_hf.tools.training.questions import Finetuning, Searching
+from rope_ext_hf.tools.suites.questions import Gain, Tasks
+from rope_ext_hf.tools.training.questions import Finetuning
 
 QUESTIONS: list[tuple[str, Question]] = [
     ("ppl", Perplexity(lengths="4k,8k")),
@@ -34,16 +34,14 @@ QUESTIONS: list[tuple[str, Question]] = [
     ("gain", Gain(lengths="4k,8k", distances="1k,2k", data="rows.jsonl", samples=8, haystack="books")),
     ("finetune", Finetuning(model="m", method="yarn", factor=4, data="books/*.txt", minutes=2.5, train_all=True)),
     ("finetune", Finetuning(model="m", method="yarn", target_length=4096, data="b", steps=10, control=True, guard=0.5)),
-    ("search", Searching(model="m", target_length="32k", data="b", minutes="90s", methods="yarn,ntk", static=True)),
-    ("search", Searching(model="m", target_length=2048, data="b", trials=5, most_lost=0.05, fitness="needle")),
     ("extend", Extending(target_length="128k", engine="sglang", out="a folder", measure=False, anyway=True)),
     ("ppl", MethodChoice(method=["yarn", "self-extend"], factor=[2, 8], over="original", context_length=4096)),
     ("describe", LayerChoice(method="ntk", factor=1.5, layers="sliding_attention,2")),
     ("serve-config", PatchChoice(method="theta", target_length="1M")),
     ("serve-config", PatchChoice(method="yarn", factor=16 / 3)),
-    ("search", Searching(model="m", target_length=2048, data="b", minutes=1.234567, most_lost=0.0123456789)),
+    ("finetune", Finetuning(model="m", method="yarn", factor=4, data="b", minutes=1.234567, guard=0.0123456789)),
 ]  # fmt: skip
-REQUIRED = {"ppl": "--lengths 8", "serve-config": "--engine vllm", "finetune": "--out o", "search": "--out o"}
+REQUIRED = {"ppl": "--lengths 8", "serve-config": "--engine vllm", "finetune": "--out o"}
 
 
 def parsed(line: str, kind: type[Question]) -> Question:

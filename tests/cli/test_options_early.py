@@ -25,10 +25,6 @@ WRONG = {
         *("finetune", "reference", "--method", "yarn", "--data", "nosuch", "--steps", "1"),
         *("--out", "x"),
     ): "no such text file",
-    (
-        *("search", "reference", "--methods", "yan", "--data", "stdlib", "--target-length", "1k", "--trials", "1"),
-        *("--out", "x"),
-    ): "Did you mean 'yarn'",
 }
 CODE = """
 import json, sys

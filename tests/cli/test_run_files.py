@@ -21,7 +21,6 @@ from tests.support.inputs import write_inputs
 TEXT = ("--data", "texts/*.txt", "--device", "cpu")
 HAY = ("--haystack", "texts/*.txt", "--device", "cpu")
 MORE = (*TEXT, "--eval-data", "held-out/*.txt", "--max-spans", "2")
-SEARCHED = ("--methods", "linear,ntk", "--passages", "5", "--most-lost-at-1x", "9")
 TRAINED = ("--train-all", "--accumulate", "1")
 KINDS: dict[str, tuple[str, ...]] = {
     "ppl": (*TEXT, "--lengths", "32,64,128", "--method", "yarn", "--factor", "2", "--beta-fast", "16"),
@@ -30,7 +29,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
     "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
     "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
-    "search": (*MORE, *SEARCHED, "--target-length", "128", "--trials", "4", "--out", "found"),
     "finetune": (*MORE, *TRAINED, "--method", "linear", "--factor", "2", "--steps", "2", "--out", "trained"),
 }
 """A small run of each kind, of the model in the folder "model"."""

@@ -108,6 +108,7 @@ _VALUES: dict[str, tuple[str, ...]] = {
     "--from": ("half", "interleaved"),
     "--model-parallel": ("1", "2", "3", "64"),
     "--batch": ("1", "1,8", "64"),
+    "--purpose": ("serve", "python", "train"),
     "--engine": ("transformers", "vllm", "sglang", "llama.cpp", "gguf", "mlx", "ollama"),
     "--engine-version": ("0.10.2", "0.33.0", "b12000"),
     "--dim": ("2", "64", "128"),
@@ -138,10 +139,10 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     ),
     "convert": ("--to", "--from", "--force", "--resume", "--verify", "--model-parallel", "--revision"),
     "detect": ("--revision",),
-    "advise": ("--over", "--context-length", "--batch", "--revision"),
     "serve-config": (*_METHOD_OPTIONS, "--engine", "--engine-version", "--revision"),
     "audit": ("--revision",),
     "extend": ("--engine", "--over", "--context-length", "--dtype"),
+    "extend --dry-run": ("--engine", "--over", "--context-length", "--batch", "--purpose", "--revision"),
     "report": (),
     "methods": (),
     "lm-eval": (*_METHOD_OPTIONS, "--tasks", "--limit", "--num-fewshot", "--max-length"),
@@ -293,8 +294,7 @@ class _Maker:
         method = ["--method", draw.choice(_METHODS), "--factor", "4"]
         engine = ["--engine", draw.choice(_VALUES["--engine"])]
         lines = {
-            "advise": [model, *length],
-            "extend": [model, *length, *engine, "--no-measure", "--yes", "--out", out],
+            "extend": [model, *length, *engine, *draw.choice((["--dry-run"], ["--no-measure", "--yes", "--out", out]))],
             "serve-config": [model, *engine, *draw.choice(([], method))],
             "audit": [draw.choice((model, f"{model}/config.json"))],
             "describe": [model, *draw.choice(([], method))],
@@ -324,7 +324,6 @@ class _Maker:
             "tasks": ["reference", "--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "1"],
             "demo": ["--texts", "3", "--questions", "5"],
             "finetune": [model, *method, "--data", text, "--steps", "1"],
-            "search": [model, "--data", text, "--target-length", "128", "--trials", "1"],
             "report": [str(run)],
         }
         command = draw.choice(list(lines))
@@ -334,9 +333,10 @@ class _Maker:
     def describe(self) -> list[str]:
         return [self.model(), *self.options("describe")]
 
-    def advise(self) -> list[str]:
+    def dry_run(self) -> list[str]:
         length = self.draw.choice(_VALUES["--target-length"])
-        return [self.model(), "--target-length", length, *self.options("advise")]
+        options = ["--target-length", length, "--dry-run", *self.options("extend --dry-run")]
+        return ["extend", *self.json("extend"), self.model(), *options]
 
     def serve_config(self) -> list[str]:
         return [self.model(), "--engine", self.draw.choice(_VALUES["--engine"]), *self.options("serve-config")]
@@ -447,7 +447,7 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "sweep": (4, _Maker.sweep),
     "passkey": (6, _Maker.passkey),
     "report": (8, _Maker.report),
-    "advise": (4, _Maker.advise),
+    "dry run": (4, _Maker.dry_run),
     "serve-config": (6, _Maker.serve_config),
     "audit": (4, _Maker.audit),
     "resume": (3, _Maker.resume),
@@ -460,7 +460,7 @@ COMMANDS: dict[str, tuple[int, Callable[[_Maker], list[str]]]] = {
     "no out": (6, _Maker.no_out),
 }
 """Kind -> how often it is drawn, and what makes its arguments; "resume" is a measurement continued."""
-_WHOLE_LINES = ("none", "resume", "config", "no out")
+_WHOLE_LINES = ("dry run", "none", "resume", "config", "no out")
 """Kinds whose arguments begin with the command."""
 
 

@@ -58,13 +58,6 @@ COMMANDS = {
         ),
         ("checkpoints of trained/checkpoint-40/clock.json", 1),
     ),
-    "search": Command(
-        (
-            *("search", "model", *_TEXT, "--target-length", "256", "--trials", "12", "--passages", "5"),
-            *("--most-lost-at-1x", "1", "--json"),
-        ),
-        ("trials.json", 3000),
-    ),
     "extend": Command(("extend", "model", "--target-length", "512", "--no-measure", "--yes"), None),
     "tasks": Command(
         (

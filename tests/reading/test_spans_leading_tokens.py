@@ -10,9 +10,9 @@ from transformers import Cache
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import Passkey, Perplexity, measure, perplexity
-from rope_ext_hf.tools.suites import Gain, Tasks
 from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.reading.protocols import PROTOCOLS
+from rope_ext_hf.tools.suites import Gain, Tasks
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.models import build
 

@@ -95,7 +95,7 @@ def test_a_file_of_the_first_format_is_read() -> None:
     assert (first.command, first.model, first.options["revision"]) == ("sweep", "org/name", "a" * 40)
     assert first.options["method"] == [Yarn(factor=4.0), "ntk"]
     assert first.versions == {"rope-ext-hf": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0"}
-    assert (second.command, second.options["minutes"]) == ("search", 10.0)
+    assert (second.command, second.options["minutes"]) == ("finetune", 10.0)
 
 
 def test_every_kind_of_run_names_its_command() -> None:

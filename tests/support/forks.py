@@ -1,6 +1,6 @@
 """Code that runs in a process of its own, forked from one that has the libraries in memory: importing takes seconds.
 
-`kill_when` is for what is continued after a kill: a run, a fine-tuning, a search.
+`kill_when` is for what is continued after a kill: a run, a fine-tuning.
 """
 
 from __future__ import annotations

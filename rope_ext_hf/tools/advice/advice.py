@@ -163,10 +163,17 @@ class Advice(ShownAsTables):
 
     def __str__(self) -> str:
         """Return the recommendation in at most 25 lines of 80 columns."""
+        return self.short_text()
+
+    def short_text(self, reason: str = "", closing: Sequence[str] = ()) -> str:
+        """Return the recommendation, the notes that have room beside it, the next steps, and the `closing` lines.
+
+        `reason` stands in place of the reason that was measured here.
+        """
+        own = self.recommendation(reason)
         steps = [broken_command(each) for each in self.next_steps]
-        last = ["All methods, engines and sources: --all (in Python: full_text)"]
-        own = self.recommendation()
-        return "\n".join([*own, *self.shown_notes(own, steps, last), *steps, *last])
+        last = ["All methods, engines and sources: --all (in Python: full_text)", *closing]
+        return "\n".join([*own, *self._shown_notes(own, steps, last), *steps, *last])
 
     def recommendation(self, reason: str = "") -> list[str]:
         """Return the lines that say what to take, why, what short inputs lose, and what memory a long input takes.
@@ -192,11 +199,11 @@ class Advice(ShownAsTables):
         if held:
             size = _size(held["bfloat16"])
             rows.append(
-                ("memory", f"{size} of keys and values for one input of {self.target_length:,} tokens in bfloat16")
+                ("cache", f"{size} of keys and values for one input of {self.target_length:,} tokens in bfloat16")
             )
         return [line for name, text in rows for line in wrapped(text, f"{name:<9}").splitlines()]
 
-    def shown_notes(self, *others: Sequence[str]) -> list[str]:
+    def _shown_notes(self, *others: Sequence[str]) -> list[str]:
         """Return the notes that still have room beside other lines, and how many are left out."""
         room = _MOST_LINES - sum(text.count("\n") + 1 for lines in others for text in lines)
         notes = [*([] if self.on_gpus is None else self.on_gpus.sentences), *self.notes]

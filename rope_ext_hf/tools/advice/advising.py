@@ -82,8 +82,7 @@ def advise(
     given = [("target_length", target_length), *(("a batch", each) for each in batches)]
     for name, value in given:
         whole(name, value, 1, MOST_TOKENS)
-    if purpose not in GOALS:
-        raise MethodError(f"purpose must be one of {', '.join(GOALS)}, got {short_text(repr(purpose))}")
+    check_purpose(purpose)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
     specs = opened.specs if over == "own" and context_length is None else []
     own = base_rope_of_config(opened.described, over, context_length, opened.config)
@@ -139,6 +138,12 @@ def advise(
         recommended=recommended,
         next_steps=run.next_steps(purpose, recommended, lengths, served),
     )
+
+
+def check_purpose(purpose: str) -> None:
+    """Raise a MethodError for a purpose that is not one of `GOALS`."""
+    if purpose not in GOALS:
+        raise MethodError(f"purpose must be one of {', '.join(GOALS)}, got {short_text(repr(purpose))}")
 
 
 def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:

@@ -1,10 +1,10 @@
-"""The command `extend`: from a model to a folder that an engine serves."""
+"""The command `extend`: from a model to a folder that an engine serves; or a recommendation alone."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,17 +13,23 @@ import typer
 from rope_ext_hf.cli.console import print_text, results_to
 from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions
 from rope_ext_hf.cli.models import write_patched
-from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, PublishOptions, SourceOptions, command
-from rope_ext_hf.errors import MethodError, short, size_text
+from rope_ext_hf.cli.options import (
+    CONTINUES,
+    DryRun,
+    EvalOptions,
+    Json,
+    Model,
+    PublishOptions,
+    command,
+)
+from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import parse_numbers
 from rope_ext_hf.questions import asked, command_line
 from rope_ext_hf.terminal import broken_command, wrapped
-from rope_ext_hf.tools.serving.questions import Extending, GPUServer
+from rope_ext_hf.tools.serving.questions import Extending
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     from rope_ext_hf.reading.preflight import Forecast
     from rope_ext_hf.tools.advice.extending import Extension
 
@@ -34,30 +40,52 @@ def extend(
     load: EvalOptions,
     question: Extending,
     publish: PublishOptions,
+    purpose: str = asked(
+        "serve", "With --dry-run: what a method is recommended for: serve, python or train.", metavar="WHAT"
+    ),
+    batch: str | None = asked(
+        None, "With --dry-run: inputs at a time that memory is computed for. Default: 1,8.", metavar="NUMBERS"
+    ),
+    everything: bool = asked(
+        False,
+        "With --dry-run: all methods with what was measured and reported of them, engines, memory and commands.",
+        names=("--all",),
+    ),
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
     """Extend a model into a folder that an engine serves: choose a method, measure it, write the folder.
 
-    Every step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written
-    where the measurement speaks against it: perplexity at the target length does not get better, or short inputs lose
-    more than long ones gain.
+    With --dry-run it recommends a method, with its price and the commands of every step, and does none of them. Every
+    step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written where
+    the measurement speaks against it: perplexity at the target length does not get better, or short inputs lose more
+    than long ones gain.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
     from rope_ext_hf.runs.run_file import run_file
+    from rope_ext_hf.tools.advice.advising import check_purpose
     from rope_ext_hf.tools.advice.extending import carries, judge, plan_extension
+    from rope_ext_hf.tools.advice.extending import dry_run as dry_command
     from rope_ext_hf.tools.serving.configs import serving_config
     from rope_ext_hf.tools.serving.model_card import CARD, write_card
 
     publish.check()
-    reading = {name: value for name, value in load.options.items() if name not in load.version}
-    plan = plan_extension(model, question, reading=reading, **load.version)
-    given = RunOptions(model, plan.patch, load, dry_run=dry_run)
+    check_purpose(purpose)
     if dry_run:
-        forecast = Prepared(given, plan.perplexity, ReaderOptions()).forecast if plan.perplexity else None
-        _print_extension(plan, forecast, load.empty_model(model), as_json)
+        _print_dry_run(model, load, question, purpose, batch or "1,8", everything, as_json)
         return
+    if purpose != "serve":
+        raise MethodError(
+            f"extend writes folders for serving; for --purpose {purpose} type: "
+            f"{dry_command(model, question.target_length, purpose)}"
+        )
+    if everything or batch is not None:
+        raise MethodError(
+            f"{'--all' if everything else '--batch'} belongs to a dry run; add --dry-run, or leave it out"
+        )
+    plan = plan_extension(model, question, reading=_reading(load), **load.version)
+    given = RunOptions(model, plan.patch, load)
     written, verdict, runs = carries(plan, **load.version), None, list[Any]()
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(plan.summary)
@@ -94,62 +122,66 @@ def extend(
     publish.upload(Path(plan.out), trust_remote_code=load.trust_remote_code)
 
 
-def _print_extension(plan: Extension, reading: Forecast | None, empty: PreTrainedModel, as_json: bool) -> None:
-    """Print the steps of an extension and what they would take: the weights are copied, whatever is measured before."""
-    from rope_ext_hf.reading.preflight import NOTHING_RUN
-
-    size = empty.num_parameters() * empty.dtype.itemsize
-    if as_json:
-        taken = reading and replace(reading, disk=size, folder=plan.out).to_dict()
-        print_text(json_text({"plan": plan.to_dict(), "forecast": taken or {"disk": size, "folder": plan.out}}))
-        return
-    lines = [plan.summary, *map(broken_command, plan.commands.values())]
-    if reading is None:
-        lines.append(f"disk     about {size_text(size)}, in {plan.out}\n{NOTHING_RUN}")
-    else:
-        lines.append(str(replace(reading, does=(), disk=size, folder=plan.out)))
-    print_text("\n".join(lines))
+def _reading(load: EvalOptions) -> dict[str, Any]:
+    """Return how a model is loaded and read, without where it is, as `plan_extension` takes it."""
+    return {name: value for name, value in load.options.items() if name not in load.version}
 
 
-@command("Tool box: serve")
-def advise(
-    model: Model,
-    source: SourceOptions,
-    server: GPUServer,
-    target_length: str = asked(MISSING, "The length that you need, e.g. 128k.", metavar="TOKENS"),
-    batch: str = asked("1,8", "Inputs at a time that memory is computed for, e.g. 1,8.", metavar="NUMBERS"),
-    over: str = asked("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT"),
-    context_length: str | None = asked(
-        None, "The length that the model is for, instead of what its config states.", metavar="TOKENS"
-    ),
-    purpose: str = asked("serve", "What one method is recommended for: serve, python or train.", metavar="WHAT"),
-    everything: bool = asked(
-        False,
-        "Print all methods with what was measured and reported of them, engines, memory and commands.",
-        names=("--all",),
-    ),
-    as_json: Json = False,
+def _print_dry_run(
+    model: str, load: EvalOptions, question: Extending, purpose: str, batch: str, everything: bool, as_json: bool
 ) -> None:
-    """Recommend a method for a longer context, and the commands to type next; reads no weights.
+    """Print the recommendation, the steps and what they would take; the advice is given also where a step would fail.
 
-    Example: `rope-ext advise reference --target-length 1k`
+    The weights are copied into the folder, whatever is measured before.
     """
-    from rope_ext_hf.tools.advice.advising import advise as advise_on
+    from rope_ext_hf.hub import foreign_errors
+    from rope_ext_hf.reading.preflight import NOTHING_RUN
+    from rope_ext_hf.tools.advice.advising import advise
+    from rope_ext_hf.tools.advice.extending import plan_extension
 
     batches = parse_numbers("--batch", batch, "1,8")
     if any(number != int(number) for number in batches):
         raise MethodError(f"--batch takes whole numbers, e.g. 1,8; got {short(batch)!r}")
-    advice = advise_on(
+    advice = advise(
         model,
-        target_length,
-        over=over,
-        context_length=context_length,
+        question.target_length,
+        **question.underneath,
         batches=[int(number) for number in batches],
-        server=server,
+        server=question.server,
         purpose=purpose,
-        **source.version,
+        **load.version,
     )
+    plan: Extension | None = None
+    forecast: Forecast | None = None
+    size, stops = None, ""
+    if purpose == "serve" and advice.methods:
+        try:
+            with foreign_errors("what the steps take is not known"):
+                plan = plan_extension(model, question, advice=advice, reading=_reading(load), **load.version)
+                empty = load.empty_model(model)
+                size = empty.num_parameters() * empty.dtype.itemsize
+                if plan.perplexity is not None:
+                    given = RunOptions(model, plan.patch, load, dry_run=True)
+                    if reading := Prepared(given, plan.perplexity, ReaderOptions()).forecast:
+                        forecast = replace(reading, does=(), disk=size, folder=plan.out)
+        except RopeExtError as error:
+            stops = str(error)
     if as_json:
-        print_text(json_text(advice.to_dict()))
+        taken = forecast.to_dict() if forecast else {"disk": size, "folder": plan.out} if plan else None
+        steps = {"plan": plan and plan.to_dict(), "forecast": taken, "stops": stops}
+        print_text(json_text({"advice": advice.to_dict()} | steps))
+        return
+    closing = [wrapped(stops, "stops    ")] if stops and advice.recommended else []
+    if forecast is not None:
+        closing += str(forecast).splitlines()
     else:
-        print_text(advice.full_text() if everything else str(advice))
+        closing += [f"disk     about {size_text(size)}, in {plan.out}"] if plan and size else []
+        closing += [NOTHING_RUN]
+    shown = advice
+    if plan is not None:
+        shown = replace(advice, recommended=plan.method, next_steps=tuple(plan.commands.values()))
+    if everything:
+        lines = ["# in steps", *map(broken_command, shown.next_steps)] if shown.next_steps else []
+        print_text("\n".join([advice.full_text(), "", *lines, *closing]))
+    else:
+        print_text(shown.short_text(plan.reason if plan else "", closing))

@@ -26,7 +26,7 @@ from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import needs_nothing, open_model
-from rope_ext_hf.tools.serving.questions import Extending, GPUServer
+from rope_ext_hf.tools.serving.questions import Extending
 
 _SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
 _CHARACTERS = 6
@@ -154,16 +154,18 @@ def plan_extension(
     model: str,
     asked: Extending,
     *,
+    advice: Advice | None = None,
     reading: Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Extension:
     """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
 
-    `reading` are further options of `rope-ext ppl`, such as device, by their names in Python. A MethodError where no
-    extension is needed, a patch is there already, or no method brings it there; a ServingError of the engine.
+    `advice` is that of `advise` on the same question, where it was asked before. `reading` are further options of
+    `rope-ext ppl`, such as device, by their names in Python. A MethodError where no extension is needed, a patch is
+    there already, or no method brings it there; a ServingError of the engine.
     """
-    target_length, over, context_length = asked.target_length, asked.over, asked.context_length
+    target_length, underneath = asked.target_length, asked.underneath
     engine = find_engine(asked.engine).name
     loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_model(model, **loading)
@@ -172,11 +174,9 @@ def plan_extension(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
             f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
         )
-    recipe = find_recipe(opened.config) if over == "own" and context_length is None else None
-    server = GPUServer(gpus=asked.gpus, gpu_memory=asked.gpu_memory, weight_bits=asked.weight_bits)
-    underneath: dict[str, Any] = {"over": over, "context_length": context_length}
-    ask = partial(advise, opened, target_length, server=server, **underneath)
-    advice = ask(engines=[engine])
+    recipe = find_recipe(opened.config) if asked.over == "own" and asked.context_length is None else None
+    ask = partial(advise, opened, target_length, server=asked.server, **underneath)
+    advice = advice or ask(engines=[engine])
     chosen = _choose(advice, engine, ask)
     if advice.on_gpus is not None:
         find_engine(engine).options_on(advice.on_gpus.options)
@@ -196,7 +196,7 @@ def plan_extension(
     steps = {
         "ppl": command_words("ppl", model, **choice.options, **loading, **question.options, **(reading or {})),
         "patch": command_words("patch", model, **choice.options, **loading, out=folder),
-        "serve-config": command_words("serve-config", folder, engine=engine, **server.options),
+        "serve-config": command_words("serve-config", folder, engine=engine, **asked.server.options),
     }
     if not asked.measure:
         del steps["ppl"]
@@ -216,6 +216,11 @@ def plan_extension(
     )
 
 
+def dry_run(model: str, target_length: int, purpose: str) -> str:
+    """Return the command that recommends a method for a purpose."""
+    return command_line("extend", model, target_length=target_length, purpose=purpose, dry_run=True)
+
+
 def _choose(advice: Advice, engine: str, ask: Callable[[], Advice]) -> MethodAdvice:
     """The method to take for an engine: the first candidate for serving that it serves, else the first that fits."""
     if not advice.methods:
@@ -227,7 +232,7 @@ def _choose(advice: Advice, engine: str, ask: Callable[[], Advice]) -> MethodAdv
         raise MethodError(
             f"no method that engines serve brings {advice.model} from {advice.context_length:,} to "
             f"{advice.target_length:,} tokens without training, by what was measured; ask for fewer tokens, or see "
-            f"`{command_line('advise', advice.model, target_length=advice.target_length)}` for training"
+            f"`{dry_run(advice.model, advice.target_length, 'train')}` for training"
         )
     ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
     chosen = next((each for each in ordered if each.engines.get(engine)), None)

@@ -64,6 +64,16 @@ class Extending(GPUServer):
     )
     anyway: bool = asked(False, "Write the folder also where the measurement speaks against it.")
 
+    @property
+    def server(self) -> GPUServer:
+        """The GPUs alone."""
+        return GPUServer(gpus=self.gpus, gpu_memory=self.gpu_memory, weight_bits=self.weight_bits)
+
+    @property
+    def underneath(self) -> dict[str, Any]:
+        """The rotary embedding that is extended, as `rope_ext_hf.patch` takes it."""
+        return {"over": self.over, "context_length": self.context_length}
+
     def check_early(self) -> None:
         check_name(self.data)
         find_engine(self.engine)

@@ -24,7 +24,6 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, MethodError, short
-from rope_ext_hf.tools.suites.questions import Gain
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from rope_ext_hf.reading.documents import utf8_bytes
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
@@ -36,6 +35,7 @@ from rope_ext_hf.runs.measures import Evidence, Measure
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.tools.suites.questions import Gain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,6 +100,15 @@ class GainRuns(RunKind):
     setting = GainSetting
     items = "rows"
     columns = ("length", "distance", "gain", "low", "high", "outcome", "with_evidence", "without_evidence")
+
+    def plan(
+        self,
+        question: Gain,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: dict[str, Any],
+    ) -> RunPlan[Any]:
+        return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> AnswerLoss:
         match value:
@@ -231,10 +240,10 @@ class _GainMeasurement(Measurement):
             yield cell, AnswerLoss(nats[0], nats[1], len(row.answer)), scorer.take_cost()
 
 
-def plan_gain(
+def _plan(
     question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_GainMeasurement]:
-    """Read the rows, choose those that fit, and check them; see `Gain.plan`."""
+    """Read the rows, choose those that fit, and check them."""
     reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     bundled = isinstance(question.data, str) and question.data == _DOCSTRINGS
     columns = [load(docstring_rows() if bundled else question.data, column=name) for name in _COLUMNS]

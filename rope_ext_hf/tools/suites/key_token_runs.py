@@ -29,7 +29,7 @@ from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import EvalPlan, check_vocabulary, prefix_tokens, tokenize, with_prefix
+from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, with_prefix
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
@@ -365,17 +365,6 @@ def plan_keys(
 def _passes(spans: Iterable[Span], longest: int) -> list[_Pass]:
     """The passes of the longest length, up to the last token that each scores."""
     return [(max(span.start, 0), span.score_to, span.score_from) for span in spans if span.context == longest]
-
-
-def find_keys(scorer: TokenScorer, plan: EvalPlan) -> tuple[list[Tensor], KeySetting]:
-    """The key tokens that a plan scores at its longest length, (tokens,) bool of each document, and their setting."""
-    longest = plan.lengths[-1]
-    setting, masks = key_setting(longest), []
-    for document, spans in plan.documents:
-        masks.append(torch.zeros(len(document.ids), dtype=torch.bool))
-        for each in _passes(spans, longest):
-            masks[-1][sorted(_keys_of_pass(scorer, document.ids, each, plan.prefix, setting, longest)[1])] = True
-    return masks, setting
 
 
 def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> KeyRanges:

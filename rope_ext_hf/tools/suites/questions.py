@@ -10,18 +10,13 @@ Nothing here imports torch, so that --help answers at once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.eval.questions import LengthsQuestion
 from rope_ext_hf.questions import anything, asked, several
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.tools.suites.base import check_suite, suite_names
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rope_ext_hf.runs.kinds import RunPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +27,7 @@ class Tasks(LengthsQuestion):
     right answers that they hold; ranked ones by whether the first right answer has the highest likelihood per token.
     """
 
+    kind = "tasks"
     command = "tasks"
 
     suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
@@ -59,13 +55,6 @@ class Tasks(LengthsQuestion):
         check_name(self.haystack)
         check_suite(self.suite)
 
-    def plan_run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-    ) -> RunPlan[Any]:
-        from rope_ext_hf.tools.suites.task_runs import plan_tasks
-
-        return plan_tasks(self, model, tokenizer, settings)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gain(LengthsQuestion):
@@ -74,6 +63,7 @@ class Gain(LengthsQuestion):
     Each prompt is read twice, with the evidence and with other text in its place. No text is generated.
     """
 
+    kind = "gain"
     command = "gain"
 
     data: Any = asked(
@@ -98,10 +88,3 @@ class Gain(LengthsQuestion):
 
     def check_early(self) -> None:
         check_name(self.haystack)
-
-    def plan_run(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
-    ) -> RunPlan[Any]:
-        from rope_ext_hf.tools.suites.gain_runs import plan_gain
-
-        return plan_gain(self, model, tokenizer, settings)

@@ -19,7 +19,6 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
-from rope_ext_hf.tools.suites.questions import Tasks
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_tokens, text_of
@@ -32,6 +31,7 @@ from rope_ext_hf.runs.tables import beyond_mark, length_table
 from rope_ext_hf.runs.verdicts import Outcome, verdict
 from rope_ext_hf.tools.suites.base import Sample, count_tokens
 from rope_ext_hf.tools.suites.base import suite as find_suite
+from rope_ext_hf.tools.suites.questions import Tasks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,6 +93,15 @@ class TaskRuns(RunKind):
         *("suite", "task", "length", "score", "samples", "suite_score"),
         *("effective_length", "effective_length_low", "effective_length_high"),
     )
+
+    def plan(
+        self,
+        question: Tasks,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        settings: dict[str, Any],
+    ) -> RunPlan[Any]:
+        return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> TaskScore:
         match value:
@@ -285,10 +294,10 @@ def _reach(passed: dict[int, bool]) -> int:
     return max(takewhile(passed.__getitem__, passed), default=0)
 
 
-def plan_tasks(
+def _plan(
     question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_TaskMeasurement]:
-    """Make the prompts and check them; see `Tasks.plan`."""
+    """Make the prompts and check them."""
     suite, samples, extra_tokens = question.suite, question.samples, question.extra_tokens
     chosen = find_suite(suite)
     score = chosen.score_by if question.score is None else question.score

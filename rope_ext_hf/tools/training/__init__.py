@@ -16,7 +16,5 @@ if TYPE_CHECKING:
     from rope_ext_hf.tools.training.finetuning import finetune as finetune
     from rope_ext_hf.tools.training.longce import longce_weights as longce_weights
     from rope_ext_hf.tools.training.questions import Finetuning as Finetuning
-    from rope_ext_hf.tools.training.searching import SearchReport as SearchReport
-    from rope_ext_hf.tools.training.searching import search as search
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,27 +1,22 @@
-"""What a fine-tuning or a search would do and take, by the config and the texts; no weights are read."""
+"""Forecast of what a fine-tuning does and takes, by the config and the texts; no weights are read."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
-from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
-from rope_ext_hf.hub import find_device, load_empty, load_tokenizer, loaded_dtype
-from rope_ext_hf.patches.geometry import patch_geometry
+from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
 from rope_ext_hf.patches.patching import apply_choice
 from rope_ext_hf.reading.preflight import (
     Forecast,
     MemoryEstimate,
     estimate_flops,
-    estimate_memory,
     measure_flops,
     widest_activation,
 )
-from rope_ext_hf.tools.training.candidates import fixed_methods, scored_tokens
 from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,
     check_packages,
@@ -29,20 +24,11 @@ from rope_ext_hf.tools.training.finetuning import (
     lengths_and_texts,
     with_adapters,
 )
-from rope_ext_hf.tools.training.questions import Finetuning, OfModel, Searching
-from rope_ext_hf.tools.training.run_folder import split_texts
+from rope_ext_hf.tools.training.questions import Finetuning
 
 
-def forecast(asked: OfModel, out: Path) -> Forecast:
-    """What a fine-tuning or a search would take, in the folder `out`; raises what the run would before it loads."""
-    if isinstance(asked, Finetuning):
-        return _of_finetuning(asked, out)
-    if isinstance(asked, Searching):
-        return _of_search(asked, out)
-    raise TypeError(f"no run is asked by a {type(asked).__name__}")
-
-
-def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
+def forecast(asked: Finetuning, out: Path) -> Forecast:
+    """Return what a fine-tuning would take, in the folder `out`; raise what the run would raise before it loads."""
     check_packages(asked)
     short, long, tokenizer, (_, held_out) = lengths_and_texts(asked)
     model = load_empty(asked.model, **asked.source)
@@ -89,40 +75,6 @@ def _of_finetuning(asked: Finetuning, out: Path) -> Forecast:
         memory=held,
         gpu=held,
         disk=(weights + 6 * trainings * learned) * width,  # two checkpoints each, with what the optimizer keeps
-        folder=str(out),
-    )
-
-
-def _of_search(asked: Searching, out: Path) -> Forecast:
-    tokenizer, model = load_tokenizer(asked.model, **asked.source), load_empty(asked.model, **asked.source)
-    rotary, target = patch_geometry(model, **asked.underneath), asked.target_length
-    context = rotary.context_length
-    if target <= context:
-        raise MethodError(f"target_length must be above the context length of {context:,} tokens, got {target:,}")
-    _, held_out = split_texts(asked, tokenizer, 2)
-    scored, fixed = scored_tokens(context), len({*(asked.methods or ()), *fixed_methods(rotary)})
-    question = Perplexity(lengths=[context, target], targets=scored, max_spans=asked.max_spans, data=held_out)
-    read, flops = _reading(model, question, tokenizer, fixed + 3)
-    device, dtype = find_device(asked.device), loaded_dtype(model, asked.dtype)
-    speed = measure_flops(device, dtype)
-    passes = asked.passages * [target, context, context]
-    searched, of_candidates = 60 * (asked.minutes or 0.0), 0
-    if asked.trials is not None:
-        of_candidates = asked.trials * sum(passes)
-        searched = asked.trials * estimate_flops(model, passes, len(passes) * scored) / speed
-    count = f"{asked.trials} candidates" if asked.trials else f"candidates for {asked.minutes or 0:g} minutes"
-    return Forecast(
-        does=(
-            f"read {count}, up to {asked.passages} passages of {target:,} tokens each",
-            f"measure what is found and {fixed} fixed methods at {context:,} and {target:,} tokens",
-            f"write {out / 'model'}",
-        ),
-        tokens=read + of_candidates,
-        seconds=searched + flops / speed,
-        device=device,
-        memory=estimate_memory(model, target, dtype, device=device),
-        gpu=estimate_memory(model, target, dtype, device=torch.device("cuda")),
-        disk=model.num_parameters() * dtype.itemsize,
         folder=str(out),
     )
 

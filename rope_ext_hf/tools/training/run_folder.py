@@ -1,4 +1,4 @@
-"""The folder of a training or a search: whose run it holds, the budget of the run, and the text kept for measuring.
+"""The folder of a training: whose run it holds, the budget of the run, and the text kept for measuring.
 
 A run is continued where the folder was begun with the same settings, and what these name is the same still: the model,
 the tokenizer and the text may have changed in place. Files that a run reads again state a checksum of themselves.
@@ -23,25 +23,24 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Tokens, corpus_name
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.runs.folder import other_settings, read_whole, write_whole
-from rope_ext_hf.tools.training.questions import Finetuning, Searching
+from rope_ext_hf.tools.training.questions import Finetuning
 
 _SETTINGS = "settings.json"
-_OF_A_RUN = ("checkpoints of *", "trials.json", "report.json")  # files and folders that are there once a run has got on
+_OF_A_RUN = ("checkpoints of *", "report.json")  # files and folders that are there once a run has got on
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a training or a search goes on; one of the two is given."""
+    """How long a training goes on; one of the two is given."""
 
     minutes: float | None = None  # without measurements and loading; those of interrupted runs count
-    steps: int | None = None  # of the optimizer, or candidates
+    steps: int | None = None  # of the optimizer
 
-    def share_used(self, seconds: float, steps: int, *, left_over: float = 0.0) -> float:
-        """The share that is used, 0 to 1; `left_over` seconds, at most half of the minutes, are for what follows."""
+    def share_used(self, seconds: float, steps: int) -> float:
+        """Return the share that is used, 0 to 1."""
         if self.steps is not None:
             return min(1.0, steps / self.steps)
-        whole = 60 * (self.minutes or 0.0)
-        return min(1.0, seconds / max(whole - left_over, whole / 2))
+        return min(1.0, seconds / (60 * (self.minutes or 0.0)))
 
     def seconds_left(self, seconds: float, steps: int) -> float:
         """About how many more it takes, by those so far."""
@@ -105,13 +104,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         warnings.warn(str(each.message).replace(str(staging), str(folder)), each.category, stacklevel=2)
 
 
-def settings_of(asked: Finetuning | Searching) -> dict[str, Any]:
+def settings_of(asked: Finetuning) -> dict[str, Any]:
     """The fields of a question, JSON-ready where its texts are given by names."""
     return asked.arguments | {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
 
 
 def split_texts(
-    asked: Finetuning | Searching, tokenizer: PreTrainedTokenizerBase, one_in: int
+    asked: Finetuning, tokenizer: PreTrainedTokenizerBase, one_in: int
 ) -> tuple[list[Tokens], list[Tokens]]:
     """The texts that a run works on and measures: all data and its eval_data; without that, see `split`."""
     works_on, measured = split(tokenize(load(asked.data), tokenizer), one_in)

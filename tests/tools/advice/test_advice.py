@@ -254,7 +254,7 @@ def test_the_text_is_narrow_and_names_methods_once() -> None:
 @of_model("Qwen3-8B")
 def test_every_line_fits_a_pipe(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder.parent)
-    text = run_line("rope-ext advise Qwen3-8B --target-length 128k --all")
+    text = run_line("rope-ext extend Qwen3-8B --target-length 128k --dry-run --all")
     assert max(map(len, text.splitlines())) <= 120
     measuring = next(line for line in text.splitlines() if line.startswith("# measure"))
     # 8 models, 8 spans of each length, 2 operations for each of 7 billion weights and token; and attention
@@ -348,9 +348,9 @@ def test_commands_parse(folder: Path, length: int, stated: int | None) -> None:
 def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = CliRunner().invoke
-    result = run(app, ["advise", "reference", "--target-length", "1k", "--json"])
+    result = run(app, ["extend", "reference", "--target-length", "1k", "--dry-run", "--json"])
     assert result.exit_code == 0, result.output
-    advice = json.loads(result.output)
+    advice = json.loads(result.output)["advice"]
     assert advice["context_length"] == 256
     lines = [line for commands in advice["commands"].values() for line in commands if line.startswith("rope-ext")]
     quick = [words for _, *words in map(shlex.split, lines) if words[0] in ("describe", "patch", "serve-config")]
@@ -361,7 +361,7 @@ def test_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched = advise("reference-1024", 1024)  # the folder that one of the commands wrote
     assert (patched.context_length, patched.methods) == (1024, ())
     assert "yarn" in patched.extended_by[0]
-    text = run(app, ["advise", "reference-1024", "--target-length", "2k", "--all"]).output
+    text = run(app, ["extend", "reference-1024", "--target-length", "2k", "--dry-run", "--all"]).output
     assert "# serve with vllm" in text
 
 
@@ -382,7 +382,7 @@ def served_by_vllm(text: str) -> tuple[list[str], dict[str, Any]]:
 @of_model("Qwen3-8B")
 def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> None:
     """The entry and the length are those of the model's card and of vLLM's example of context extension."""
-    text = run_line(f"rope-ext advise {folder} --target-length 128k --all")
+    text = run_line(f"rope-ext extend {folder} --target-length 128k --dry-run --all")
     assert "This is as published for Qwen3" in text  # over 32,768 tokens, where its config states 40,960
     assert re.search(r"yarn +static +rise by \+0\.\d\d /", text)  # what it costs short inputs
     section = text.split("# as published for Qwen3\n")[1].split("\n\n")[0].replace(" \\\n", " ")
@@ -393,7 +393,7 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
     entry = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1000000}
     assert overrides["rope_parameters"] == overrides["rope_parameters"] | entry
     assert "Inputs within the context length lose as well: with a factor of 4" in unwrapped(run_line(described))
-    other = run_line(f"rope-ext advise {folder} --target-length 128k --context-length 40960 --all")
+    other = run_line(f"rope-ext extend {folder} --target-length 128k --context-length 40960 --dry-run --all")
     assert "context_length=32768, target_length=131072" in " ".join(other.split())
     # Of a long folder name the server's own command is not shown, but the one that prints it.
     configured = text.split("# serve with vllm\n")[1].replace(" \\\n", " ").splitlines()[0]
@@ -402,9 +402,13 @@ def test_the_command_of_the_card_of_qwen3_is_two_commands_away(folder: Path) -> 
 
 @of_model("Llama-3.1-8B")
 def test_a_server_command_for_twice_the_context_of_llama_is_two_commands_away(folder: Path) -> None:
-    text = run_line(f"rope-ext advise {folder} --target-length 256k --all").replace(" \\\n", " ")
+    text = run_line(f"rope-ext extend {folder} --target-length 256k --dry-run --all").replace(" \\\n", " ")
     assert re.search(r"yarn +static +rise by \+0\.\d\d /", text)
-    (line,) = (each for each in text.splitlines() if each.startswith("rope-ext serve-config") and "vllm" in each)
+    (line,) = (
+        each
+        for each in text.splitlines()
+        if each.startswith("rope-ext serve-config") and "--method" in each and "vllm" in each
+    )
     words, overrides = served_by_vllm(run_line(line))
     assert words[words.index("--max-model-len") + 1] == "262144"
     config = AutoConfig.from_pretrained(folder)
@@ -428,5 +432,5 @@ def test_impossible_lengths(tmp_path: Path) -> None:
         advise("reference", 1024, batches=(0,))
     with pytest.raises(CheckpointError, match="no such model folder"):
         advise(tmp_path / "none", 1024)
-    result = CliRunner().invoke(app, ["advise", "reference", "--target-length", "1k", "--batch", "1.5"])
+    result = CliRunner().invoke(app, ["extend", "reference", "--target-length", "1k", "--dry-run", "--batch", "1.5"])
     assert result.exit_code == 2

@@ -1,4 +1,4 @@
-"""The recommendation of `advise` and `extend --dry-run`: short, with a reason, a price, memory and commands."""
+"""The recommendation of `rope.advise` and `extend --dry-run`: short, with a reason, a price, memory and commands."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_reason_and_price_are_what_was_measured() -> None:
 
 def test_the_commands_run_and_all_prints_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    code, out, err = run("advise", "reference", "--target-length", "2k")
+    code, out, err = run("extend", "reference", "--target-length", "2k", "--dry-run")
     assert code == 0, err
     assert_short(out)
     assert "All methods, engines and sources: --all" in out
-    code, everything, err = run("advise", "reference", "--target-length", "2k", "--all")
+    code, everything, err = run("extend", "reference", "--target-length", "2k", "--dry-run", "--all")
     assert code == 0, err
     assert len(everything.splitlines()) > 100
     assert "reported by YaRN" in unwrapped(everything)
@@ -113,3 +113,68 @@ def test_the_dry_run_of_extend_is_25_lines_of_80_columns(
     assert not list(tmp_path.glob("*-131072"))
     if name == "Qwen3":
         assert "published for Qwen3" in unwrapped(out)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--target-length", "256"), "take     the model as it is. No method is needed."),
+        (("--target-length", "64k"), "see --purpose train"),
+        (("--target-length", "2k", "--data", "short.txt"), "stops    "),
+        (("--target-length", "2k", "--purpose", "python"), "rope.patch(model, 'rerope', target_length=2048)"),
+        (("--target-length", "2k", "--purpose", "train"), "rope-ext finetune reference --method yarn"),
+    ],
+)
+def test_advice_is_given_where_nothing_is_written(
+    options: tuple[str, ...], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("def short(): ...", encoding="utf-8")
+    code, out, err = run("extend", "reference", *options, "--dry-run")
+    assert code == 0, err
+    assert_short(out)
+    assert line in out
+    assert out.rstrip().endswith("Nothing was run, and no weights were read.")
+    assert len(set(out.splitlines())) == len(out.splitlines())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_dry_run_of_a_model_of_which_only_the_config_is_there(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps need a tokenizer and text; the advice does not."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    model = PUBLISHED[name].write(Path())
+    length = 2 * PUBLISHED[name].context_length
+    code, out, err = run("extend", model, "--target-length", length, "--dry-run", "--gpus", "8")
+    assert code == 0, err
+    assert_short(out)
+    given = advise(model, length)
+    assert f"of keys and values for one input of {length:,} tokens" in unwrapped(out)
+    assert ("take     nothing" in out) == (not given.recommended)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--purpose", "python"),
+            "extend writes folders for serving; for --purpose python type: rope-ext extend reference --target-length "
+            "2048 --purpose python --dry-run",
+        ),
+        (("--purpose", "sell"), "purpose must be one of serve, python, train, got 'sell'"),
+        (("--purpose", "sell", "--dry-run"), "purpose must be one of serve, python, train, got 'sell'"),
+        (("--all",), "--all belongs to a dry run; add --dry-run"),
+        (("--batch", "1"), "--batch belongs to a dry run; add --dry-run"),
+    ],
+)
+def test_what_belongs_to_a_dry_run_is_refused_without_one(
+    options: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("extend", "reference", "--target-length", "2k", "--yes", *options)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert not list(tmp_path.iterdir())

@@ -119,7 +119,7 @@ def test_extend_and_serve_config_to_their_end_on_tiny_weights(
     monkeypatch.chdir(tmp_path)
     model, divisor = PUBLISHED[name], 1 << (PUBLISHED[name].context_length // 256).bit_length() - 1
     target, folder = model.target_length // divisor, model.write_weights(Path(), divisor)
-    advice = run_json("advise", folder, "--target-length", target)
+    advice = run_json("extend", folder, "--target-length", target, "--dry-run")["advice"]
     engine = next((each for each in advice["served"] if each != "transformers"), "vllm")
     options = ("--engine", engine, "--max-spans", 3, "--device", "cpu", "--out", "longer", "--anyway", "--yes")
     code, _, err = run("extend", folder, "--target-length", target, *options)

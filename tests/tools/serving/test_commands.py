@@ -1,4 +1,4 @@
-"""`extend`, `advise`, `serve-config`, `audit`, `check-server` and `gguf`: what they print and write is YaRN."""
+"""`extend`, `serve-config`, `audit`, `check-server` and `gguf`: what they print and write is YaRN."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_extend_writes_a_folder_that_engines_agree_on(tmp_path: Path) -> None:
     assert "rope-ext patch" not in out
 
 
-def test_the_command_that_advise_prints_for_a_method_writes_its_folder(
+def test_the_command_that_a_dry_run_prints_for_a_method_writes_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    advice = run_json("advise", "reference", "--target-length", "1k")
+    advice = run_json("extend", "reference", "--target-length", "1k", "--dry-run")["advice"]
     assert (advice["factor"], advice["context_length"]) == (4.0, 256)
     lines = [line for lines in advice["commands"].values() for line in lines if line.startswith("rope-ext patch")]
     code, _, err = run(*shlex.split(lines[0])[1:])

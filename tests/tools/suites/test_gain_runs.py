@@ -19,10 +19,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import measure
-from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import HELD_OUT
 from rope_ext_hf.runs.kinds import Run, findings_of_runs
+from rope_ext_hf.tools.suites import Gain
 from rope_ext_hf.tools.suites.gain_runs import AnswerLoss, GainRuns, GainSetting, docstring_rows
 from tests.support.models import build
 from tests.support.oracles import token_losses

@@ -17,8 +17,6 @@ from typer.testing import CliRunner
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import UnsupportedModelError
-from rope_ext_hf.tools.suites import tasks
-from rope_ext_hf.tools.suites.questions import Tasks
 from rope_ext_hf.hub import load_model, load_tokenizer
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
@@ -26,8 +24,9 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
-from rope_ext_hf.tools.suites import base
+from rope_ext_hf.tools.suites import base, tasks
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, count_tokens, suite
+from rope_ext_hf.tools.suites.questions import Tasks
 from tests.support.forks import kill_when, run_command
 from tests.support.models import build
 

@@ -1,4 +1,4 @@
-"""`finetune` and `search` on a tiny model: folders that load plainly, and what is refused on the command line."""
+"""`finetune` on a tiny model: folders that load plainly, and what is refused on the command line."""
 
 from __future__ import annotations
 
@@ -42,20 +42,6 @@ def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> No
     assert run(*asked, "--accumulate", "2", "--guard", "0", "--out", "run")[0] == 2  # a run with other settings
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
-def test_search_ends_in_a_patched_model_that_loads_plainly(inputs: Path) -> None:
-    asked = ("search", "model", *TEXT, "--target-length", "256", "--methods", "linear", "--static")
-    code, out, err = run(*asked, "--passages", "5", "--most-lost-at-1x", "9", "--trials", "1", "--out", "run", "--json")
-    assert code == 0, err
-    report = json.loads(out)
-    assert (report["label"], report["trials"]) == ("linear x4", 1)
-    rotary_emb = AutoModelForCausalLM.from_pretrained("run/model").model.rotary_emb
-    assert float(rotary_emb.inv_freq[0]) == pytest.approx(1 / 4)
-    weights = [(inputs / folder / "model.safetensors").read_bytes() for folder in ("model", "run/model")]
-    assert weights[0] == weights[1]
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -63,6 +49,7 @@ def test_search_ends_in_a_patched_model_that_loads_plainly(inputs: Path) -> None
         (["--minutes", "0", "--method", "yarn"], "minutes"),
         (["--method", "yarn"], "give one of minutes and steps"),
         (["--steps", "1", "--method", "yran"], "Did you mean 'yarn'"),
+        (["--steps", "1", "--method", "yarn", "--device-map", "auto"], "leave out --device-map"),
     ],
 )
 def test_finetune_refuses(options: list[str], said: str, inputs: Path) -> None:
@@ -70,19 +57,3 @@ def test_finetune_refuses(options: list[str], said: str, inputs: Path) -> None:
     assert (code, out) == (2, "")
     assert said.lower() in err.lower()
     assert not (inputs / "run" / "model").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--budget", "10"], "--budget takes a time, e.g. 90s, 10m or 2h; got '10'"),
-        (["--budget", "0m"], "--budget takes a time"),
-        ([], "Give minutes (--budget) or trials"),
-        (["--trials", "1", "--device-map", "auto"], "leave out --device-map"),
-    ],
-)
-def test_search_refuses(options: list[str], said: str, tmp_path: Path) -> None:
-    arguments = ["search", "reference", "--target-length", "2k", "--data", "stdlib", "--out", str(tmp_path / "run")]
-    code, out, err = run(*arguments, *options)
-    assert (code, out) == (2, "")
-    assert said in err
