@@ -17,7 +17,7 @@ from rich.text import Text
 from torch import Tensor
 
 from rope_ext_hf.errors import CorpusError, printable, short
-from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity
+from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
@@ -147,18 +147,12 @@ class PerplexityRuns(RunKind):
     )
 
     def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
-        return (
-            _fit_sweep(question, model, methods)
-            if isinstance(question, Sweep)
-            else super().fit(question, model, methods)
-        )
+        if isinstance(question, Sweep):
+            return _fit_sweep(question, model, methods)
+        return super().fit(question, model, methods)
 
     def plan(
-        self,
-        question: Perplexity,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        settings: dict[str, Any],
+        self, question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         return _plan(question, model, tokenizer, settings)
 

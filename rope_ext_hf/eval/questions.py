@@ -96,7 +96,7 @@ class LengthsQuestion(Question):
         if methods is not None:
             question, chosen = run_kind(self.kind).fit(self, model, methods)
             settings |= {"methods": (None, *chosen), **methods.underneath}
-        return run_kind(self.kind).plan(question, model, tokenizer, settings)
+        return run_kind(self.kind).plan(question, model, tokenizer, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,11 +120,7 @@ class RetrievalRuns(RunKind):
     )
 
     def plan(
-        self,
-        question: Passkey,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        settings: dict[str, Any],
+        self, question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         return _plan(question, model, tokenizer, settings)
 

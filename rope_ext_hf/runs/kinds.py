@@ -296,11 +296,7 @@ class RunKind(ABC):
         return question, resolve_choice(methods, model, max(question.lengths))
 
     def plan(
-        self,
-        question: Any,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        settings: dict[str, Any],
+        self, question: Any, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         """Return what a run reads and scores to answer a question of this kind; no weights are read.
 
@@ -308,7 +304,7 @@ class RunKind(ABC):
             question: a `rope_ext_hf.eval.questions.LengthsQuestion` whose `kind` is this one's name.
             model: may be on the meta device.
             tokenizer: default: the one beside the model's weights.
-            settings: further fields of `RunPlan`: methods, over, context_length, chunk, offload_cache.
+            **settings: further fields of `RunPlan`: methods, over, context_length, chunk, offload_cache.
 
         Raises:
             MethodError, CorpusError: the question cannot be asked of this model, or with this text.

@@ -102,11 +102,7 @@ class GainRuns(RunKind):
     columns = ("length", "distance", "gain", "low", "high", "outcome", "with_evidence", "without_evidence")
 
     def plan(
-        self,
-        question: Gain,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        settings: dict[str, Any],
+        self, question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         return _plan(question, model, tokenizer, settings)
 

@@ -95,11 +95,7 @@ class TaskRuns(RunKind):
     )
 
     def plan(
-        self,
-        question: Tasks,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None,
-        settings: dict[str, Any],
+        self, question: Tasks, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
         return _plan(question, model, tokenizer, settings)
 
