@@ -24,6 +24,7 @@ from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
@@ -44,6 +45,7 @@ def methods(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "method": name,
+            "group": _group(method),
             "aliases": {alias: dict(implied) for alias, implied in method.aliases.items()},
             "summary": (method.__doc__ or "").strip().splitlines()[0],
             "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
@@ -57,22 +59,44 @@ def methods(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 1, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for row in rows:
-        aliases = [
-            alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
-            for alias, implied in row["aliases"].items()
-        ]
-        called = f"Also called {', '.join(aliases)}." if aliases else ""
-        options = []
-        for name, default in row["parameters"].items():
-            value = f" {default}" if default is not None else ""
-            options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
-        # as Text: in a string, "factors[i]" would be markup
-        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
-    print_table(table)
+    for group in _GROUPS:
+        table = Table(box=None, show_header=False, padding=(0, 2, 1, 0), title=f"{group}\n")
+        table.add_column(no_wrap=True, style="bold", width=max(len(row["method"]) for row in rows))
+        table.add_column()
+        for row in (each for each in rows if each["group"] == group):
+            aliases = [
+                alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
+                for alias, implied in row["aliases"].items()
+            ]
+            called = f"Also called {', '.join(aliases)}." if aliases else ""
+            options = []
+            for name, default in row["parameters"].items():
+                value = f" {default}" if default is not None else ""
+                options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
+            # as Text: in a string, "factors[i]" would be markup
+            table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
+        print_table(table)
+
+
+_STATIC = "Frequency methods, the same for inputs of every length"
+_BY_LENGTH = "Frequency methods that depend on the length of the input"
+_REMAPPING = "Remapping methods, which change the relative positions that a query sees"
+_OTHERS = "Others"
+_GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
+
+
+def _group(method: type[RopeMethod]) -> str:
+    """Return the title under which a method is listed."""
+    from rope_ext_hf.methods import RopeMethod as AnyMethod
+    from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.methods.score_biases import ScoreBiasMethod
+    from rope_ext_hf.methods.static import Default
+
+    if issubclass(method, (Default, ScoreBiasMethod)) or method.trainable:
+        return _OTHERS
+    if issubclass(method, RemappingMethod):
+        return _REMAPPING
+    return _STATIC if method.length_dependent is AnyMethod.length_dependent else _BY_LENGTH
 
 
 def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:

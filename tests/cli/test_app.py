@@ -204,6 +204,21 @@ def test_methods_lists_every_method() -> None:
     assert code == 0
     assert "dynamic-yarn" in out
     assert "divided by factors[i]." in out  # no markup
+    titles = ["the same for inputs of every length", "depend on the length", "Remapping methods", "Others"]
+    parts = re.split("|".join(titles), " ".join(out.split()))
+    assert len(parts) == 5
+    for part, names in zip(
+        parts[1:],
+        (
+            ["NTK-aware", "Position Interpolation", "yarn", "llama3"],
+            ["dynamic-ntk", "Also called dynamic ", "dynamic-yarn", "longrope"],
+            ["rerope", "self-extend", "dual-chunk-attention"],
+            ["default", "learnable", "alibi"],
+        ),
+        strict=True,
+    ):
+        for name in names:
+            assert name in part, (name, part)
 
 
 def test_describe() -> None:
