@@ -140,7 +140,7 @@ def test_what_a_patch_costs_short_inputs_is_stated() -> None:
     assert "How much this model loses is known when it is measured." in text
     assert text in unwrapped(rope.describe(model))
     assert rope.describe(rope.patch(model, "rerope")).short_inputs == (
-        "Inputs of up to 33 tokens give the output of the model without rerope.",
+        "Inputs of up to 33 tokens give the same output as the unpatched model.",
     )
     assert rope.describe(rope.unpatch(model)).short_inputs == ()
 

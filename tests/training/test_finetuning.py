@@ -121,7 +121,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert gain.items == 1  # document: too few for an interval
     assert report.training["control"]["steps"] == report.training["trained"]["steps"] == 3
     assert json.loads((tmp_path / "run" / "report.json").read_text())["losses"] == report.losses
-    assert "loss of the model 'patched', against the trained one" in unwrapped(report)
+    assert "perplexity of the model 'patched', compared with the trained one" in unwrapped(report)
     assert "1 document is too few for a confidence interval" in unwrapped(report)
     assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
@@ -358,15 +358,19 @@ def losses_of(length: int, nats: list[float]) -> Result:
 @pytest.mark.parametrize(
     ("before", "outcome", "said"),
     [
-        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 (1.000 to 1.000) nats"),
+        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 171.8 (171.8 to 171.8) percent"),
         (
             [1.0, 1.5, 0.9, 1.4],
             Outcome.NO_DIFFERENCE,
-            "not significantly different (+0.050 nats, 95% confidence interval -",
+            "not significantly different (+5.1 percent, 95% confidence interval -",
         ),
-        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ("),
-        ([2.0, 2.1], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (2 documents are too few for a confidence interval)"),
-        ([2.0], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (1 document is too few for a confidence interval)"),
+        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 37.8 ("),
+        (
+            [2.0, 2.1],
+            Outcome.NO_DIFFERENCE,
+            "higher by 171.8 percent (2 documents are too few for a confidence interval)",
+        ),
+        ([2.0], Outcome.NO_DIFFERENCE, "higher by 171.8 percent (1 document is too few for a confidence interval)"),
         ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
     ],
 )
