@@ -104,8 +104,8 @@ class Perplexity(LengthsQuestion):
         "stdlib",
         "The text that is read. 'stdlib' (modules of Python's library that the bundled model was not trained on), a "
         "text, JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question "
-        "mark, with & between them: column=.., min_bytes=.., max_documents=.., seed=.., join=true, or join=CHARACTERS per "
-        "document.",
+        "mark, with & between them: column=.., min_bytes=.., max_documents=.., seed=.., join=true, or join=CHARACTERS "
+        "per document.",
         parse=anything,
         metavar="TEXT",
     )

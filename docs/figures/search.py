@@ -90,7 +90,7 @@ def search_longrope() -> str:
     return (
         f"read {theirs['candidates']} candidates to the end and came from a perplexity of "
         f"{math.exp(theirs['first_loss']):.2f} to {math.exp(theirs['searched_loss']):.2f} on the text searched on; on "
-        f"the held-out text what this search found reads {_lower(theirs['gain_of_chosen'])} lower, and LongRoPE's result "
+        f"the held-out text what this search found is {_lower(theirs['gain_of_chosen'])} lower, and LongRoPE's result "
         f"{_percent(theirs['lost'])} higher at the context length than the unpatched model"
     )
 

@@ -240,7 +240,7 @@ def test_one_command_leads_to_a_server_for_twice_the_context_of_llama(
     tiny("llama-3.1", tmp_path / "Llama-3.1-8B")
     done = extend("Llama-3.1-8B", "--target-length", "256k", "--no-measure", "--engine", "sglang")
     assert done.exit_code == 0, done.output
-    assert "inputs within 131,072 tokens: " in unwrapped(done.stdout)
+    assert "inputs within 131,072 tokens " in unwrapped(done.stdout)
     assert "--context-length 262144" in done.stdout
     before = AutoModelForCausalLM.from_pretrained(tmp_path / "Llama-3.1-8B").model.rotary_emb.inv_freq
     rotary = AutoModelForCausalLM.from_pretrained(tmp_path / "Llama-3.1-8B-262144").model.rotary_emb

@@ -399,7 +399,9 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     assert with_prompts.retrieval == {name: estimate_share(shares) for name, shares in run.answered.items()}
     assert with_prompts.retrieval_gains == {"patched": estimate_share_change([1.0] * 12, [0.0] * 12)}
     assert re.search(r"patched: 0% \(0% to \d+%\)\n  trained: 100% \(\d\d% to 100%\)", str(with_prompts))
-    assert re.search(r"trained, against 'patched': higher by 100.0 \(\d\d\.\d to 100.0\) points", str(with_prompts))
+    assert re.search(
+        r"trained, compared with 'patched': higher by 100.0 \(\d\d\.\d to 100.0\) points", str(with_prompts)
+    )
 
 
 def test_adapters_without_peft_are_refused_before_anything_is_read(
