@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
 from docs.figures.registry import figure, markdown_table, read_result, stamp
 
 
-def _interval(values: Sequence[float]) -> str:
-    mean, low, high = values[:3]
-    return f"{mean:.4f} [{low:.4f}, {high:.4f}]"
+def _percent(nats: Sequence[float]) -> str:
+    """Return by how many percent a perplexity is higher, with its interval, for a loss that is higher by this."""
+    mean, low, high = (100 * math.expm1(each) for each in nats[:3])
+    return f"{mean:.1f}% [{low:.1f}, {high:.1f}]"
+
+
+def _lower(gain: Sequence[float]) -> str:
+    """Return by how many percent a perplexity is lower, for a loss that is lower by this."""
+    mean, low, high = (-100 * math.expm1(-each) for each in gain[:3])
+    return f"{mean:.1f}% [{low:.1f}, {high:.1f}]"
 
 
 @figure
@@ -28,12 +36,12 @@ def search_result() -> str:
     result = read_result("search")
     report = result["report"]
     length = report["target_length"]
-    heads = [f"nats per token at {length:,}", "", "what was found is lower by"]
+    heads = [f"perplexity at {length:,} tokens", "", "what was found is lower by"]
     rows = [
         [
             "what was found" if name == "chosen" else name,
-            f"{losses[str(length)]:.4f}",
-            _interval(report["gains"][name]) if name in report["gains"] else "",
+            f"{math.exp(losses[str(length)]):.2f}",
+            _lower(report["gains"][name]) if name in report["gains"] else "",
         ]
         for name, losses in report["losses"].items()
     ]
@@ -46,8 +54,8 @@ def search_summary() -> str:
     result = read_result("search")
     report, best = result["report"], result["best_fixed"]
     return (
-        f"{_interval(report['gains'][best])} nats per token below `{best}`, the best fixed method, and at the context "
-        f"length {_interval(report['lost'])} above the model as loaded, on text that the search did not read"
+        f"a perplexity that is {_lower(report['gains'][best])} lower than under `{best}`, the best fixed method, and "
+        f"at the context length {_percent(report['lost'])} higher than unpatched, on text that the search did not read"
     )
 
 
@@ -69,8 +77,10 @@ def search_stages() -> str:
         of_stage = [trial for trial in trials if trial["stage"] == stage]
         until = [t for t in trials[: trials.index(of_stage[-1]) + 1] if not t["stopped"] and t["lost"] <= 0.02]
         stopped = sum(trial["stopped"] for trial in of_stage)
-        rows.append([stage, str(len(of_stage)), str(stopped), f"{min(trial['loss'] for trial in until):.4f}"])
-    return markdown_table(("stage", "candidates", "stopped early", "lowest loss by its end, text searched on"), rows)
+        rows.append([stage, str(len(of_stage)), str(stopped), f"{math.exp(min(trial['loss'] for trial in until)):.3f}"])
+    return markdown_table(
+        ("stage", "candidates", "stopped early", "lowest perplexity by its end, text searched on"), rows
+    )
 
 
 @figure
@@ -78,10 +88,10 @@ def search_longrope() -> str:
     """LongRoPE's own search, given the same time."""
     theirs = read_result("search-longrope")
     return (
-        f"read {theirs['candidates']} candidates to the end and came from {theirs['first_loss']:.4f} to "
-        f"{theirs['searched_loss']:.4f} on the text searched on; on the held-out text what this search found is "
-        f"{_interval(theirs['gain_of_chosen'])} nats lower, and LongRoPE's result loses {_interval(theirs['lost'])} at "
-        "the context length"
+        f"read {theirs['candidates']} candidates to the end and came from a perplexity of "
+        f"{math.exp(theirs['first_loss']):.2f} to {math.exp(theirs['searched_loss']):.2f} on the text searched on; on "
+        f"the held-out text what this search found is {_lower(theirs['gain_of_chosen'])} lower, and LongRoPE's result "
+        f"{_percent(theirs['lost'])} higher at the context length than the unpatched model"
     )
 
 
@@ -100,12 +110,14 @@ def search_keys() -> str:
         return _compared((-mean, -high, -low))
 
     return (
-        f"{report['trials']} candidates in {report['seconds'] / 60:.1f} minutes of a shared machine came to "
-        f"{found_against_best(report['key_gains'])} `{best}`, the best fixed method, per key token ({keys[0]} of them, "
-        f"in text that was not searched on), and to {found_against_best(report['gains'])} it over all tokens"
+        f"{report['trials']} candidates in {report['seconds'] / 60:.1f} minutes of a shared machine came to a "
+        f"perplexity over key tokens that is {found_against_best(report['key_gains'])} than under `{best}`, the best "
+        f"fixed method ({keys[0]} key tokens, in text that was not searched on), and over all tokens "
+        f"{found_against_best(report['gains'])}"
     )
 
 
 def _compared(gain: Sequence[float]) -> str:
-    mean, low, high = gain[:3] if gain[0] > 0 else (-gain[0], -gain[2], -gain[1])
-    return f"{_interval((mean, low, high))} nats {'below' if gain[0] > 0 else 'above'}"
+    if gain[0] > 0:
+        return f"{_lower(gain)} lower"
+    return f"{_percent((-gain[0], -gain[2], -gain[1]))} higher"

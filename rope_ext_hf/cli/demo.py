@@ -36,9 +36,10 @@ def demo(
     device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
-    """Show what the bundled model loses beyond its trained length, and what four methods bring back.
+    """Try four methods on the bundled model, offline.
 
-    Offline: perplexity of Python's own library, and questions whose answers stand in it.
+    It shows what the model loses beyond its trained length, and what the methods bring back: perplexity of
+    Python's own library, and questions whose answers stand in it.
 
     Example: `rope-ext demo`
     """

@@ -108,7 +108,9 @@ class ReaderOptions(_ProcessOptions):
 
 
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
-    """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
+    """Measure perplexity by context length, under each method.
+
+    Every method predicts the same tokens as the unpatched model.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
@@ -116,11 +118,11 @@ def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
 
 
 def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
-    """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
+    """Measure the perplexity of every method with every factor.
 
-    Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
-    --target-length, each length beyond the context length gets the factor that it needs: lengths 4k,8k,16k of a model
-    for 4k measure every method with factors 2 and 4, at every length.
+    The same command continues where it was stopped. Without --method: linear, ntk, dynamic-ntk, by-parts, yarn,
+    dynamic-yarn and llama3. Without --factor and --target-length, each length beyond the context length gets the factor
+    that it needs: lengths 4k,8k,16k of a model for 4k measure every method with factors 2 and 4, at every length.
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
@@ -128,7 +130,9 @@ def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
 
 
 def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> None:
-    """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
+    """Hide a statement in a long text, and ask for it.
+
+    Measured by length and depth: exact answers, and the rank of the right answer among wrong ones.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
@@ -138,7 +142,9 @@ def passkey(given: RunOptions, question: Passkey, shared: _ProcessOptions) -> No
 
 
 def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
-    """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
+    """Ask a suite of tasks, such as RULER, at each length.
+
+    Besides the scores it prints the effective length: up to where the model keeps 85% of its score at the shortest one.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
@@ -146,10 +152,10 @@ def tasks(given: RunOptions, question: Tasks, shared: _ProcessOptions) -> None:
 
 
 def gain(given: RunOptions, question: Gain, shared: _ProcessOptions) -> None:
-    """Whether the model uses its context: how much evidence in it lowers the loss of an answer, by length and distance.
+    """Measure how much the model uses distant context.
 
-    Each prompt is read twice, with the evidence and with other text in its place. No text is generated: base models
-    will do.
+    Each prompt is read twice, with the evidence for an answer and with other text in its place: how much lower is the
+    loss of the answer, by length and distance? No text is generated, so base models can be measured too.
 
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
@@ -169,9 +175,10 @@ def report(
     ),
     as_json: Json = False,
 ) -> None:
-    """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
+    """Print and draw a run again, or compare several runs.
 
-    Several runs, of perplexity, tasks and retrieval, come on one page: which method, up to what length, at what cost.
+    One run, finished or not: its table, CSV, picture and HTML page are written anew. Several runs of one model, of
+    perplexity, tasks and retrieval: one page that says which method is best, up to what length, and at what cost.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """

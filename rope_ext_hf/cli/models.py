@@ -24,6 +24,7 @@ from rope_ext_hf.training.questions import Finetuning, OfModel, Searching
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
@@ -44,6 +45,7 @@ def methods(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "method": name,
+            "group": _group(method),
             "aliases": {alias: dict(implied) for alias, implied in method.aliases.items()},
             "summary": (method.__doc__ or "").strip().splitlines()[0],
             "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
@@ -57,26 +59,50 @@ def methods(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 1, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for row in rows:
-        aliases = [
-            alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
-            for alias, implied in row["aliases"].items()
-        ]
-        called = f"Also called {', '.join(aliases)}." if aliases else ""
-        options = []
-        for name, default in row["parameters"].items():
-            value = f" {default}" if default is not None else ""
-            options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
-        # as Text: in a string, "factors[i]" would be markup
-        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
-    print_table(table)
+    for group in _GROUPS:
+        table = Table(box=None, show_header=False, padding=(0, 2, 1, 0), title=f"{group}\n")
+        table.add_column(no_wrap=True, style="bold", width=max(len(row["method"]) for row in rows))
+        table.add_column()
+        for row in (each for each in rows if each["group"] == group):
+            aliases = [
+                alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
+                for alias, implied in row["aliases"].items()
+            ]
+            called = f"Also called {', '.join(aliases)}." if aliases else ""
+            options = []
+            for name, default in row["parameters"].items():
+                value = f" {default}" if default is not None else ""
+                options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
+            # as Text: in a string, "factors[i]" would be markup
+            table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
+        print_table(table)
+
+
+_STATIC = "Frequency methods, the same for inputs of every length"
+_BY_LENGTH = "Frequency methods that depend on the length of the input"
+_REMAPPING = "Remapping methods, which change the relative positions that a query sees"
+_OTHERS = "Others"
+_GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
+
+
+def _group(method: type[RopeMethod]) -> str:
+    """Return the title under which a method is listed."""
+    from rope_ext_hf.methods import RopeMethod as AnyMethod
+    from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.methods.score_biases import ScoreBiasMethod
+    from rope_ext_hf.methods.static import Default
+
+    if issubclass(method, (Default, ScoreBiasMethod)) or method.trainable:
+        return _OTHERS
+    if issubclass(method, RemappingMethod):
+        return _REMAPPING
+    return _STATIC if method.length_dependent is AnyMethod.length_dependent else _BY_LENGTH
 
 
 def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
-    """Show which RoPE method a model has, or would have with --method; reads no weights.
+    """Show which RoPE method a model has; reads no weights.
+
+    With --method it shows the model as it would be with that method.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
@@ -104,10 +130,10 @@ def patch(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a model folder whose config carries a method; weights are copied as they are.
+    """Write a copy of a model folder that is patched.
 
-    The copy of an adapter's folder carries the method beside the settings of the adapter. Its card keeps the one of the
-    model, with its licence.
+    Weights are copied as they are. The copy of an adapter's folder has the method beside the adapter's settings. The
+    model card of the source is kept, with its licence, and extended.
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
@@ -182,16 +208,19 @@ def card(
     publish: PublishOptions,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
+        typer.Argument(
+            metavar="[RUN]...", help="Folders of runs that measured it. Default: keep the results in the card."
+        ),
     ] = None,
     base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
     trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
     as_json: Json = False,
 ) -> None:
-    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
+    """Write the model card of a folder, with the results of runs.
 
-    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
-    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
+    The card says how the folder is loaded and served. The text of a card that exists already is kept, with its licence
+    and tags. Results also go into FOLDER/.eval_results, in the form that the Hugging Face Hub reads. A run is refused
+    if it measured other weights or another method.
 
     Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
     """
@@ -210,20 +239,26 @@ def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
-    to: str = asked(MISSING, "half, interleaved, or meta (Meta's own format)."),
+    to: str = asked(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
     source_pairing: str | None = asked(
-        None, "Pairing of the weights now. Default: by the config, else by the family.", names=("--from",)
+        None,
+        "The present pairing of the weights. Default: what the config or the model family says.",
+        names=("--from",),
     ),
-    force: bool = asked(False, "Convert weights that the config says are in that pairing already."),
+    force: bool = asked(False, "Convert although the config says that the weights are in that pairing already."),
     resume: bool = asked(False, "Continue after an interruption."),
-    verify: bool = asked(False, "Compare the new folder with the source."),
-    model_parallel: int = asked(1, "Parts, with --to meta: consolidated.00.pth, ...", least=1),
+    verify: bool = asked(False, "Compare attention scores (and logits, if memory allows) of the copy with the source."),
+    model_parallel: int = asked(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
     context_length: str | None = asked(
-        None, "The length that weights in Meta's format are for. Default: by their sizes.", metavar="TOKENS"
+        None, "The context length of weights in Meta's format. Default: by the size of the model.", metavar="TOKENS"
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
+    """Write a copy of a checkpoint in the other RoPE pairing.
+
+    half pairs dimension i with i + d/2 (transformers' Llama), interleaved pairs 2i with 2i + 1 (Meta's Llama). Only the
+    order of rows changes, so converting back gives the same bytes. An interrupted conversion leaves no DST; --resume
+    continues it.
 
     Example: `rope-ext convert reference reference-interleaved --to interleaved`
     """
@@ -254,11 +289,14 @@ def detect(
     model: Model,
     source: SourceOptions,
     text: Path | None = asked(
-        None, "A text to compare the loss of under both pairings; loads the model.", metavar="FILE"
+        None, "A text file whose loss is compared under both pairings; this loads the model.", metavar="FILE"
     ),
     as_json: Json = False,
 ) -> None:
-    """Determine from its weights which pairing a checkpoint is in, layer by layer; "undecided" where it is unclear.
+    """Detect from its weights which RoPE pairing a checkpoint is in.
+
+    The score of each layer is printed. "undecided" means that the weights do not show it: --text FILE compares the
+    losses on a text as well.
 
     Example: `rope-ext detect reference`
     """
@@ -285,10 +323,10 @@ def finetune(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+    """Patch a model, and train it at the extended length.
 
-    Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
-    The trained model, in FOLDER/model, loads plainly wherever the method does.
+    It is measured before and after, on text that it was not trained on. On short inputs it is trained to predict what
+    the unpatched model predicts. The same command continues where it was stopped. The trained model is in FOLDER/model.
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
@@ -304,11 +342,12 @@ def search(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Search the method and the divisors with which a model reads your text best at a longer length.
+    """Search for the method that reads your text best.
 
-    The loss at the context length is bounded, and the numbers at the end are of text that the search did not read. The
-    same command continues where it was stopped. Where what was found does not surely read better than the best fixed
-    method, that is written.
+    It tries methods, and then divisors of the frequencies, at the target length. How much short inputs may lose is
+    bounded (--most-lost-at-1x). The numbers at the end are of text that the search did not read. If what was found is
+    not significantly better than the best fixed method, the fixed method is written. The same command continues where
+    it was stopped.
 
     Example: `rope-ext search reference --target-length 2k --data 'books/*.txt' --budget 10m --out found`
     """

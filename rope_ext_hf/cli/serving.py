@@ -41,11 +41,10 @@ def extend(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Extend a model into a folder that an engine serves: choose a method, measure it, write the folder.
+    """Choose a method, measure it, and write a folder to serve.
 
-    Every step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written
-    where the measurement speaks against it: perplexity at the target length does not get better, or short inputs lose
-    more than long ones gain.
+    Every step is a command of its own, which is printed. The same command continues where it was stopped. No folder is
+    written if perplexity at the target length does not get better, or if short inputs lose more than long ones gain.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
@@ -120,12 +119,14 @@ def advise(
     source: SourceOptions,
     server: GPUServer,
     target_length: str = asked(MISSING, "The length that you need, e.g. 128k.", metavar="TOKENS"),
-    batch: str = asked("1,8", "Inputs at a time that memory is computed for, e.g. 1,8.", metavar="NUMBERS"),
+    batch: str = asked("1,8", "Numbers of inputs at a time to compute memory for, e.g. 1,8.", metavar="NUMBERS"),
     over: str = asked("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT"),
     context_length: str | None = asked(
         None, "The length that the model is for, instead of what its config states.", metavar="TOKENS"
     ),
-    purpose: str = asked("serve", "What one method is recommended for: serve, python or train.", metavar="WHAT"),
+    purpose: str = asked(
+        "serve", "What you want to do: serve, python (use it in your own process) or train.", metavar="WHAT"
+    ),
     everything: bool = asked(
         False,
         "Print all methods with what was measured and reported of them, engines, memory and commands.",
@@ -133,7 +134,9 @@ def advise(
     ),
     as_json: Json = False,
 ) -> None:
-    """Recommend a method for a longer context, and the commands to type next; reads no weights.
+    """Recommend a method for a longer context.
+
+    It prints the reason, the price and the commands to type next. No weights are read.
 
     Example: `rope-ext advise reference --target-length 1k`
     """
@@ -164,13 +167,14 @@ def serve_config(
     source: SourceOptions,
     server: GPUServer,
     engine: str = asked(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
-    engine_version: str | None = asked(None, "The version that will run it, where that is known.", metavar="VERSION"),
-    plugin: bool = asked(False, "For an engine that loads a plug-in of this package."),
+    engine_version: str | None = asked(None, "The version of the engine, if you know it.", metavar="VERSION"),
+    plugin: bool = asked(False, "The engine loads a plug-in of this package."),
     as_json: Json = False,
 ) -> None:
-    """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
+    """Print the command that starts a serving engine with a method.
 
-    Without --method it is the patch that the folder carries, else the model as published.
+    Config keys are printed as well, where the engine needs them. Without --method they are those of the patch in the
+    folder, or of the model as published. No weights are read.
 
     Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
     """
@@ -188,29 +192,35 @@ def check_server(
     ] = None,
     lengths: str | None = asked(
         None,
-        "Of prompts. Default: half the context length, to the extended length or ten minutes each.",
+        "Lengths of the prompts. Default: from half the context length to the extended length, as far as a prompt "
+        "takes ten minutes.",
         metavar="LENGTHS",
     ),
-    data: str = asked("stdlib", "What prompts are cut from, as for ppl.", metavar="TEXT"),
+    data: str = asked("stdlib", "The text that prompts are cut from, as in `rope-ext ppl`.", metavar="TEXT"),
     served_name: str | None = asked(
         None, "What the server calls the model. Default: the first it lists.", metavar="NAME"
     ),
-    seconds: float = asked(300.0, "That an answer may take.", least=1.0),
+    seconds: float = asked(300.0, "How many seconds an answer may take.", least=1.0),
     weight_bits: int = asked(
-        8, "Of the weights on the server: how much rounding is allowed.", least=2, most=32, metavar="N"
+        8, "Bits of a weight on the server, which says how much rounding is allowed.", least=2, most=32, metavar="N"
     ),
-    kv_bits: int = asked(16, "Of keys and values on the server: 16, 8 or 4.", metavar="N"),
-    strict: bool = asked(False, "Ask until an error of 1% of the softmax scale would show."),
-    record: Path | None = asked(None, "Write what the server answers there; reads no weights.", metavar="FILE"),
-    against: Path | None = asked(None, "Say what changed since --record wrote this; reads no weights.", metavar="FILE"),
-    from_file: Path | None = asked(None, "Compare what --record wrote; the address is not asked.", metavar="FILE"),
+    kv_bits: int = asked(16, "Bits of keys and values on the server: 16, 8 or 4.", metavar="N"),
+    strict: bool = asked(False, "Take more prompts, until an error of 1% in the softmax scale would be noticed."),
+    record: Path | None = asked(None, "Write the server's answers into this file; reads no weights.", metavar="FILE"),
+    against: Path | None = asked(
+        None, "Compare with the answers in this file of --record; reads no weights.", metavar="FILE"
+    ),
+    from_file: Path | None = asked(
+        None, "Compare the answers in this file of --record with the model; the server is not asked.", metavar="FILE"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
+    """Check that a running server computes what was measured.
 
-    Of vLLM, SGLang, llama.cpp, or a program with OpenAI's completions that gives log-probabilities of prompts. The
-    model is loaded here too. With --record, and later --against, it is compared with itself, and no model is needed.
-    An API key is taken from the variable ROPE_EXT_API_KEY.
+    If it does not, the mistake is named where it is a known one, and the exit code is 1. The server is vLLM, SGLang,
+    llama.cpp, or a program with OpenAI's completions API that returns log-probabilities of the prompt. The model is
+    loaded here too. With --record, and later --against, the server is compared with itself, and no model is loaded. An
+    API key is taken from the variable ROPE_EXT_API_KEY.
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
@@ -250,7 +260,9 @@ def gguf(
     model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a GGUF file that carries a method: metadata and divisors change, weights are copied.
+    """Write a copy of a GGUF file that has a method.
+
+    Metadata and divisors change; weights are copied as they are.
 
     Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
     """
@@ -267,7 +279,9 @@ def audit(
     revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
     as_json: Json = False,
 ) -> None:
-    """Say what each serving engine computes from a config or GGUF file; exit code 1 where they do not agree.
+    """Compare what serving engines compute from a config or GGUF.
+
+    The exit code is 1 if the engines do not agree.
 
     Example: `rope-ext audit reference`
     """

@@ -19,7 +19,7 @@ from itertools import combinations, takewhile
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.charts import LineChart
 from rope_ext_hf.runs.labels import short_labels
-from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.measures import Measure, exponential
 from rope_ext_hf.runs.statistics import Estimate
 
 UNPATCHED = "the unpatched model"
@@ -56,28 +56,40 @@ def verdict(
     than: float = 0.0,  # the change from which better and worse are counted
     item: str = "document",  # the kind of item that the interval is over, in the singular
     scale: float = 1.0,  # factor of the change where it is written
+    perplexity: bool = False,  # the change is in nats, and is written in percent of the perplexity
     digits: int = 3,  # behind the point
 ) -> Verdict:
     """Judge a change by its 95% confidence interval."""
     if change is None:
         return Verdict(Outcome.NOT_MEASURED, None, "not known: one of the two was not measured")
     outcome = _outcome(change, than, higher_is_better=higher_is_better)
-    value = f"{scale * change.value:+.{digits}f} {unit}"
+    if perplexity:
+        unit, digits = "percent", 1
+
+    def written(value: float) -> float:
+        return percent(value) if perplexity else scale * value
+
+    value = f"{written(change.value):+,.{digits}f} {unit}"
     if change.low is None or change.high is None:
         if math.isfinite(change.value):
             few = f"{change.items} {item}{'s' * (change.items != 1)} {'is' if change.items == 1 else 'are'} too few"
-            size = f"{'lower' if change.value < 0 else 'higher'} by {abs(scale * change.value):.{digits}f} {unit}"
+            size = f"{'lower' if change.value < 0 else 'higher'} by {abs(written(change.value)):,.{digits}f} {unit}"
             return Verdict(outcome, change, f"{size} ({few} for a confidence interval)")
         return Verdict(
             outcome, change, "finite, and the other one is not" if outcome is Outcome.BETTER else "not finite"
         )
-    low, high = scale * change.low, scale * change.high
+    low, high = written(change.low), written(change.high)
     if low <= 0 <= high:
         interval = f"95% confidence interval {low:+.{digits}f} to {high:+.{digits}f}"
         return Verdict(outcome, change, f"not significantly different ({value}, {interval})")
     ends = sorted((abs(low), abs(high)))
-    size = f"{abs(scale * change.value):.{digits}f} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f}) {unit}"
+    size = f"{abs(written(change.value)):,.{digits}f} ({ends[0]:,.{digits}f} to {ends[1]:,.{digits}f}) {unit}"
     return Verdict(outcome, change, f"{'higher' if low > 0 else 'lower'} by {size}")
+
+
+def percent(nats: float) -> float:
+    """Return by how many percent a perplexity is higher for a loss that is higher by this."""
+    return 100 * (exponential(nats) - 1)
 
 
 def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcome:

@@ -146,7 +146,7 @@ class Searching(OfModel):
     )
     most_lost: float = asked(
         0.02,
-        "The most that the loss per token may rise at the context length.",
+        "The most that the loss may rise at the context length, in nats per token: 0.02 is 2% of perplexity.",
         names=("--most-lost-at-1x",),
         metavar="NATS",
     )

@@ -34,10 +34,11 @@ from rope_ext_hf.runs.folder import read_run, read_whole, write_whole
 from rope_ext_hf.runs.identity import code_digest, digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.measures import exponential, perplexity_text
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.runs.verdicts import UNPATCHED, Outcome, verdict
+from rope_ext_hf.runs.verdicts import UNPATCHED, Outcome, percent, verdict
 from rope_ext_hf.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.terminal import Report, as_wide_as, text_table, wrapped
 from rope_ext_hf.training.candidates import (
@@ -74,28 +75,35 @@ _FIRST_STEP, _LEAST_STEP = 0.4, 0.05
 
 _UNMEASURED = ("unpatched", "chosen", "found")  # the rows of a report that are no fixed method
 _WITHIN = {
-    Outcome.BETTER: "within the bound of {bound:g}",
-    Outcome.WORSE: "above the bound of {bound:g}",
-    Outcome.NO_DIFFERENCE: "not significantly different from the bound of {bound:g}",
+    Outcome.BETTER: "within the bound of {bound}",
+    Outcome.WORSE: "above the bound of {bound}",
+    Outcome.NO_DIFFERENCE: "not significantly different from the bound of {bound}",
 }
 
 
 def decide(
-    found: str, best_fixed: str | None, change: Estimate | None, *, length: int, unit: str, is_fixed: bool = False
+    found: str,
+    best_fixed: str | None,
+    change: Estimate | None,
+    *,
+    length: int,
+    counted: bool = False,
+    is_fixed: bool = False,
 ) -> tuple[bool, str]:
     """Return whether the result of a search is written, or the best other fixed method within the bound, and why.
 
     A fixed method needs no search: without a significant difference it is written, also where the result is one itself
-    (`is_fixed`). `change` is the loss of the result less that of this method, on text that the search did not read, in
-    `unit`.
+    (`is_fixed`). `change` is the loss of the result less that of this method, in nats per token, on text that the
+    search did not read; `counted`: over the tokens that count alone.
     """
     if best_fixed is None:
         return True, f"No other fixed method stays within the bound: {found} is written."
-    result = verdict(change, unit=unit, item="passage")
+    result = verdict(change, perplexity=True, item="passage")
     keeps = result.outcome is Outcome.BETTER or (is_fixed and result.outcome is not Outcome.WORSE)
     compared = f"compared with {best_fixed}, the best {'other ' * is_fixed}fixed method, is {result}"
     written = found if keeps else best_fixed
-    return keeps, f"The loss of what was found, {found}, at {length:,} tokens, {compared}: {written} is written."
+    what = f"The perplexity{' over the tokens that count' * counted} of what was found, {found}"
+    return keeps, f"{what}, at {length:,} tokens, {compared}: {written} is written."
 
 
 @dataclass(frozen=True)
@@ -149,15 +157,15 @@ class SearchReport(Report):
     @property
     def findings(self) -> str:
         """What was measured, and what follows from it."""
-        tables = [_table("nats per token", self.losses, self.gains)]
+        tables = [_table("perplexity", self.losses, self.gains)]
         if self.key_losses:
-            tables += ["", _table("nats per token that counted", self.key_losses, self.key_gains), self.keys_by]
+            tables += ["", _table("perplexity of the tokens that count", self.key_losses, self.key_gains), self.keys_by]
         bound = self.settings["most_lost"]
-        within = _WITHIN[verdict(self.lost, than=bound).outcome].format(bound=bound)
+        within = _WITHIN[verdict(self.lost, than=bound).outcome].format(bound=_bound_text(bound))
         sentences = (
             self.decision,
-            f"At {self.context_length:,} tokens, compared with {UNPATCHED}, the loss of what is written is "
-            f"{verdict(self.lost, item='passage')}, {within}.",
+            f"At {self.context_length:,} tokens, compared with {UNPATCHED}, the perplexity of what is written is "
+            f"{verdict(self.lost, perplexity=True, item='passage')}, {within}.",
             f"All this is of text that the search did not read; intervals are over {self.lost.items} documents or "
             "passages of it.",
             f"{self.trials} trials, {self.stopped} of them stopped early, in {self.seconds / 60:.1f} minutes "
@@ -175,13 +183,17 @@ class SearchReport(Report):
 
 
 def _table(head: str, losses: Mapping[str, Mapping[str, float]], gains: Mapping[str, Estimate]) -> str:
-    """A line per method: its losses by length, and what its loss is compared with that of the chosen one."""
+    """Return a line per method: its perplexity by length, and how it compares with that of the chosen one."""
     lengths = list(next(iter(losses.values())))
     rows = [[head, *(f"{int(length):,}" for length in lengths), "compared with the chosen one"]]
     for name, row in losses.items():
-        compared = str(verdict(gains[name], item="passage")) if name in gains else ""
-        rows.append([name, *(f"{row[length]:.4f}" for length in lengths), compared])
+        compared = str(verdict(gains[name], perplexity=True, item="passage")) if name in gains else ""
+        rows.append([name, *(perplexity_text(exponential(row[length])) for length in lengths), compared])
     return text_table(rows, f"l{'r' * len(lengths)}l")
+
+
+def _bound_text(nats: float) -> str:
+    return f"{percent(nats):.1f} percent (--most-lost-at-1x {nats:g})"
 
 
 @forward(Searching)
@@ -322,8 +334,9 @@ class _Search:
         least = min((each for each in self.candidates if not each.stopped), key=lambda each: each.cost(self.bound))
         advice = ", or leave static out" if self.settings["static"] else ""
         raise MethodError(
-            f"no candidate of {len(self.candidates)} surely loses at most {self.bound:g} nats per token at the context "
-            f"length; nearest was {least.label}, with up to {least.most_lost:.3f}. Allow as much{advice}"
+            f"with each of {len(self.candidates)} candidates, perplexity at the context length may rise by more than "
+            f"{_bound_text(self.bound)}; nearest was {least.label}, with up to {percent(least.most_lost or 0.0):.1f} "
+            f"percent. Allow as much (--most-lost-at-1x {(least.most_lost or 0.0) + 0.0005:.3f}){advice}"
         )
 
     def _used(self, to_measure: float) -> float:
@@ -349,10 +362,10 @@ class _Search:
         self.candidates.append(candidate)
         write_whole(self.folder / _CANDIDATES, {"trials": [vars(each) for each in self.candidates]})
         if (best := self.best) is not None and best is not before:
-            lost = f"{best.lost:.4f} lost at 1x"
+            lost = f"{percent(best.lost or 0.0):+.1f}% at 1x"
             so_far = sum(each.seconds for each in self.candidates)
             left = duration(self.budget.seconds_left(so_far, len(self.candidates)))
-            found = f"{best.label}, {best.loss:.4f} nats per token, {lost}"
+            found = f"{best.label}, perplexity {perplexity_text(exponential(best.loss))}, {lost}"
             self.say(f"trial {len(self.candidates)}, {stage}: {found}; at most about {left} more")
 
     def _methods(self) -> Iterator[tuple[RopeMethod, dict[str, Any], str]]:
@@ -401,8 +414,8 @@ class _Search:
         rivals = [label for label in tried if label in self.fixed and tried[label] != found]
         rival = min(rivals, key=held.loss, default=None)
         change = None if rival is None else held.change("found", rival)
-        unit, is_fixed = f"nats per token{' that counts' * bool(held.counted)}", found.stage == "methods"
-        keeps, why = decide(found.label, rival, change, length=self.target, unit=unit, is_fixed=is_fixed)
+        counted, is_fixed = bool(held.counted), found.stage == "methods"
+        keeps, why = decide(found.label, rival, change, length=self.target, counted=counted, is_fixed=is_fixed)
         chosen = found if keeps or rival is None else tried[rival]
         if chosen is found:
             held.results["chosen"] = held.results.pop("found")
