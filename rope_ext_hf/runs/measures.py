@@ -57,6 +57,8 @@ class Measure:
     exponential: bool = False
     # the share by which a perplexity may be higher than unpatched at the context length and still count as reading well
     tolerance: float | None = None
+    # Values are of positions in inputs of the longest length, so that they say nothing of inputs of a shorter length.
+    of_positions: bool = False
 
     @property
     def shares(self) -> bool:

@@ -326,7 +326,7 @@ def _short_inputs(known: Findings, lead: str) -> list[str]:
     here, clauses = known.context_length, []
     for measure in known.informative:
         change = measure.change((lead, here), (known.loaded, here))
-        if change is None:
+        if change is None or measure.of_positions:
             continue
         before, after = [measure.text(measure.value(key, here)) for key in (known.loaded, lead)]
         match verdict(change, higher_is_better=measure.higher_is_better).outcome:
@@ -360,7 +360,7 @@ def _reach(known: Findings, lead: str) -> list[str]:
             plain = measure.reaches.get(known.loaded)
             text = f"Effective length by {measure.name}: {measure.reaches[lead]} tokens"
             sentences.append(f"{text}, unpatched {plain}." if plain and lead != known.loaded else f"{text}.")
-        elif measure.tolerance is not None:
+        elif measure.tolerance is not None and not measure.of_positions:
             sentences += _near(known, measure, lead, measure.tolerance)
     return sentences
 

@@ -241,6 +241,13 @@ def test_a_pair_of_methods_is_computed_once_in_either_order() -> None:
             assert np.allclose([*backward], [*alone], rtol=0, atol=1e-12)
 
 
+def test_positions_in_longer_inputs_say_nothing_of_short_inputs() -> None:
+    rows = {"loaded": LOADED, "yarn": {64: 1.2, 128: 1.01, 256: 1.5}}
+    assert concluded(perplexities(rows, of_positions=True)).text == (
+        "Best at 256 tokens (4x): yarn, perplexity 4.48 (unpatched 148)."
+    )
+
+
 FORMS = (
     r"Best at 256 tokens \(4x\): ((the unpatched model|m\d), perplexity [\d.,]+( \(unpatched [\d.,]+\))?)",
     r"No significant difference: .+ \([\d.,]+\)",
