@@ -244,6 +244,8 @@ class PerplexityRuns(RunKind):
         keys = run.items(
             lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
         )
+        protocol = PROTOCOLS.get(run.results[0].setting.protocol)
+        of_positions = protocol is not None and protocol.one_pass
         shown = Measure(
             unit.measure,
             unit.unit,
@@ -252,8 +254,9 @@ class PerplexityRuns(RunKind):
             every,
             exponential=unit.exponential,
             tolerance=_TOLERANCE if unit.exponential else None,
+            of_positions=of_positions,
         )
-        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True)
+        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True, of_positions=of_positions)
         return [of_keys, shown] if keys else [shown]
 
     def speed(self, run: Run[Result]) -> str:

@@ -360,10 +360,13 @@ def shown_progress(workers: Workers | None = None) -> Progress:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / sharing.count
             self.work = cache(partial(_work, model, plan.measurement))
-            self.bar.left.total = self.share * self.work(*plan.measurement.passes)
+            passes = plan.measurement.passes
+            self.bar.left.total = self.share * self.work(*passes)
+            self.bar.left.largest, self.bar.left.count = self.work(max(passes, default=0)), self.share * len(passes)
 
         def started(self, folder: Path, done: int, units: int) -> None:
             self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
+            self.bar.left.count *= 1 - done / max(1, units)
             if first:
                 self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")

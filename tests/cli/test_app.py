@@ -357,7 +357,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["passkey", "reference", "--lengths", "256", "--keys", "999999999"], "from 1 to 1,000"),
         (["passkey", "reference", "--lengths", "256", "--distractors", "999999999"], "from 1 to 1,000"),
         (["tasks", "reference", "--lengths", "4096", "--suite", "rulr"], "Did you mean"),
-        (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for task 'kv'"),
+        (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for 1 of 1 tasks"),
         (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
         (["describe", "./no-such-folder"], "no such model folder"),
