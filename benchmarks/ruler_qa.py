@@ -160,7 +160,7 @@ class RulerQA(Suite):
                 if count > STEP:
                     count -= STEP
             else:
-                raise TooShortError(task, wanted.length)
+                raise TooShortError(task, wanted.length, None)
         return samples
 
     @staticmethod

@@ -101,9 +101,7 @@ def _layers(given: Any) -> tuple[str | int, ...]:
 class MethodChoice(Question):
     """The methods asked for. Their further parameters keep their own names (--beta-fast 16)."""
 
-    PANEL: ClassVar[str | None] = (
-        "Methods (see rope-ext methods; their parameters are options too, e.g. --beta-fast 16)"
-    )
+    PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
     method: tuple[Any, ...] | Any = asked(
         (),

@@ -157,7 +157,7 @@ BIAS = '''
 
 @register_method("stepped-bias")
 @dataclass(frozen=True, kw_only=True)
-class SteppedBias(_ScoreBias):
+class SteppedBias(ScoreBiasMethod):
     """Scores fall by one for every 100 tokens beyond `start`."""
 
     def bias(self, distance: Tensor, heads: int) -> Tensor:

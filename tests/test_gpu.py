@@ -79,9 +79,9 @@ def test_the_bundled_model_reads_on_in_bfloat16() -> None:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).cuda().eval()
-    plain = {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=[256, 1024], max_spans=16)}
+    plain = {r.length: r.bits_per_token for r in perplexity(model, "stdlib", lengths=[256, 1024], max_spans=16)}
     with rope.patched(model, "yarn", factor=4):
-        yarn = {r.length: r.bits_per_byte for r in perplexity(model, "stdlib", lengths=[256, 1024], max_spans=16)}
+        yarn = {r.length: r.bits_per_token for r in perplexity(model, "stdlib", lengths=[256, 1024], max_spans=16)}
     assert plain[256] <= 1.4
     assert plain[1024] >= plain[256] + 1.0
     assert yarn[1024] <= plain[256] + 0.25

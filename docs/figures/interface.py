@@ -76,7 +76,7 @@ def _listed(rows: Iterable[_Row]) -> str:
 def _command(command: Any, shared: Collection[_Row]) -> str:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     usage = " ".join([command.name, *map(_name, arguments)])
-    summary = inspect.cleandoc(command.help).partition("\n\n")[0]
+    summary = inspect.cleandoc(command.help).partition("\n\nExample:")[0]
     rows = list(_rows(command.params))
     own = _listed(own_rows) if (own_rows := [row for row in rows if row not in shared]) else ""
     names = [name for row in rows if row in shared and (name := _option(row)) not in ("", JSON)]

@@ -132,13 +132,14 @@ class _PairingConversion(Conversion):
         loads_natively = class_pairing(source.config, after=to) == to
         if not loads_natively:
             self.warnings = (
-                f"{str(dst)!r} holds {to} weights, which the code of {source.tensors.model_type!r} models does not "
-                f"run; for transformers, convert it back: {command_line('convert', dst, 'NEW', to=other_pairing(to))}",
+                f"{str(dst)!r} holds {to} weights, with which transformers does not run {source.tensors.model_type!r} "
+                f"models; to use it there, convert it back: "
+                f"{command_line('convert', dst, 'NEW', to=other_pairing(to))}",
             )
         weights = weights_from_source(source, str(source.folder))
         self.warnings += tuple(
-            f"the {each.path} of {str(source.folder)!r} are {each.pairing} by their weights, and were taken for "
-            f"{each.stated}; `{command_line('detect', source.folder)}` shows the figures"
+            f"the weights of the {each.path} of {str(source.folder)!r} look {each.pairing}, but were read as "
+            f"{each.stated}; `{command_line('detect', source.folder)}` shows the scores"
             for each in consumers(weights, other_pairing(to))
             if each.contradiction
         )

@@ -129,16 +129,20 @@ class PairingReport(Report):
         """How the weights contradict what is stated of them; None: they do not."""
         if None in (self.pairing, self.stated) or self.pairing == self.stated:
             return None
-        return f"the config or the family table states {self.stated}"
+        return f"the config or the model family says {self.stated}"
 
     def __str__(self) -> str:
         confidence = "above 0.9999" if self.confidence > 0.9999 else f"{self.confidence:.4f}"
         rows = {"because": self.reason, "contradiction": self.contradiction}
         if self.layers:
-            rows["score"] = f"{self.score:+.3f} +- {self.error:.3f} (half above, interleaved below zero)"
+            rows["score"] = f"{self.score:+.3f} +- {self.error:.3f} (above zero: half; below: interleaved)"
+        if self.layers and self.pairing is None and self.text is None:
+            rows["next"] = "compare the losses of both pairings on a text of yours: --text FILE (in Python: text=...)"
         lines = [f"{self.path}: " + (f"{self.pairing}, confidence {confidence}" if self.pairing else "undecided")]
         lines += [f"  {name:<16} {text}" for name, text in rows.items() if text]
         width = max((len(layer.name) for layer in self.layers), default=0)
+        if self.layers:
+            lines.append("  by layer: how well the weights fit each pairing (a correlation)")
         lines += [
             f"  {layer.name:{width}}  half {layer.half:+.3f}  interleaved {layer.interleaved:+.3f}"
             for layer in self.layers
@@ -146,12 +150,16 @@ class PairingReport(Report):
         if self.text:
             text = self.text
             lines.append(
-                f"  loss on text     half {text.half:.3f}, interleaved {text.interleaved:.3f} nats per token, "
-                f"difference +- {text.error:.3f}, {text.tokens:,} tokens: {text.pairing or 'undecided'}"
+                f"  perplexity       half {_perplexity(text.half)}, interleaved {_perplexity(text.interleaved)}, "
+                f"on {text.tokens:,} tokens of the text: {text.pairing or 'undecided'}"
             )
         for consumer in self.consumers:
             lines += [f"  {line}" for line in str(replace(consumer, layers=consumer.layers[:1])).splitlines()]
         return "\n".join(lines)
+
+
+def _perplexity(nats: float) -> str:
+    return f"{math.exp(min(nats, 700.0)):.4g}"
 
 
 def detect_pairing(
@@ -273,7 +281,7 @@ def _of_attentions(weights: _Weights, report: PairingReport, names: list[str], s
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=_confidence(score, error))
     agreeing = sum((layer.half - layer.interleaved) * score > 0 for layer in layers)
     if abs(score) < _MIN_SIGMA * error or not error:
-        return replace(report, reason="the difference between the pairings is small enough to be chance")
+        return replace(report, reason="the difference between the pairings may be chance")
     if agreeing < _MIN_LAYER_AGREEMENT * len(layers):
         return replace(report, reason=f"{len(layers) - agreeing} of {len(layers)} layers contradict the others")
     return replace(report, pairing="half" if score > 0 else "interleaved")

@@ -54,10 +54,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
         detect_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
     )
     if settled.pairing == to:
-        raise CheckpointError(
-            f"the weights are {to} already, {settled.reasons}; if they are not, state their pairing: "
-            f"{_call(to, other_pairing(to))}"
-        )
+        raise CheckpointError(settled.already("the weights", _call(to, other_pairing(to))))
     if settled.is_contradicted:
         warnings.warn(settled.warning, stacklevel=2)
     reorder(model, weights.tensors, to)

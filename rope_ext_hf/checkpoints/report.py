@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rope_ext_hf.errors import size_text
 from rope_ext_hf.files import FileStamps, atomic_folder
-from rope_ext_hf.terminal import Report
+from rope_ext_hf.terminal import Report, wrapped
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,12 @@ class ConversionReport(Report):
     def __str__(self) -> str:
         lines = [
             f"{self.path}: {self.source} -> {self.to}",
-            f"  tensors          {self.converted:,} of {self.tensors:,} reordered, {self.bytes / 1e9:.2f} GB in all",
+            f"  tensors          {self.converted:,} of {self.tensors:,} reordered; {size_text(self.bytes)} written",
         ]
-        if self.source_pairing:
-            lines.append(f"  source           {self.source_pairing}")
-        if self.verified:
-            lines.append(f"  verified         {self.verified}")
-        if self.skipped_files:
-            lines.append(f"  not copied       {', '.join(self.skipped_files)}: weights in another format")
-        lines += [f"  note             {note}" for note in self.notes]
+        skipped = self.skipped_files and f"{', '.join(self.skipped_files)}: weights in another format"
+        rows = [("source", self.source_pairing), ("verified", self.verified), ("not copied", skipped)]
+        rows += [("note", note) for note in self.notes]
+        lines += [wrapped(text, f"  {name:<17}") for name, text in rows if text]
         return "\n".join(lines)
 
 

@@ -25,7 +25,7 @@ class _SourcePairing:
     """The pairing that weights are converted from, and what their values show of it."""
 
     pairing: str
-    basis: str  # what it rests on
+    basis: str  # a clause: who says so
     shown: PairingReport
 
     @property
@@ -33,36 +33,48 @@ class _SourcePairing:
         return self.shown.pairing == other_pairing(self.pairing)
 
     def __str__(self) -> str:
-        return f"{self.pairing}, {self.reasons}"
+        return f"{self.pairing}: {self.reasons}"
 
     @property
     def reasons(self) -> str:
         """What the pairing rests on, and what the weights show of it."""
         if self.is_contradicted:
-            return f"{self.basis}, but its weights look {_with_score(self.shown)}"
+            return f"{self.basis}, but the weights look {_with_score(self.shown)}"
         if self.shown.pairing is None and self.shown.leaning == other_pairing(self.pairing):
-            detect = command_line("detect", self.shown.path, text="FILE")
             return (
-                f"{self.basis}; its weights do not tell, but look more like {_with_score(self.shown)}: compare the "
-                f"losses on a text, `{detect}`"
+                f"{self.basis}; the weights do not show it clearly, but look more like {_with_score(self.shown)}. "
+                f"{self._unsure}"
             )
         if self.shown.pairing is None:
-            return f"{self.basis}; its weights do not tell: {self.shown.reason}"
-        return f"{self.basis}, and by its weights: {_with_score(self.shown)}"
+            return f"{self.basis}; the weights do not show it: {self.shown.reason}"
+        return f"{self.basis}, and the weights agree (score {_score(self.shown)})"
+
+    @property
+    def _unsure(self) -> str:
+        detect = command_line("detect", self.shown.path, text="FILE")
+        return f"Unsure? `{detect}` compares the losses of both pairings on a text"
+
+    def already(self, folder: str, instead: str) -> str:
+        """Return an error message for weights that need no conversion; `instead` is the call for the other pairing."""
+        other, hint = other_pairing(self.pairing), ""
+        if self.shown.pairing is None and self._unsure not in self.reasons:
+            hint = f"{self._unsure}. "
+        return f"{folder} are {self.pairing} already: {self.reasons}. {hint}If they are {other} after all: {instead}"
 
     @property
     def warning(self) -> str:
         """A warning of weights that contradict what the user states."""
-        return f"the weights of {self.shown.path!r} look {_with_score(self.shown)}; taken for {self.pairing}, as stated"
+        return (
+            f"the weights of {self.shown.path!r} look {_with_score(self.shown)}; they are read as {self.pairing}, "
+            "because you stated it"
+        )
 
     @property
     def limits(self) -> str:
         """What a comparison under this pairing shows of the source."""
         if self.shown.pairing == self.pairing:
-            return f"the source is {self.pairing} by its weights, too"
-        return (
-            f"whether the source is {self.pairing} is not verified: it is so {self.basis}, and its weights do not tell"
-        )
+            return f"the weights agree that the source is {self.pairing}"
+        return f"not verified: that the source is {self.pairing}; {self.basis}, and the weights do not show it"
 
 
 def settle_pairing(
@@ -71,7 +83,7 @@ def settle_pairing(
     *,
     stated: str | None,
     configured: str | None,
-    by: str = "by the config or the family",
+    by: str = "the config or the model family",
     command: Callable[[str, str], str],
 ) -> _SourcePairing:
     """Decide which pairing the weights are in, or raise a CheckpointError that names the call that is right.
@@ -80,20 +92,21 @@ def settle_pairing(
         shown: what the weights show.
         to: the pairing to convert to; "meta" for Meta's format, which takes weights of either pairing.
         stated: the pairing by the user; None: not stated.
-        configured: the pairing by `by`; None: not stated either.
+        configured: the pairing that `by` says; None: it says none.
         command: returns a call as it is typed, from what to convert to and the pairing to state.
     """
-    pairing, basis = (stated, "as stated") if stated else (configured, by)
+    pairing, basis = (stated, "you stated it") if stated else (configured, f"{by} says so")
     if stated is None and shown.pairing not in (None, configured):
-        says = f"{by} they are {configured}" if configured else "the config and the family table state no pairing"
+        says = f"but {by} says {configured}" if configured else "and neither the config nor the model family says one"
         advice = _right_call(shown.pairing, to, command)
         if configured is not None and configured != to:
-            advice += f". If they are {configured} after all, state that: {command(to, configured)}"
-        raise CheckpointError(f"the weights of {shown.path!r} look {_with_score(shown)}, and {says}; {advice}")
+            advice += f". If they are {configured} after all: {command(to, configured)}"
+        raise CheckpointError(f"the weights of {shown.path!r} look {_with_score(shown)}, {says}; {advice}")
     if pairing is None:
         raise CheckpointError(
-            f"the pairing of the weights of {shown.path!r} is unknown: the family table and the config state none, and "
-            f"the weights do not tell ({shown.reason}); state it: {command(to, 'half')}, or interleaved"
+            f"the pairing of the weights of {shown.path!r} is unknown: neither the config nor the model family "
+            f"says one, and the weights do not show it ({shown.reason}); state it: {command(to, 'half')}, or "
+            "interleaved"
         )
     return _SourcePairing(pairing, basis, shown)
 
@@ -113,25 +126,22 @@ def pairing_of_source(
 
     if isinstance(source, MetaSource):
         configured: str | None = "interleaved"
-        by = "by Meta's format"
+        by = "Meta's format"
     else:
         configured = source.pairing or ("half" if to == "meta" else None)
-        by = "by the config or the family"
+        by = "the config or the model family"
     into_other = isinstance(source, Source) and to != "meta"
     if force and into_other and (stated or configured) == to:
         stated = other_pairing(to)
     shown = _shown_by(source)
     settled = settle_pairing(shown, to, stated=stated, configured=configured, by=by, command=command)
     if into_other and settled.pairing == to:
-        raise CheckpointError(
-            f"the weights in {str(source.folder)!r} are {to} already, {settled.reasons}; if they are "
-            f"{other_pairing(to)} nevertheless, state that: {command(to, other_pairing(to))}"
-        )
+        raise CheckpointError(settled.already(f"the weights in {str(source.folder)!r}", command(to, other_pairing(to))))
     if verify and settled.is_contradicted:
         raise CheckpointError(
-            f"the copy could not be verified: the weights of {shown.path!r} look {_with_score(shown)}, and were to be "
-            f"taken for {settled.pairing}. {_right_call(str(shown.pairing), to, command)}; to convert them as "
-            f"{settled.pairing} all the same, leave out verify (--verify)"
+            f"the copy could not be verified: the weights of {shown.path!r} look {_with_score(shown)}, but you stated "
+            f"{settled.pairing}; {_right_call(str(shown.pairing), to, command)}. To convert them as {settled.pairing} "
+            "all the same, leave out verify (--verify)"
         )
     return settled
 
@@ -142,13 +152,17 @@ def _right_call(shown: str, to: str, command: Callable[[str, str], str]) -> str:
         return f"to convert them: {command(to, shown)}"
     other = other_pairing(to)
     return (
-        f'they need no conversion to {to}: state "{PAIRING_KEY}": "{to}" in their config, or for code that runs '
+        f'they need no conversion to {to}: write "{PAIRING_KEY}": "{to}" into their config.json; for code that runs '
         f"{other}: {command(other, shown)}"
     )
 
 
 def _with_score(report: PairingReport) -> str:
-    return f"{report.pairing or report.leaning} (score {report.score:+.3f} +- {report.error:.3f})"
+    return f"{report.pairing or report.leaning} (score {_score(report)})"
+
+
+def _score(report: PairingReport) -> str:
+    return f"{report.score:+.3f} +- {report.error:.3f}"
 
 
 def _shown_by(source: Source | MetaSource) -> PairingReport:

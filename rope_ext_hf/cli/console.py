@@ -189,8 +189,14 @@ _CORRECTED = 30.0  # seconds by which an estimate is off at least before it is c
 class TimeLeft:
     """Say how much time is left, and again whenever that turns out wrong.
 
-    A pass of a few seconds is enough; shorter ones are taken together, without the first of them. `total` is all work,
-    in any unit; the clock counts seconds.
+    A pass of a few seconds is enough; shorter ones are taken together. The first pass counts only until there is a
+    second one, because loading kernels and allocating belong to it. Nothing is said
+    before a pass with at least half of the work of the largest one was timed: short passes say little of long ones.
+
+    Attributes:
+        total: all work, in any unit; the clock counts seconds.
+        largest: the work of the largest pass; 0: all passes are alike.
+        count: the number of passes, each of which takes some time besides that of its work; 0: not known.
     """
 
     def __init__(
@@ -201,8 +207,10 @@ class TimeLeft:
         passes: tuple[str, str] = ("pass", "passes"),
     ) -> None:
         self.total, self.say, self.clock, self.counted = total, say, clock, passes
+        self.largest = self.count = 0.0
         self.passes = 0
-        self.done = self.timed = self.began = 0.0
+        self.done = self.began = 0.0
+        self.timed: list[tuple[float, float]] = []  # work and seconds of each pass
         self.ends: float | None = None  # when, by what was said last
 
     def begin(self) -> None:
@@ -210,16 +218,19 @@ class TimeLeft:
 
     def passed(self, work: float) -> None:
         now = self.clock()
-        seconds = now - self.began
+        seconds_of_it = now - self.began
+        self.timed.append((work, seconds_of_it))
+        self.began = now
         self.passes += 1
         self.done += work
-        self.timed += work
-        if self.ends is None and seconds < (_LONG if self.passes == 1 else _ENOUGH):
-            if self.passes == 1:
-                self.timed = 0.0
-                self.begin()
+        if (self.passes == 1 and seconds_of_it < _LONG) or (self.passes == 2 and len(self.timed) == 2):
+            del self.timed[0]  # the first pass
+        seconds = sum([each for _, each in self.timed])
+        if self.ends is None and (
+            seconds < _ENOUGH or max(self.timed)[0] < self.largest / 2 or self.done >= self.total
+        ):
             return
-        left = seconds * (self.total - self.done) / self.timed
+        left = self._left()
         counted = self.counted[0] if self.passes == 1 else f"{self.passes} {self.counted[1]}"
         if self.ends is None:
             if left >= 1:
@@ -229,3 +240,13 @@ class TimeLeft:
         else:
             return
         self.ends = now + left
+
+    def _left(self) -> float:
+        """Return the seconds that are left, by a line through the passes: a time of each pass, and one of its work."""
+        count, work, seconds = len(self.timed), sum(w for w, _ in self.timed), sum(s for _, s in self.timed)
+        slope = seconds / work
+        if self.count and (spread := sum((w - work / count) ** 2 for w, _ in self.timed)):
+            joint = sum((w - work / count) * (s - seconds / count) for w, s in self.timed)
+            slope = min(max(joint / spread, 0.0), slope)
+        of_each = (seconds - slope * work) / count
+        return of_each * max(0.0, self.count - self.passes) + slope * (self.total - self.done)

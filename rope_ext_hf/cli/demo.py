@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 _METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_TOLERANCE = math.log1p(0.05)  # nats: a perplexity up to 5% higher still reads as well
 _TRY = "rope-ext ppl MODEL --method yarn --factor 4 --lengths 4k,16k --data 'books/*.txt'"
 
 
@@ -37,9 +35,10 @@ def demo(
     device: str = asked("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
-    """Show what the bundled model loses beyond its trained length, and what four methods bring back.
+    """Try four methods on the bundled model, offline.
 
-    Offline: perplexity of Python's own library, and questions whose answers stand in it.
+    It shows what the model loses beyond its trained length, and what the methods bring back: perplexity of
+    Python's own library, and questions whose answers stand in it.
 
     Example: `rope-ext demo`
     """
@@ -168,7 +167,7 @@ class Demonstration:
         from rope_ext_hf.runs.verdicts import Outcome
 
         known, key = self.findings, self.findings.loaded
-        if known.outcome(self.perplexity, (key, self.long), (key, self.short), than=_TOLERANCE) is not Outcome.WORSE:
+        if known.outcome_against_short(self.perplexity, key, self.long) is not Outcome.WORSE:
             return f"Unpatched, it reads {self.long:,} tokens about as well as {self.short:,}."
         times = self.perplexity.value(key, self.long) / self.perplexity.value(key, self.short)
         count = self._count(key, self.long)
@@ -176,18 +175,11 @@ class Demonstration:
         answers = f"{count} of {self.asked} answers" if count else "no answer"
         return f"Unpatched, it fails beyond {self.short:,}: perplexity {high} times as high, {answers} found."
 
-    def reads_well(self, key: str) -> bool:
-        """Return whether a method is not significantly worse at the longer length than unpatched at the trained one."""
-        from rope_ext_hf.runs.verdicts import Outcome
-
-        known, base = self.findings, (self.findings.loaded, self.short)
-        measures = (self.perplexity, self.answers)
-        return all(known.outcome(each, (key, self.long), base) is not Outcome.WORSE for each in measures)
-
     def _well(self) -> list[str]:
         from rope_ext_hf.runs.verdicts import listed
 
-        well = [key for key in self.findings.names if key != self.findings.loaded and self.reads_well(key)]
+        known = self.findings
+        well = [key for key in known.names if key != known.loaded and known.reads_as_well(key, self.long)]
         if not well:
             return [f"No method reads {self.long:,} tokens as well as {self.short:,} are read unpatched."]
         names = listed(self.findings.names[key] for key in well)
@@ -196,14 +188,12 @@ class Demonstration:
         return [f"{names} {verb} {self.long:,} tokens as well as {self.short:,}{only}."]
 
     def _portable(self) -> list[str]:
-        from rope_ext_hf.runs.verdicts import Outcome
-
         known, sentences = self.findings, []
         for key in (key for key, portable in self.portable.items() if portable):
             before, after = [
                 self.perplexity.text(self.perplexity.value(each, self.short)) for each in (known.loaded, key)
             ]
-            worse = known.outcome(self.perplexity, (key, self.short), (known.loaded, self.short)) is Outcome.WORSE
+            worse = known.reads_short_worse(self.perplexity, key)
             short = f"short inputs get worse ({before} to {after})" if worse else "short inputs read as well as before"
             sentences.append(f"{known.names[key]} runs in other software too; {short}.")
         return sentences

@@ -113,7 +113,9 @@ class ReaderOptions(ProcessOptions):
 
 @command("Measure", interrupted=CONTINUES)
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
-    """Perplexity and bits per byte by context length, as loaded and with each method, on the same target tokens.
+    """Measure perplexity by context length, under each method.
+
+    Every method predicts the same tokens as the unpatched model.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
@@ -122,11 +124,11 @@ def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
 
 @command("Measure", interrupted=CONTINUES)
 def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
-    """`ppl` of methods x factors that are fitted to the lengths; the same command continues where it was stopped.
+    """Measure the perplexity of every method with every factor.
 
-    Without --method: linear, ntk, dynamic-ntk, by-parts, yarn, dynamic-yarn and llama3. Without --factor and
-    --target-length, each length beyond the context length gets the factor that it needs: lengths 4k,8k,16k of a model
-    for 4k measure every method with factors 2 and 4, at every length.
+    The same command continues where it was stopped. Without --method: linear, ntk, dynamic-ntk, by-parts, yarn,
+    dynamic-yarn and llama3. Without --factor and --target-length, each length beyond the context length gets the factor
+    that it needs: lengths 4k,8k,16k of a model for 4k measure every method with factors 2 and 4, at every length.
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
@@ -135,7 +137,9 @@ def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
 
 @command("Measure", interrupted=CONTINUES)
 def passkey(given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
-    """Hide a statement in a long text and ask for it: exact match and rank among wrong answers, by length and depth.
+    """Hide a statement in a long text, and ask for it.
+
+    Measured by length and depth: exact answers, and the rank of the right answer among wrong ones.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
@@ -158,9 +162,10 @@ def report(
     ),
     as_json: Json = False,
 ) -> None:
-    """Rebuild the table, CSV, picture and HTML page of a run, finished or not; or compare several runs of one model.
+    """Print and draw a run again, or compare several runs.
 
-    Several runs, of perplexity, tasks and retrieval, come on one page: which method, up to what length, at what cost.
+    One run, finished or not: its table, CSV, picture and HTML page are written anew. Several runs of one model, of
+    perplexity, tasks and retrieval: one page that says which method is best, up to what length, and at what cost.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
@@ -339,10 +344,13 @@ def shown_progress(workers: Workers | None = None) -> Progress:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
             self.plan, self.share = plan, max(1, len(plan.methods)) / sharing.count
             self.work = cache(partial(_work, model, plan.measurement))
-            self.bar.left.total = self.share * self.work(*plan.measurement.passes)
+            passes = plan.measurement.passes
+            self.bar.left.total = self.share * self.work(*passes)
+            self.bar.left.largest, self.bar.left.count = self.work(max(passes, default=0)), self.share * len(passes)
 
         def started(self, folder: Path, done: int, units: int) -> None:
             self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
+            self.bar.left.count *= 1 - done / max(1, units)
             if first:
                 self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")

@@ -22,7 +22,7 @@ def lm_eval(
     model: Model,
     methods: LayerChoice,
     load: LoadOptions,
-    tasks: str = asked(MISSING, "Names, groups or YAML files, e.g. niah_single_1,longbench_*.", metavar="NAMES"),
+    tasks: str = asked(MISSING, "Names, groups or YAML files, with commas, e.g. rope_ruler.", metavar="NAMES"),
     include_path: Path | None = asked(None, "A folder with task definitions of your own.", metavar="FOLDER"),
     limit: float | None = asked(None, "Documents per task; below 1, a fraction of them.", least=0),
     num_fewshot: int | None = asked(None, "Worked examples in each prompt.", least=0),
@@ -41,11 +41,11 @@ def lm_eval(
     ),
     as_json: Json = False,
 ) -> None:
-    """Run tasks of lm-evaluation-harness on the model, with a method or as loaded, up to its extended length.
+    """Run tasks of lm-evaluation-harness, with or without a method.
 
-    The suites of this package, rope_ruler, rope_json_kv, rope_graphwalks and rope_babilong, fetch nothing; lm-eval's
-    own (ruler, longbench2, babilong and others) do, which is said first. Options may also be written as lm-eval has
-    them, such as --output_path.
+    Inputs may be as long as the extended length. The suites of this package, rope_ruler, rope_json_kv, rope_graphwalks
+    and rope_babilong, fetch nothing; lm-eval's own (ruler, longbench2, babilong and others) do, which is said first.
+    Options may also be written as lm-eval has them, such as --output_path.
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """

@@ -22,6 +22,7 @@ from rope_ext_hf.questions import asked
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
     from rope_ext_hf.runs.kinds import Run
 
@@ -39,6 +40,7 @@ def methods(as_json: Json = False) -> None:
     rows: list[dict[str, Any]] = [
         {
             "method": name,
+            "group": _group(method),
             "aliases": {alias: dict(implied) for alias, implied in method.aliases.items()},
             "summary": (method.__doc__ or "").strip().splitlines()[0],
             "parameters": {f.name: None if f.default is MISSING else f.default for f in fields(method)},
@@ -52,27 +54,50 @@ def methods(as_json: Json = False) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, show_header=False, padding=(0, 2, 1, 0))
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column()
-    for row in rows:
-        aliases = [
-            alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
-            for alias, implied in row["aliases"].items()
-        ]
-        called = f"Also called {', '.join(aliases)}." if aliases else ""
-        options = []
-        for name, default in row["parameters"].items():
-            value = f" {default}" if default is not None else ""
-            options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
-        # as Text: in a string, "factors[i]" would be markup
-        table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
-    print_table(table)
+    for group in _GROUPS:
+        table = Table(box=None, show_header=False, padding=(0, 2, 1, 0), title=f"{group}\n")
+        table.add_column(no_wrap=True, style="bold", width=max(len(row["method"]) for row in rows))
+        table.add_column()
+        for row in (each for each in rows if each["group"] == group):
+            aliases = [
+                alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
+                for alias, implied in row["aliases"].items()
+            ]
+            called = f"Also called {', '.join(aliases)}." if aliases else ""
+            options = []
+            for name, default in row["parameters"].items():
+                value = f" {default}" if default is not None else ""
+                options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
+            # as Text: in a string, "factors[i]" would be markup
+            table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
+        print_table(table)
+
+
+_STATIC = "Frequency methods, the same for inputs of every length"
+_BY_LENGTH = "Frequency methods that depend on the length of the input"
+_REMAPPING = "Remapping methods, which change the relative positions that a query sees"
+_OTHERS = "Others"
+_GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
+
+
+def _group(method: type[RopeMethod]) -> str:
+    """Return the title under which a method is listed."""
+    from rope_ext_hf.methods import RopeMethod as AnyMethod
+    from rope_ext_hf.methods.remapping import RemappingMethod
+    from rope_ext_hf.methods.static import Default
+
+    if issubclass(method, Default) or method.trainable:
+        return _OTHERS
+    if issubclass(method, RemappingMethod):
+        return _REMAPPING if method.moves_keys else _OTHERS
+    return _STATIC if method.length_dependent is AnyMethod.length_dependent else _BY_LENGTH
 
 
 @command("Patch a model")
 def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json: Json = False) -> None:
-    """Show which RoPE method a model has, or would have with --method; reads no weights.
+    """Show which RoPE method a model has; reads no weights.
+
+    With --method it shows the model as it would be with that method.
 
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
@@ -101,10 +126,10 @@ def patch(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a model folder whose config carries a method; weights are copied as they are.
+    """Write a copy of a model folder that is patched.
 
-    The copy of an adapter's folder carries the method beside the settings of the adapter. Its card keeps the one of the
-    model, with its licence.
+    Weights are copied as they are. The copy of an adapter's folder has the method beside the adapter's settings. The
+    model card of the source is kept, with its licence, and extended.
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
@@ -180,20 +205,26 @@ def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
-    to: str = asked(MISSING, "half, interleaved, or meta (Meta's own format)."),
+    to: str = asked(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
     source_pairing: str | None = asked(
-        None, "Pairing of the weights now. Default: by the config, else by the family.", names=("--from",)
+        None,
+        "The present pairing of the weights. Default: what the config or the model family says.",
+        names=("--from",),
     ),
-    force: bool = asked(False, "Convert weights that the config says are in that pairing already."),
+    force: bool = asked(False, "Convert although the config says that the weights are in that pairing already."),
     resume: bool = asked(False, "Continue after an interruption."),
-    verify: bool = asked(False, "Compare the new folder with the source."),
-    model_parallel: int = asked(1, "Parts, with --to meta: consolidated.00.pth, ...", least=1),
+    verify: bool = asked(False, "Compare attention scores (and logits, if memory allows) of the copy with the source."),
+    model_parallel: int = asked(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
     context_length: str | None = asked(
-        None, "The length that weights in Meta's format are for. Default: by their sizes.", metavar="TOKENS"
+        None, "The context length of weights in Meta's format. Default: by the size of the model.", metavar="TOKENS"
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a checkpoint in the other RoPE pairing: streamed, complete or absent, lossless both ways.
+    """Write a copy of a checkpoint in the other RoPE pairing.
+
+    half pairs dimension i with i + d/2 (transformers' Llama), interleaved pairs 2i with 2i + 1 (Meta's Llama). Only the
+    order of rows changes, so converting back gives the same bytes. An interrupted conversion leaves no DST; --resume
+    continues it.
 
     Example: `rope-ext convert reference reference-interleaved --to interleaved`
     """
@@ -225,11 +256,14 @@ def detect(
     model: Model,
     source: SourceOptions,
     text: Path | None = asked(
-        None, "A text to compare the loss of under both pairings; loads the model.", metavar="FILE"
+        None, "A text file whose loss is compared under both pairings; this loads the model.", metavar="FILE"
     ),
     as_json: Json = False,
 ) -> None:
-    """Determine from its weights which pairing a checkpoint is in, layer by layer; "undecided" where it is unclear.
+    """Detect from its weights which RoPE pairing a checkpoint is in.
+
+    The score of each layer is printed. "undecided" means that the weights do not show it: --text FILE compares the
+    losses on a text as well.
 
     Example: `rope-ext detect reference`
     """

@@ -30,11 +30,12 @@ def run(
         Path, typer.Argument(metavar="FILE [OPTIONS]", help="The file, or the folder of a run, which holds run.yaml.")
     ],
 ) -> None:
-    """Repeat a run: every run leaves what was asked in its folder, as run.yaml.
+    """Repeat a run from its run.yaml.
 
-    Behind the file may stand options of the command that it names, which override the file, and --model. --method
-    replaces the methods of the file with their parameters. Results that are there already are shown; --out elsewhere
-    measures them again. A file may be written by hand: its keys are the options.
+    Every run writes its options into run.yaml in its folder. Options of the same command may follow the file and
+    override it; so may --model. --method replaces the methods of the file and their parameters. Results that exist
+    already are shown; with another --out they are measured again. You can also write such a file by hand: its keys are
+    the options.
 
     Example: `rope-ext run examples/runs/perplexity.yaml --max-spans 4`
     """

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, printable, short
+from rope_ext_hf.errors import CorpusError, MethodError, printable, short
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
@@ -67,7 +67,8 @@ class Result(MethodResult):
         length: context length in tokens.
         loss: nats per token. NaN or infinite if the loss of any span was; `nonfinite` names the documents.
         low, high: its 95% interval over documents (`rope_ext_hf.runs.statistics`); None with fewer than three.
-        perplexity, bits_per_token, bits_per_byte: the same loss in other units.
+        perplexity, bits_per_token, bits_per_byte: the same loss in other units; bits_per_byte is None where token ids
+            were read without a tokenizer, so that their text is not known.
         documents: the sums it was made of.
         longppl: the perplexity of the key tokens alone; None where there are none.
         longppl_low, longppl_high: its 95% interval over the documents that have key tokens; None as above.
@@ -84,7 +85,7 @@ class Result(MethodResult):
     high: float | None
     perplexity: float
     bits_per_token: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     spans: int
     nonfinite: tuple[str, ...]
@@ -188,7 +189,7 @@ class PerplexityRuns(RunKind):
             high=high,
             perplexity=exponential(loss),
             bits_per_token=loss / math.log(2),
-            bits_per_byte=math.fsum(nats) / math.log(2) / max(1, sum(sizes)),
+            bits_per_byte=math.fsum(nats) / math.log(2) / sum(sizes) if any(sizes) else None,
             tokens=sum(tokens),
             spans=sum(spans),
             nonfinite=tuple([name for name, loss in zip(names, nats, strict=True) if not math.isfinite(loss)]),
@@ -247,10 +248,14 @@ class PerplexityRuns(RunKind):
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The perplexity, or the loss in the run's unit, and LongPPL first where key tokens were looked for."""
         unit = _UNITS[run.unit]
+        if run.unit == "bits" and not all(d.bytes for r in run.results for d in r.documents):
+            raise _no_bytes()
         every = run.items(lambda results: [unit.item(d) for r in results for d in r.documents])
         keys = run.items(
             lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
         )
+        protocol = PROTOCOLS.get(run.results[0].setting.protocol)
+        of_positions = protocol is not None and protocol.one_pass
         shown = Measure(
             unit.measure,
             unit.unit,
@@ -259,8 +264,9 @@ class PerplexityRuns(RunKind):
             every,
             exponential=unit.exponential,
             tolerance=_TOLERANCE if unit.exponential else None,
+            of_positions=of_positions,
         )
-        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True)
+        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True, of_positions=of_positions)
         return [of_keys, shown] if keys else [shown]
 
     def speed(self, run: Run[Result]) -> str:
@@ -392,8 +398,17 @@ def _plan(
     documents = load(question.data)
     asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
     read = prepare(model, documents, tokenizer=tokenizer, **asked)
+    if question.unit == "bits" and not all(document.ends for document, _ in read.documents):
+        raise _no_bytes()
     name = question.data_name or documents.source
     return RunPlan(PerplexityMeasurement(read), name, unit=question.unit, **settings)
+
+
+def _no_bytes() -> MethodError:
+    return MethodError(
+        "bits per byte need the text of the token ids, which no tokenizer gives here; give tokenizer=..., or take "
+        "another unit: perplexity or nats"
+    )
 
 
 def _fit_sweep(question: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:

@@ -22,6 +22,11 @@ from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import PatchState, Slot, first_scaled, patched_slots
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
+_PAIRINGS: dict[str | None, str] = {
+    "half": "half (dims i and i + d/2 rotate together)",
+    "interleaved": "interleaved (dims 2i and 2i + 1 rotate together)",
+}
+
 
 @dataclass(frozen=True)
 class _Scaling:
@@ -84,19 +89,22 @@ class Description(ShownAsTables):
     def rows(self) -> Rows:
         """What it says, each under a name."""
         longer = sum([wavelength > self.trained_length for wavelength in self.wavelengths])
+        extended = f"{self.extended_length:,} tokens" if self.extended_length else "none: it grows with the input"
+        if self.extended_length == self.context_length:
+            extended += " (not extended)"
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
         return [
             ("method", _call({"method": self.method, **self.params})),
             *[("over", str(scaling)) for scaling in reversed(self.underneath)],
-            ("pairing", self.pairing or "unknown (family not in the table)"),
+            ("pairing", _PAIRINGS.get(self.pairing, "unknown: this package does not know the model family")),
             ("trained length", f"{self.trained_length:,} tokens"),
             ("context length", f"{self.context_length:,} tokens ({self.context_rule})"),
-            ("extended length", f"{self.extended_length:,} tokens" if self.extended_length else "follows the input"),
+            ("extended length", extended),
             ("theta", f"{self.theta:g}"),
             ("rotating layers", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
             ("attention factor", f"{self.attention_factor:.4f}"),
-            ("wavelengths", f"{len(self.wavelengths)} pairs, {longer} of them longer than the trained length"),
-            ("  tokens by pair", ", ".join([f"{pair}: {self.wavelengths[pair]:.4g}" for pair in shown])),
+            ("wavelengths", f"{longer} of {len(self.wavelengths)} pairs have one beyond the trained length"),
+            ("  in tokens", ", ".join([f"pair {pair}: {self.wavelengths[pair]:,.4g}" for pair in shown])),
             ("saved as", self.save_route),
             *((("published", self.recipe),) if self.recipe else ()),
             *[("short inputs", text) for text in self.short_inputs],
@@ -116,7 +124,7 @@ class Description(ShownAsTables):
 
 def _call(saved: Mapping[str, Any]) -> str:
     params = [f"{key}={_short(value)}" for key, value in saved.items() if key != "method"]
-    return f"{saved['method']}({', '.join(params)})"
+    return f"{saved['method']}({', '.join(params)})" if params else str(saved["method"])
 
 
 def _short(value: Any) -> str:
@@ -162,7 +170,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
         context_length=rotary.context_length if specs else context,
         context_rule=base.rule,
         extended_length=extended,
-        save_route=f"as it was loaded (rope type {settings.get('rope_type', 'per layer type')})",
+        save_route=f"it is now (rope_type {settings.get('rope_type', 'per layer type')})",
         patched=False,
         notes=tuple(text for text in (note, described.note) if text),
         recipe=recipe_note(config, rotary, method if specs else None),
@@ -177,13 +185,16 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
         positions = f"{encoding.saved_length:,} positions"
         return f"a table of {positions} in the weights, which every version of transformers reads"
     if not encoding.loads_plainly:
-        return f"{encoding.rope_type!r}; plain loading stops with that name"
+        return f"rope_type {encoding.rope_type!r}; plain transformers stops with that text"
     if not encoding.exact:
-        return f"transformers' own {encoding.rope_type!r}, as asked for: it depends on earlier calls and on other rows"
+        return (
+            f"transformers' own {encoding.rope_type!r}, because native was given: its results depend on earlier calls "
+            "and on the other rows of a batch"
+        )
     engines = engine_agreement(state)
     right = ", ".join(["transformers 5", *engines.agreeing])
     if engines.by_source:
-        right += f"; by their source alone, not run, also by {', '.join(engines.by_source)}"
+        right += f"; by their source code, not run here, also by {', '.join(engines.by_source)}"
     return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
 
 
@@ -209,7 +220,7 @@ def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
     notes = []
     if 0 < kept < UNBOUNDED:
-        notes.append(f"Inputs of up to {kept:,} tokens give the output of the model without {method.name}.")
+        notes.append(f"Inputs of up to {kept:,} tokens give the same output as the unpatched model.")
     if factor and factor > 1 and not kept:
         notes.append(
             "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "

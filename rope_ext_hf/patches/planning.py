@@ -338,7 +338,9 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
             take_off(model)
         check_difference(model, decoder, spec.method.name, *apart)
     except NotTriedError as reason:
-        plan.state.notes += (f"Reading on from a cache was not tried with this release of transformers: {reason}.",)
+        plan.state.notes += (
+            f"Generating with a cache was not tried out with this release of transformers, because {reason}.",
+        )
     except UnsupportedModelError:
         if before:
             replay(model, before)

@@ -66,12 +66,12 @@ class Tokens:
 
     name: str
     ids: Tensor  # (tokens,) int64
-    ends: tuple[int, ...]  # where each token ends in the text, in UTF-8 bytes
+    ends: tuple[int, ...]  # where each token ends in the text, in UTF-8 bytes; empty where no tokenizer was given
     text: str = field(default="", repr=False)  # empty where the document came as token ids
 
     def bytes_between(self, start: int, stop: int) -> int:
-        """UTF-8 bytes of tokens start..stop."""
-        return self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
+        """Return the UTF-8 bytes of tokens start..stop; 0 where they are not known."""
+        return 0 if not self.ends else self.ends[stop - 1] - (self.ends[start - 1] if start else 0)
 
 
 def utf8_bytes(name: str, text: str) -> int:

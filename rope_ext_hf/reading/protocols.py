@@ -66,6 +66,7 @@ class Protocol:
         uses_targets: `options.targets` matters.
         uses_stride: `options.stride` matters.
         same_targets: the scored tokens are the same at every length.
+        one_pass: every length is read in one pass over the longest, so that no input of a shorter length is measured.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Protocol:
     uses_targets: bool = False
     uses_stride: bool = False
     same_targets: bool = False
+    one_pass: bool = False
 
 
 PROTOCOLS: dict[str, Protocol] = {}  # every protocol by name; `register_protocol` adds to it
@@ -141,7 +143,7 @@ def matched(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
 
 @register_protocol("sliding", uses_stride=True)
 def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
-    """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI paper, arXiv 2306.15595, 3.2).
+    """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI and YaRN papers: 256).
 
     The first N - stride tokens of a document are never scored. A stride of N or more scores all but the first token of
     a span, which has no token before it. Documents shorter than the longest length are left out. The loops of YaRN's
@@ -194,12 +196,13 @@ def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Ite
             yield Span(length, max(0, stop - length - 1) if first else -1, stop, first, stop, length)
 
 
-@register_protocol("position")
+@register_protocol("position", one_pass=True)
 def position(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """One pass over the longest length; the loss of positions between two lengths counts for the upper one.
 
     The whole length curve of a static method from a single forward: the entry at N is the mean loss at positions from
-    the next shorter length up to N. Documents shorter than the longest length are left out.
+    the next shorter length up to N. Documents shorter than the longest length are left out. A length-dependent method
+    is held at the longest length for all of them, so that no entry is that of an input of N tokens.
     """
     longest = lengths[-1]
     if tokens >= longest:

@@ -229,14 +229,15 @@ def prepare(
     given = load(corpus)
     raw = [document for document in given if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
-        tokenizer = own_tokenizer(model, needed=bool(raw))
+        tokenizer = own_tokenizer(model, needed=any(document.ids is None for document in raw))
     documents = [document for document in given if isinstance(document, Tokens)]
-    for document in raw:  # before the tokenizer decodes them
-        if document.ids is not None:
-            ids = torch.tensor(list(token_ids(document.ids, document.name)), dtype=torch.int64)
-            check_vocabulary(model, [Tokens(document.name, ids, ())])
-    if raw and tokenizer is not None:
-        documents += tokenize(raw, tokenizer)
+    without_text = [
+        Tokens(document.name, torch.tensor(list(token_ids(document.ids, document.name)), dtype=torch.int64), ())
+        for document in raw
+        if document.ids is not None
+    ]
+    check_vocabulary(model, without_text)  # before the tokenizer decodes them
+    documents += without_text if tokenizer is None else tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
     plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
     check_prompts(model, (), max(plan.passes))

@@ -57,6 +57,8 @@ class Measure:
     exponential: bool = False
     # the share by which a perplexity may be higher than unpatched at the context length and still count as reading well
     tolerance: float | None = None
+    # Values are of positions in inputs of the longest length, so that they say nothing of inputs of a shorter length.
+    of_positions: bool = False
 
     @property
     def shares(self) -> bool:
@@ -122,12 +124,29 @@ class Measure:
         """The number of one method at one length, without its interval."""
         return self.estimate(key, length).value
 
+    def identical(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
+        """Return whether two methods have the same value for each item; one method's key and length each."""
+        mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
+        return mine is not None and theirs is not None and list(mine) == list(theirs)
+
+    @cached_property
+    def _changes(self) -> dict[tuple[tuple[str, int], tuple[str, int]], Estimate | None]:
+        return {}
+
     def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
         """How much higher the mean of one method's key and length is than that of another, paired by item.
 
         None where either was not measured, or where their items do not weigh the same. Infinite where only one of two
-        losses is finite. In nats where the number is their exponential.
+        losses is finite. In nats where the number is their exponential. Each pair is computed once, in either order.
         """
+        if (other, one) in self._changes:
+            turned = self._changes[other, one]
+            return None if turned is None else turned.negated()
+        if (one, other) not in self._changes:
+            self._changes[one, other] = self._change(one, other)
+        return self._changes[one, other]
+
+    def _change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
         mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
         if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
             return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 FEWEST = 3  # items that an interval needs; Student's interval of two is 9 times as wide as their distance
@@ -31,6 +32,11 @@ class Estimate(NamedTuple):
         if self.low is None or self.high is None:
             return number(self.value)
         return f"{number(self.value)} ({number(self.low)} to {number(self.high)})"
+
+    def negated(self) -> Estimate:
+        """Return the estimate of the difference the other way round."""
+        low, high = [None if end is None else -end for end in (self.high, self.low)]
+        return Estimate(-self.value, low, high, self.items)
 
     def line_below(self, number: Callable[[float], str]) -> str:
         """Return the interval in parentheses, on a line of its own below a value; empty where there is none."""
@@ -68,15 +74,20 @@ def estimate_share(shares: Sequence[float], *, level: float = LEVEL) -> Estimate
 
     Source: Wilson, Probable inference, the law of succession, and statistical inference (1927).
     """
-    from scipy.stats import binomtest  # loaded where it is needed: it takes a second
-
     items, value = len(shares), math.fsum(shares) / len(shares)
     if items < FEWEST or not math.isfinite(value):
         return Estimate(value, None, None, items)
     if set(shares) <= {0, 1}:
-        ends = binomtest(round(sum(shares)), items).proportion_ci(level, method="wilson")
-        return Estimate(value, float(ends.low), float(ends.high), items)
+        return Estimate(value, *_wilson(round(sum(shares)), items, level), items)
     return _students(value, _standard_error(shares), items, level, (0.0, 1.0))
+
+
+@cache
+def _wilson(right: int, items: int, level: float) -> tuple[float, float]:
+    from scipy.stats import binomtest  # loaded where it is needed: it takes a second
+
+    ends = binomtest(right, items).proportion_ci(level, method="wilson")
+    return float(ends.low), float(ends.high)
 
 
 def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Estimate:

@@ -19,7 +19,7 @@ from itertools import combinations, takewhile
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.pictures.charts import LineChart
 from rope_ext_hf.runs.labels import short_labels
-from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.measures import Measure, exponential
 from rope_ext_hf.runs.statistics import Estimate
 
 _UNPATCHED = "the unpatched model"
@@ -56,28 +56,40 @@ def verdict(
     than: float = 0.0,  # the change from which better and worse are counted
     item: str = "document",  # the kind of item that the interval is over, in the singular
     scale: float = 1.0,  # factor of the change where it is written
+    perplexity: bool = False,  # the change is in nats, and is written in percent of the perplexity
     digits: int = 3,  # behind the point
 ) -> Verdict:
     """Judge a change by its 95% confidence interval."""
     if change is None:
         return Verdict(Outcome.NOT_MEASURED, None, "not known: one of the two was not measured")
     outcome = _outcome(change, than, higher_is_better=higher_is_better)
-    value = f"{scale * change.value:+.{digits}f} {unit}"
+    if perplexity:
+        unit, digits = "percent", 1
+
+    def written(value: float) -> float:
+        return percent(value) if perplexity else scale * value
+
+    value = f"{written(change.value):+,.{digits}f} {unit}"
     if change.low is None or change.high is None:
         if math.isfinite(change.value):
             few = f"{change.items} {item}{'s' * (change.items != 1)} {'is' if change.items == 1 else 'are'} too few"
-            size = f"{'lower' if change.value < 0 else 'higher'} by {abs(scale * change.value):.{digits}f} {unit}"
+            size = f"{'lower' if change.value < 0 else 'higher'} by {abs(written(change.value)):,.{digits}f} {unit}"
             return Verdict(outcome, change, f"{size} ({few} for a confidence interval)")
         return Verdict(
             outcome, change, "finite, and the other one is not" if outcome is Outcome.BETTER else "not finite"
         )
-    low, high = scale * change.low, scale * change.high
+    low, high = written(change.low), written(change.high)
     if low <= 0 <= high:
         interval = f"95% confidence interval {low:+.{digits}f} to {high:+.{digits}f}"
         return Verdict(outcome, change, f"not significantly different ({value}, {interval})")
     ends = sorted((abs(low), abs(high)))
-    size = f"{abs(scale * change.value):.{digits}f} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f}) {unit}"
+    size = f"{abs(written(change.value)):,.{digits}f} ({ends[0]:,.{digits}f} to {ends[1]:,.{digits}f}) {unit}"
     return Verdict(outcome, change, f"{'higher' if low > 0 else 'lower'} by {size}")
+
+
+def percent(nats: float) -> float:
+    """Return by how many percent a perplexity is higher for a loss that is higher by this."""
+    return 100 * (exponential(nats) - 1)
 
 
 def _outcome(change: Estimate, than: float, *, higher_is_better: bool) -> Outcome:
@@ -138,6 +150,27 @@ class Findings:
         """Return how one method at a length compares with another at a length, by one measure."""
         change = measure.change(one, other)
         return verdict(change, higher_is_better=measure.higher_is_better, than=than).outcome
+
+    def outcome_against_short(self, measure: Measure, key: str, length: int) -> Outcome:
+        """Return how a method at a length compares with the unpatched model at the context length.
+
+        Better and worse are counted from the measure's tolerance, where it has one.
+        """
+        bound = math.log1p(measure.tolerance or 0.0)
+        return self.outcome(measure, (key, length), (self.loaded, self.context_length), than=bound)
+
+    def reads_as_well(self, key: str, length: int) -> bool:
+        """Return whether, by no measure, a method at a length is worse than the unpatched model at the context length.
+
+        Without a tolerance: one measure with a significant difference is enough.
+        """
+        base = (self.loaded, self.context_length)
+        return all(self.outcome(each, (key, length), base) is not Outcome.WORSE for each in self.measures)
+
+    def reads_short_worse(self, measure: Measure, key: str) -> bool:
+        """Return whether inputs of the context length are significantly worse under a method than unpatched."""
+        here = self.context_length
+        return self.outcome(measure, (key, here), (self.loaded, here)) is Outcome.WORSE
 
     def best(self, measure: Measure, length: int) -> list[str]:
         """Return the methods that no other one is significantly better than, the one with the best value first."""
@@ -305,7 +338,7 @@ def _short_inputs(known: Findings, lead: str) -> list[str]:
     here, clauses = known.context_length, []
     for measure in known.informative:
         change = measure.change((lead, here), (known.loaded, here))
-        if change is None:
+        if change is None or measure.of_positions:
             continue
         before, after = [measure.text(measure.value(key, here)) for key in (known.loaded, lead)]
         match verdict(change, higher_is_better=measure.higher_is_better).outcome:
@@ -313,7 +346,7 @@ def _short_inputs(known: Findings, lead: str) -> list[str]:
                 clauses.append(f"{measure.name} gets worse ({before} to {after})")
             case Outcome.BETTER:
                 clauses.append(f"{measure.name} gets better ({before} to {after})")
-            case _ if before == after:
+            case _ if measure.identical((lead, here), (known.loaded, here)):
                 clauses.append(f"{measure.name} stays {after}")
             case _:
                 clauses.append(f"no significant difference in {measure.name} ({before} to {after})")
@@ -339,7 +372,7 @@ def _reach(known: Findings, lead: str) -> list[str]:
             plain = measure.reaches.get(known.loaded)
             text = f"Effective length by {measure.name}: {measure.reaches[lead]} tokens"
             sentences.append(f"{text}, unpatched {plain}." if plain and lead != known.loaded else f"{text}.")
-        elif measure.tolerance is not None:
+        elif measure.tolerance is not None and not measure.of_positions:
             sentences += _near(known, measure, lead, measure.tolerance)
     return sentences
 
@@ -348,8 +381,7 @@ def _near(known: Findings, measure: Measure, lead: str, tolerance: float) -> lis
     """Say up to which length a perplexity is significantly below a bound over that of short inputs, unpatched."""
     here = known.context_length
     lengths = [length for length in measure.lengths(lead) if length > here]
-    bound = math.log1p(tolerance)
-    outcomes = [known.outcome(measure, (lead, length), (known.loaded, here), than=bound) for length in lengths]
+    outcomes = [known.outcome_against_short(measure, lead, length) for length in lengths]
     within = list(takewhile(lambda pair: pair[1] is Outcome.BETTER, zip(lengths, outcomes, strict=True)))
     base = f"{'its own' if lead == known.loaded else 'that of the unpatched model'} at {here:,} tokens"
     if within:

@@ -107,7 +107,8 @@ def test_weights_in_other_forms_are_left_behind_and_named(source: Path, tmp_path
 
 def test_what_it_says(source: Path, tmp_path: Path) -> None:
     with pytest.warns(
-        UserWarning, match=r"holds interleaved weights, which the code of 'llama' models does not run; for transformers"
+        UserWarning,
+        match=r"holds interleaved weights, with which transformers does not run 'llama' models; to use it there",
     ):
         report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert json.loads(json.dumps(report.to_dict()))["loads_natively"] is False
@@ -121,13 +122,13 @@ def test_what_it_says(source: Path, tmp_path: Path) -> None:
 
 def test_converting_twice_is_refused(source: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        rope.CheckpointError, match=r"are half already, by the config or the family; .* --from interleaved"
+        rope.CheckpointError, match=r"are half already: the config or the model family says so; .* --from interleaved"
     ):
         convert(source, tmp_path / "converted", "half")
     convert(source, tmp_path / "once", "interleaved")
-    with pytest.raises(rope.CheckpointError, match="are interleaved already, by the config or the family"):
+    with pytest.raises(rope.CheckpointError, match="are interleaved already: the config or the model family says so"):
         convert(tmp_path / "once", tmp_path / "converted", "interleaved")
-    with pytest.raises(rope.CheckpointError, match="are interleaved already, as stated"):
+    with pytest.raises(rope.CheckpointError, match="are interleaved already: you stated it"):
         convert(source, tmp_path / "converted", "interleaved", source_pairing="interleaved")
     assert untouched(tmp_path)
     convert(tmp_path / "once", tmp_path / "twice", "interleaved", force=True)

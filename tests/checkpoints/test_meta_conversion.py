@@ -359,7 +359,7 @@ def test_params_there_and_back(name: str, tmp_path: Path) -> None:
 def test_interleaved_folders(tmp_path: Path) -> None:
     """Rows stay where they are, both ways, by what the config says or the caller."""
     save_meta(tmp_path / "meta", CASES["3"], 2)
-    with pytest.warns(UserWarning, match="does not run; for transformers, convert .*meta' to half"):
+    with pytest.warns(UserWarning, match="does not run .* models; to use it there, convert .*meta' to half"):
         report = meta_to_hf(tmp_path / "meta", tmp_path / "interleaved", "interleaved")
     assert (report.converted, report.loads_natively) == (0, False)
     found = load_file(tmp_path / "interleaved" / "model.safetensors")

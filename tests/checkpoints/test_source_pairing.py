@@ -22,6 +22,7 @@ from tests.support.checkpoint_folders import OTHER, all_tensors, convert, same, 
 from tests.support.commands import run
 from tests.support.models import build, logits, tokens
 from tests.support.planted_pairs import PLANTED, planted
+from tests.support.wrapped_text import unwrapped
 
 INTERLEAVED = {"cohere", "glm"}
 
@@ -64,7 +65,7 @@ def test_weights_that_contradict_the_config_are_not_converted_by_it(name: str, t
     stated, true = runs(name), OTHER[runs(name)]
     source = saved(tmp_path / "source", name, true)
     with pytest.raises(
-        rope.CheckpointError, match=f"look {true} .* by the config or the family they are {stated}"
+        rope.CheckpointError, match=f"look {true} .*, but the config or the model family says {stated}"
     ) as no:
         convert(source, tmp_path / "twice", true, verify=True)
     assert untouched(tmp_path, "twice")
@@ -73,8 +74,8 @@ def test_weights_that_contradict_the_config_are_not_converted_by_it(name: str, t
     assert insisting == ["convert", str(source), str(tmp_path / "twice"), "--to", true, "--from", stated]
     code, out, _ = run(*right, "--verify")
     assert code == 0
-    assert f"{true}, as stated, and by its weights" in out
-    assert f"the source is {true} by its weights, too" in out
+    assert f"{true}: you stated it, and the weights agree" in unwrapped(out)
+    assert f"the weights agree that the source is {true}" in unwrapped(out)
     assert rope.detect_pairing(tmp_path / "twice").pairing == stated
     convert(tmp_path / "twice", tmp_path / "back", true)
     assert same(all_tensors(tmp_path / "back"), all_tensors(source))
@@ -87,8 +88,8 @@ def test_weights_that_contradict_the_config_are_not_converted_by_it(name: str, t
 def test_weights_that_agree_are_converted_and_the_report_says_so(name: str, tmp_path: Path) -> None:
     source = saved(tmp_path / "source", name, runs(name))
     report = convert(source, tmp_path / "new", OTHER[runs(name)], verify=True)
-    assert f"{runs(name)}, by the config or the family, and by its weights: {runs(name)} (score" in str(report)
-    assert str(report.verified).endswith(f"the source is {runs(name)} by its weights, too")
+    assert f"{runs(name)}: the config or the model family says so, and the weights agree (score" in unwrapped(report)
+    assert str(report.verified).endswith(f"the weights agree that the source is {runs(name)}")
 
 
 def test_the_rows_that_the_printed_command_moves(tmp_path: Path) -> None:
@@ -112,7 +113,7 @@ def test_a_pairing_that_the_config_records_is_held_to_the_weights_too(true: str,
     recorded = json.loads((tmp_path / "there" / "config.json").read_text(encoding="utf-8"))
     assert recorded["rope_pairing"] == true
     (tmp_path / "there" / "config.json").write_text(json.dumps(recorded | {"rope_pairing": OTHER[true]}), "utf-8")
-    with pytest.raises(rope.CheckpointError, match=f'look {true}.*state "rope_pairing": "{true}" in their config'):
+    with pytest.raises(rope.CheckpointError, match=f'look {true}.*write "rope_pairing": "{true}" into their config'):
         convert(tmp_path / "there", tmp_path / "twice", true)
     unstated(tmp_path / "there")
     convert(tmp_path / "there", tmp_path / "back", OTHER[true], source_pairing=true)
@@ -128,10 +129,10 @@ def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
     with pytest.raises(rope.CheckpointError, match=r"could not be verified: .* look interleaved .*leave out verify"):
         convert(source, tmp_path / "new", "interleaved", verify=True, **options)
     assert untouched(tmp_path, "new")
-    with pytest.warns(UserWarning, match=r"look interleaved .*; taken for half, as stated"):
+    with pytest.warns(UserWarning, match=r"look interleaved .*; they are read as half, because you stated it"):
         report = convert(source, tmp_path / "new", "interleaved", **options)
-    assert "half, as stated, but its weights look interleaved" in str(report)
-    assert any("taken for half, as stated" in note for note in report.notes)
+    assert "half: you stated it, but the weights look interleaved" in unwrapped(report)
+    assert any("read as half, because you stated it" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(("score", "said"), [(-0.036, True), (0.036, False), (-0.02, False)])
@@ -139,18 +140,21 @@ def test_undecided_weights_that_look_more_like_the_other_pairing_get_a_remark(sc
     """Gemma 3 270M with its rows in the interleaved order: 4 standard errors, and a verdict needs 4.5."""
     shown = PairingReport("folder", score=score, error=0.009, reason="may be chance", stated="half")
     settled = settle_pairing(shown, "interleaved", stated=None, configured="half", command=lambda *_: "")
-    remark = "look more like interleaved (score -0.036 +- 0.009): compare the losses on a text, `rope-ext detect folder"
+    remark = "look more like interleaved (score -0.036 +- 0.009). Unsure? `rope-ext detect folder"
     assert (remark in str(settled)) is said, str(settled)
-    assert "its weights do not tell" in str(settled)
+    assert "the weights do not show it" in str(settled)
 
 
 def test_weights_that_do_not_tell_go_by_the_config_and_the_report_says_so(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path / "source")
     report = convert(tmp_path / "source", tmp_path / "new", "interleaved", verify=True)
-    assert "half, by the config or the family; its weights do not tell: the difference between" in str(report)
-    assert "whether the source is half is not verified" in str(report.verified)
+    assert (
+        "half: the config or the model family says so; the weights do not show it: the difference between"
+        in unwrapped(report)
+    )
+    assert "not verified: that the source is half" in str(report.verified)
     with pytest.raises(
-        rope.CheckpointError, match="half already, by the config or the family; its weights do not tell"
+        rope.CheckpointError, match=r"half already: the config or the model family says so; .*Unsure. `rope-ext detect"
     ):
         convert(tmp_path / "source", tmp_path / "again", "half")
 
@@ -169,7 +173,7 @@ def test_a_family_without_a_pairing_is_told_what_its_weights_show(
 
     monkeypatch.setattr(Source, "__init__", without)
     with pytest.raises(
-        rope.CheckpointError, match=r"look interleaved .*state no pairing; .* --to half --from interleaved"
+        rope.CheckpointError, match=r"look interleaved .*neither the config nor .*; .* --to half --from interleaved"
     ):
         convert(source, tmp_path / "new", "half")
 
@@ -210,7 +214,7 @@ def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
             key = f"layers.{layer}.attention.{part}.weight"
             there[key] = moved(there[key], "half", heads, 16)
     torch.save(there, tmp_path / "meta" / "consolidated.00.pth")
-    with pytest.raises(rope.CheckpointError, match=r"look half .* by Meta's format they are interleaved") as no:
+    with pytest.raises(rope.CheckpointError, match=r"look half .*, but Meta's format says interleaved") as no:
         convert(tmp_path / "meta", tmp_path / "back", "half", verify=True)
     right = printed(str(no.value))[0]
     assert right[-4:] == ["--to", "interleaved", "--from", "half"]
@@ -242,9 +246,9 @@ def test_a_loaded_model_is_held_to_its_weights(name: str) -> None:
     assert f"for code that runs {stated}: `{call}`" in str(no.value)
     eval(call)
     assert rope.detect_pairing(model).pairing == stated
-    with pytest.raises(rope.CheckpointError, match=f"are {stated} already, by the config or the family, and by its"):
+    with pytest.raises(rope.CheckpointError, match=f"are {stated} already: .*, and the weights agree"):
         rope.convert(model, stated)
-    with pytest.warns(UserWarning, match=f"look {stated} .*taken for {true}, as stated"):
+    with pytest.warns(UserWarning, match=f"look {stated} .*they are read as {true}, because you stated it"):
         rope.convert(model, stated, source_pairing=true)
 
 
@@ -259,13 +263,13 @@ def test_an_adapter_is_held_to_the_model_that_it_was_trained_on(tmp_path: Path) 
     with pytest.raises(rope.CheckpointError, match=f"the weights of {str(base)!r} look interleaved"):
         convert(tmp_path / "adapter", tmp_path / "twice", "interleaved", verify=True)
     report = convert(tmp_path / "adapter", tmp_path / "new", "half", source_pairing="interleaved", verify=True)
-    assert "interleaved, as stated, and by its weights" in str(report)
+    assert "interleaved: you stated it, and the weights agree" in unwrapped(report)
     report = convert(tmp_path / "new", tmp_path / "back", "interleaved", verify=True)  # whose model is the old one
-    assert "whether the source is half is not verified" in str(report.verified)
+    assert "not verified: that the source is half" in str(report.verified)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     config = (base / "config.json").read_bytes()
     (tmp_path / "adapter" / "config.json").write_bytes(config)
     settings["base_model_name_or_path"] = "OWNER/NAME"
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     report = convert(tmp_path / "adapter", tmp_path / "of a Hub model", "interleaved")
-    assert "it is an adapter; `rope-ext detect OWNER/NAME` reads its model" in str(report)
+    assert "it is an adapter; `rope-ext detect OWNER/NAME` reads its model" in unwrapped(report)

@@ -91,12 +91,36 @@ def test_version() -> None:
     assert run("--version") == (0, f"rope-ext {__version__}\n", "")
 
 
+COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [c.name or c.callback.__name__ for c in app.registered_commands if c.callback])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_help_with_an_example(command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
     assert f"rope-ext {command}" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_80_columns_cuts_nothing_off(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = run(command, "--help")
+    assert code == 0
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    options = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    for panel in {getattr(option, "rich_help_panel", None) for option in options} - {None}:
+        assert f"\N{BOX DRAWINGS LIGHT HORIZONTAL} {panel} \N{BOX DRAWINGS LIGHT HORIZONTAL}" in out
+
+
+def test_help_has_a_line_of_80_columns_per_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("--help")
+    listed = [
+        line for line in out.partition(" Models ")[2].splitlines() if line.startswith("\N{BOX DRAWINGS LIGHT VERTICAL}")
+    ]
+    assert [line.split()[1] for line in listed] == COMMANDS
+    assert all(line.split()[-2].endswith(".") for line in listed)
 
 
 # What makes an example quick: the last of two values of an option counts.
@@ -200,6 +224,21 @@ def test_methods_lists_every_method() -> None:
     assert code == 0
     assert "dynamic-yarn" in out
     assert "divided by factors[i]." in out  # no markup
+    titles = ["the same for inputs of every length", "depend on the length", "Remapping methods", "Others"]
+    parts = re.split("|".join(titles), " ".join(out.split()))
+    assert len(parts) == 5
+    for part, names in zip(
+        parts[1:],
+        (
+            ["NTK-aware", "Position Interpolation", "yarn", "llama3"],
+            ["dynamic-ntk", "Also called dynamic ", "dynamic-yarn", "longrope"],
+            ["rerope", "self-extend", "dual-chunk-attention"],
+            ["default", "learnable", "alibi"],
+        ),
+        strict=True,
+    ):
+        for name in names:
+            assert name in part, (name, part)
 
 
 def test_describe() -> None:
@@ -314,7 +353,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
         (["passkey", "reference", "--lengths", "256", "--keys", "999999999"], "from 1 to 1,000"),
         (["passkey", "reference", "--lengths", "256", "--distractors", "999999999"], "from 1 to 1,000"),
         (["tasks", "reference", "--lengths", "4096", "--suite", "rulr"], "Did you mean"),
-        (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for task 'kv'"),
+        (["tasks", "reference", "--lengths", "256", "--suite", "json-kv"], "too short for 1 of 1 tasks"),
         (["detect", "reference", "--text", "/dev/zero"], "no such text file: '/dev/zero'"),
         (["report", "no-such-run"], "not the folder of a run"),
         (["describe", "./no-such-folder"], "no such model folder"),

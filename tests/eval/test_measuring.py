@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
+from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import perplexity, sweep
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.reading.corpora import load
@@ -20,6 +21,7 @@ from rope_ext_hf.reading.protocols import PROTOCOLS
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import tokenize
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.folder import read_run
 from tests.support.dispatch import LargestTensor
 from tests.support.models import FAMILIES, build, from_config
 from tests.support.oracles import NAIVE_PROTOCOLS, nats
@@ -370,3 +372,32 @@ def test_the_same_text_however_it_is_given(tmp_path: Path) -> None:
     results = [perplexity("reference", each, lengths=[128], tokenizer=tokenizer) for each in given]
     assert len({result[0].loss for result in results}) == 1
     assert [result.run.settings["data"] for result in results[:3]] == ["documents", *[str(tmp_path / "a.txt")] * 2]
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    """A model that was built in memory: the loss is that of its own forward; bytes are not known."""
+    model, ids = build("llama").eval(), [list(range(3, 60)), list(range(5, 62)), list(range(1, 58))]
+    assert not model.name_or_path
+    results = perplexity(model, ids, lengths=[16, 32], targets=8, out=tmp_path)
+    for result in results:
+        losses = []
+        for document in ids:
+            span = torch.tensor(document[32 - result.length : 32])[None]
+            with torch.no_grad():
+                logits = model(span).logits[0, -9:-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, span[0, -8:]).item())
+        assert result.loss == pytest.approx(sum(losses) / len(losses), abs=1e-4)
+        assert result.perplexity == pytest.approx(math.exp(result.loss))
+        assert result.bits_per_byte is None
+    for tensors in (torch.tensor(ids), [torch.tensor(each) for each in ids]):
+        assert [r.loss for r in perplexity(model, tensors, lengths=[16, 32], targets=8)] == [r.loss for r in results]
+    (folder,) = tmp_path.iterdir()
+    read = read_run(folder)
+    assert [r.bits_per_byte for r in read.results] == [None, None]
+    assert (folder / "results.csv").read_text().splitlines()[1].count(",") > 5
+    with pytest.raises(MethodError, match=r"bits per byte need the text of the token ids.*give tokenizer="):
+        perplexity(model, ids, lengths=[16, 32], unit="bits")
+    with pytest.raises(MethodError, match="bits per byte need the text of the token ids"):
+        read.in_unit("bits").table()
+    with pytest.raises(CorpusError, match="its tokenizer is unknown; give tokenizer="):
+        perplexity(model, [*ids, "a text"], lengths=[16, 32])

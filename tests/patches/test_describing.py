@@ -109,7 +109,7 @@ def test_a_description_with_pairs_that_do_not_turn_is_json() -> None:
 def test_describe_dynamic_extends_with_the_input_unless_told() -> None:
     model = build("llama")
     assert rope.describe(rope.patch(model, "dynamic-ntk")).extended_length is None
-    assert "follows the input" in str(rope.describe(model))
+    assert "grows with the input" in str(rope.describe(model))
     seen = rope.describe(rope.patch(model, "dynamic-ntk", target_length=8 * TRAINED))
     assert seen.extended_length == 8 * TRAINED
 
@@ -135,12 +135,12 @@ def test_what_a_patch_costs_short_inputs_is_stated() -> None:
     (text,) = rope.describe(rope.patch(model, "yarn", factor=3)).short_inputs
     assert len(last) > 1
     for row in last.values():  # the next larger factor that was measured
-        assert f"{row['increase']:+.2f}" in text
-    assert "with a factor of 4" in text
-    assert "How much this model loses is known when it is measured." in text
+        assert f"{2 ** row['increase']:.2g} times" in text
+    assert "with factor 4" in text
+    assert "`rope-ext ppl` measures it on this one." in text
     assert text in unwrapped(rope.describe(model))
     assert rope.describe(rope.patch(model, "rerope")).short_inputs == (
-        "Inputs of up to 33 tokens give the output of the model without rerope.",
+        "Inputs of up to 33 tokens give the same output as the unpatched model.",
     )
     assert rope.describe(rope.unpatch(model)).short_inputs == ()
 

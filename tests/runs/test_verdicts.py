@@ -218,6 +218,36 @@ def test_effective_lengths_of_the_best_method_and_of_the_unpatched_model() -> No
     )
 
 
+def test_equal_figures_of_other_answers_are_no_significant_difference() -> None:
+    """39 of 40 right under both, and not the same ones: nothing stays as it was."""
+    right = {"loaded": {64: 39, 256: 0}, "a": {64: 39, 256: 38}}
+    assert "exact match stays 97.5%" in str(concluded(answers(right)))
+    other = answers(right)
+    other.items["a"][64].reverse()  # type: ignore[attr-defined]
+    assert "no significant difference in exact match (97.5% to 97.5%)" in str(concluded(other))
+
+
+def test_a_pair_of_methods_is_computed_once_in_either_order() -> None:
+    draw = np.random.default_rng(5)
+    rows = {f"m{i}": {256: [float(v) for v in draw.normal(1 + i / 9, 0.3, 9)]} for i in range(4)}
+    for measure in (perplexities(rows), answers({f"m{i}": {256: 9 * i + 2} for i in range(4)})):
+        for one, other in itertools.combinations(rows, 2):
+            forward, backward = measure.change((one, 256), (other, 256)), measure.change((other, 256), (one, 256))
+            fresh = Measure(measure.name, measure.unit, measure.evidence, measure.higher_is_better, measure.items)
+            alone = fresh.change((other, 256), (one, 256))
+            assert forward is measure.change((one, 256), (other, 256))
+            assert backward is not None
+            assert alone is not None
+            assert np.allclose([*backward], [*alone], rtol=0, atol=1e-12)
+
+
+def test_positions_in_longer_inputs_say_nothing_of_short_inputs() -> None:
+    rows = {"loaded": LOADED, "yarn": {64: 1.2, 128: 1.01, 256: 1.5}}
+    assert concluded(perplexities(rows, of_positions=True)).text == (
+        "Best at 256 tokens (4x): yarn, perplexity 4.48 (unpatched 148)."
+    )
+
+
 FORMS = (
     r"Best at 256 tokens \(4x\): ((the unpatched model|m\d), perplexity [\d.,]+( \(unpatched [\d.,]+\))?)",
     r"No significant difference: .+ \([\d.,]+\)",

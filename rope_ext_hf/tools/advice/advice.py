@@ -188,7 +188,7 @@ class Advice(ShownAsTables):
             measured = evidence(chosen.method, self.factor)
             why = reason or measured or (chosen.when and f"the choice when {chosen.when}")
             rows += [("because", why)] if why else []
-            rows.append(("short", f"inputs within {self.context_length:,} tokens: {self._short_inputs(chosen)}"))
+            rows.append(("short", self._short_inputs(chosen)))
         elif not self.methods:
             rows.append(("take", f"the model as it is. {_NOTHING_NEEDED}"))
         else:
@@ -216,9 +216,14 @@ class Advice(ShownAsTables):
         return shown
 
     def _short_inputs(self, chosen: MethodAdvice) -> str:
-        if chosen.short_inputs.startswith("the same"):
-            return chosen.short_inputs.replace("the same", "same output as unpatched")
-        return price(chosen.method, self.factor) or "their output changes; by how much was not measured"
+        """Say in a clause how inputs within the context length read."""
+        if chosen.short_inputs == "the same":
+            return f"inputs within {self.context_length:,} tokens give the same output as the unpatched model"
+        if chosen.short_inputs.startswith("the same up to "):
+            kept = chosen.short_inputs.removeprefix("the same up to ")
+            return f"inputs of up to {kept} give the same output as the unpatched model; longer ones change"
+        known = price(chosen.method, self.factor) or "change their output; by how much was not measured"
+        return f"inputs within {self.context_length:,} tokens {known}"
 
     def full_text(self) -> str:
         """Return everything that is known: all methods, what was measured and reported of them, engines, commands."""

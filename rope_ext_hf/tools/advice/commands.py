@@ -54,12 +54,11 @@ def extend(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Extend a model into a folder that an engine serves: choose a method, measure it, write the folder.
+    """Choose a method, measure it, and write a folder to serve.
 
-    With --dry-run it recommends a method, with its price and the commands of every step, and does none of them. Every
-    step is a command of its own and is shown. The same command continues where it was stopped. Nothing is written where
-    the measurement speaks against it: perplexity at the target length does not get better, or short inputs lose more
-    than long ones gain.
+    With --dry-run it recommends a method, with its price and the commands of every step, and runs none of them. Every
+    step is a command of its own, which is printed. The same command continues where it was stopped. No folder is
+    written if perplexity at the target length does not get better, or if short inputs lose more than long ones gain.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """

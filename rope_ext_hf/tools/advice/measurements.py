@@ -134,24 +134,39 @@ def evidence(method: str, scale: float) -> str:
     if rise is None:
         return ""
     return (
-        f"on a small model ({rise.model.parameters / 1e6:.1f} million parameters), perplexity per byte at "
-        f"{rise.scale:g} times the trained length was {_times(rise.increase)} that of short inputs; unpatched it was "
-        f"{_times(rise.as_loaded)}"
+        f"on {_small(rise.model)} perplexity per byte at {rise.scale:g}x the trained length "
+        f"{_against(rise.increase, 'its value on short inputs')}; unpatched it {_against(rise.as_loaded)}"
     )
 
 
 def price(method: str, factor: float) -> str:
-    """Return a clause with what inputs within the context length lose under a factor; empty where none was measured."""
+    """Return a predicate: how inputs within the context length read under a factor; empty where none was measured."""
     rises = rises_for_short_inputs(method, factor)
     if not rises:
         return ""
     rise = rises[0]
-    on = f"on a small model ({rise.model.parameters / 1e6:.1f} million parameters, factor {rise.factor:g})"
-    if rise.low <= 0 <= rise.high:
-        return f"no significant difference {on}"
-    return f"perplexity per byte was {_times(rise.increase)} that of the unpatched model {on}"
+    on = f"on {_small(rise.model)}" + (f" with factor {rise.factor:g}" if rise.factor else "")
+    if rise.low <= 0 <= rise.high or _ratio(rise.increase) == "1":
+        return f"read as before {on}"
+    how = "worse" if rise.increase > 0 else "better"
+    return f"read {how}: {on}, their perplexity per byte {_against(rise.increase)}"
 
 
-def _times(bits: float) -> str:
-    """Return the ratio of two perplexities in words, from the difference of their bits."""
-    return f"{2**bits:.2g} times"
+def _small(model: _MeasuredModel) -> str:
+    return f"a small model ({model.parameters / 1e6:.1f}M parameters)"
+
+
+def _ratio(bits: float) -> str:
+    """Return the ratio of two perplexities, from the difference of their bits."""
+    return f"{2**bits:.2g}"
+
+
+def _against(bits: float, value: str = "") -> str:
+    """Return a predicate of a perplexity, from its bits less those of `value`, which has been named before if empty."""
+    ratio = _ratio(bits)
+    if ratio == "1":
+        return f"stayed at {value}" if value else "did not change"
+    verb, times = (
+        ("rose to", f"{ratio} times") if bits > 0 else ("stayed at", f"{ratio} of" if value else f"{ratio} times")
+    )
+    return f"{verb} {times} {value}".rstrip()

@@ -29,29 +29,35 @@ def check_server(
     ] = None,
     lengths: str | None = asked(
         None,
-        "Of prompts. Default: half the context length, to the extended length or ten minutes each.",
+        "Lengths of the prompts. Default: from half the context length to the extended length, as far as a prompt "
+        "takes ten minutes.",
         metavar="LENGTHS",
     ),
-    data: str = asked("stdlib", "What prompts are cut from, as for ppl.", metavar="TEXT"),
+    data: str = asked("stdlib", "The text that prompts are cut from, as in `rope-ext ppl`.", metavar="TEXT"),
     served_name: str | None = asked(
         None, "What the server calls the model. Default: the first it lists.", metavar="NAME"
     ),
-    seconds: float = asked(300.0, "That an answer may take.", least=1.0),
+    seconds: float = asked(300.0, "How many seconds an answer may take.", least=1.0),
     weight_bits: int = asked(
-        8, "Of the weights on the server: how much rounding is allowed.", least=2, most=32, metavar="N"
+        8, "Bits of a weight on the server, which says how much rounding is allowed.", least=2, most=32, metavar="N"
     ),
-    kv_bits: int = asked(16, "Of keys and values on the server: 16, 8 or 4.", metavar="N"),
-    strict: bool = asked(False, "Ask until an error of 1% of the softmax scale would show."),
-    record: Path | None = asked(None, "Write what the server answers there; reads no weights.", metavar="FILE"),
-    against: Path | None = asked(None, "Say what changed since --record wrote this; reads no weights.", metavar="FILE"),
-    from_file: Path | None = asked(None, "Compare what --record wrote; the address is not asked.", metavar="FILE"),
+    kv_bits: int = asked(16, "Bits of keys and values on the server: 16, 8 or 4.", metavar="N"),
+    strict: bool = asked(False, "Take more prompts, until an error of 1% in the softmax scale would be noticed."),
+    record: Path | None = asked(None, "Write the server's answers into this file; reads no weights.", metavar="FILE"),
+    against: Path | None = asked(
+        None, "Compare with the answers in this file of --record; reads no weights.", metavar="FILE"
+    ),
+    from_file: Path | None = asked(
+        None, "Compare the answers in this file of --record with the model; the server is not asked.", metavar="FILE"
+    ),
     as_json: Json = False,
 ) -> None:
-    """Say whether a running server computes what was measured, or which mistake it runs; exit code 1 if it does not.
+    """Check that a running server computes what was measured.
 
-    Of vLLM, SGLang, llama.cpp, or a program with OpenAI's completions that gives log-probabilities of prompts. The
-    model is loaded here too. With --record, and later --against, it is compared with itself, and no model is needed.
-    An API key is taken from the variable ROPE_EXT_API_KEY.
+    If it does not, the mistake is named where it is a known one, and the exit code is 1. The server is vLLM, SGLang,
+    llama.cpp, or a program with OpenAI's completions API that returns log-probabilities of the prompt. The model is
+    loaded here too. With --record, and later --against, the server is compared with itself, and no model is loaded. An
+    API key is taken from the variable ROPE_EXT_API_KEY.
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """

@@ -27,13 +27,14 @@ def serve_config(
     source: SourceOptions,
     server: GPUServer,
     engine: str = asked(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
-    engine_version: str | None = asked(None, "The version that will run it, where that is known.", metavar="VERSION"),
-    plugin: bool = asked(False, "For an engine that loads a plug-in of this package."),
+    engine_version: str | None = asked(None, "The version of the engine, if you know it.", metavar="VERSION"),
+    plugin: bool = asked(False, "The engine loads a plug-in of this package."),
     as_json: Json = False,
 ) -> None:
-    """Print the command and the keys with which a serving engine computes what was measured; reads no weights.
+    """Print the command that starts a serving engine with a method.
 
-    Without --method it is the patch that the folder carries, else the model as published.
+    Config keys are printed as well, where the engine needs them. Without --method they are those of the patch in the
+    folder, or of the model as published. No weights are read.
 
     Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
     """
@@ -51,7 +52,9 @@ def gguf(
     model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a GGUF file that carries a method: metadata and divisors change, weights are copied.
+    """Write a copy of a GGUF file that has a method.
+
+    Metadata and divisors change; weights are copied as they are.
 
     Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
     """
@@ -69,7 +72,9 @@ def audit(
     revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
     as_json: Json = False,
 ) -> None:
-    """Say what each serving engine computes from a config or GGUF file; exit code 1 where they do not agree.
+    """Compare what serving engines compute from a config or GGUF.
+
+    The exit code is 1 if the engines do not agree.
 
     Example: `rope-ext audit reference`
     """
@@ -95,16 +100,19 @@ def card(
     publish: PublishOptions,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN]...", help="Folders of runs that measured it. Default: those in its card stay."),
+        typer.Argument(
+            metavar="[RUN]...", help="Folders of runs that measured it. Default: keep the results in the card."
+        ),
     ] = None,
     base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
     trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
     as_json: Json = False,
 ) -> None:
-    """Write the model card of a folder: how it is loaded and served, and the results of runs by length.
+    """Write the model card of a folder, with the results of runs.
 
-    The text of the card that is there stays, with its licence and tags. Results also go into FOLDER/.eval_results, as
-    the Hugging Face Hub reads them. A run that is given is checked to be of these weights and this method.
+    The card says how the folder is loaded and served. The text of a card that exists already is kept, with its licence
+    and tags. Results also go into FOLDER/.eval_results, in the form that the Hugging Face Hub reads. A run is refused
+    if it measured other weights or another method.
 
     Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from rope_ext_hf.errors import MethodError
@@ -47,8 +47,7 @@ class BabiLong(Suite):
     tasks = ("qa1", "qa2", "qa3", "qa4", "qa5")
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        parts = (part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", wanted.haystack))
-        sentences = [part for part in parts if len(part) >= 10]
+        sentences = _sentences(wanted.haystack)
         if not sentences:
             raise MethodError("the haystack of babilong has no sentence of ten characters; give another text")
         return fill(task, wanted, partial(_sample, task, wanted, sentences), 0, 40)
@@ -58,6 +57,12 @@ class BabiLong(Suite):
         """Whether the first sentence has the right word and none of the others (BABILong's `compare_answers`)."""
         first = re.split(r"\.|<context>|<example>", answer.lower())[0]
         return float(references[0].lower() in first and not any(other.lower() in first for other in others))
+
+
+@lru_cache(maxsize=1)
+def _sentences(text: str) -> list[str]:
+    parts = (part.strip() for part in re.split(r"(?<=[.!?])\s+|\n+", text))
+    return [part for part in parts if len(part) >= 10]
 
 
 def _sample(task: str, wanted: PromptSettings, sentences: Sequence[str], index: int, noise: int) -> Sample:

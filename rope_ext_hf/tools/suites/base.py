@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 S = TypeVar("S", bound="type[Suite]")
-_TRIED = 32  # times a length that is too short, where a longer one is looked for
+_STEPS = 8  # lengths that are tried to find one that is long enough
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class PromptSettings:
     seed: int  # of names, values and places
     haystack: str  # the text that facts are hidden in, of tasks that use one
     reserved: int = 0  # so many tokens of `length` are a chat template's
+    check_only: bool = False  # raise TooShortError where the smallest prompts do not fit, and make none
 
     @property
     def room(self) -> int:
@@ -83,42 +84,46 @@ class Suite(ABC):
                 gives no tokens of a text, so that no prompt would ever fill its length.
         """
         wanted = PromptSettings(tokenizer, **settings)
-        if not wanted.tokens(task):
-            raise MethodError("the tokenizer gives no tokens of a text: take the one that the model was trained with")
+        _check_tokens(task, wanted)
         try:
             return self.make(task, wanted)
         except TooShortError as error:
-            least = self._least_length(task, wanted)
-            longer = f"ask for {least:,} tokens, or" if least else f"nor into {_TRIED} times as many tokens;"
-            raise MethodError(f"{error}; {longer} leave the task out with --tasks") from error
+            least = self.least_length(task, wanted)
+            longer = f"ask for {least:,} tokens, or " if least else ""
+            raise MethodError(f"{error}; {longer}leave the task out with --tasks") from error
 
-    def _least_length(self, task: str, wanted: PromptSettings) -> int | None:
-        """The least length that these prompts fit into, to a sixteenth; None: none up to `_TRIED` times theirs."""
+    def check(self, task: str, wanted: PromptSettings) -> None:
+        """Raise TooShortError where a task does not fit into a length; make no prompt larger than the smallest."""
+        _check_tokens(task, wanted)
+        self.make(task, replace(wanted, check_only=True))
 
-        def fits(length: int) -> bool:
+    def least_length(self, task: str, wanted: PromptSettings) -> int | None:
+        """Return the least length from that of `wanted` on that its smallest prompts fit into; None: no length."""
+        length = wanted.length
+        for _ in range(_STEPS):  # a suite may ask more of longer prompts
             try:
-                return bool(self.make(task, replace(wanted, length=length)))
-            except MethodError:
-                return False
-
-        low = high = wanted.length
-        while not fits(high := 2 * high):
-            low = high
-            if high >= _TRIED * wanted.length:
-                return None
-        while high - low > high // 16:
-            middle = (low + high) // 2
-            low, high = (low, middle) if fits(middle) else (middle, high)
-        return high
+                self.check(task, replace(wanted, length=length))
+            except TooShortError as error:
+                if error.need is None:
+                    break
+                length = error.need
+            else:
+                return length
+        return None
 
     @abstractmethod
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        """The prompts that `samples` returns."""
+        """Make the prompts that `samples` returns; with `check_only` none, as soon as the smallest are known to fit."""
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
         """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
+
+
+def _check_tokens(task: str, wanted: PromptSettings) -> None:
+    if not wanted.tokens(task):
+        raise MethodError("the tokenizer gives no tokens of a text: take the one that the model was trained with")
 
 
 def wordings(suite: str) -> dict[str, Any]:
@@ -154,25 +159,35 @@ def fill(
         step: by how much larger a prompt is that tells how long one more of its parts is.
     """
 
+    need = wanted.reserved + max(sample(index, smallest).length for index in range(wanted.count))
+    if need > wanted.length:
+        raise TooShortError(task, wanted.length, need)
+    if wanted.check_only:
+        return []
+
     def filled(of_size: Callable[[int], Sample]) -> Sample:
         each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
         most = max(smallest, int(2 * wanted.room / each) + 1)
         size = largest_fitting(smallest, most, lambda size: of_size(size).length <= wanted.room)
-        if size is None:
-            raise TooShortError(task, wanted.length)
-        return of_size(size)
+        # A search by halves may miss the smallest one where lengths do not rise with sizes.
+        return of_size(smallest if size is None else size)
 
     return [filled(cache(partial(sample, index))) for index in range(wanted.count)]
 
 
 class TooShortError(MethodError):
-    """A length that the smallest prompt of a task does not fit into."""
+    """A length that the smallest prompt of a task does not fit into.
 
-    def __init__(self, task: str, length: int) -> None:
-        super().__init__(
-            f"length {length:,} is too short for task {task!r} with this tokenizer: its smallest prompt and its "
-            "generation budget do not fit"
-        )
+    Attributes:
+        task: the task.
+        need: the length in tokens that the smallest prompt takes; None: no length is long enough.
+        reason: the text behind the task's name in a message.
+    """
+
+    def __init__(self, task: str, length: int, need: int | None, reason: str = "") -> None:
+        self.task, self.need = task, need
+        self.reason = reason or "its smallest prompt and its generation budget do not fit"
+        super().__init__(f"length {length:,} is too short for task {task!r} with this tokenizer: {self.reason}")
 
 
 _SUITES: dict[str, Suite] = {}

@@ -9,7 +9,9 @@ from rope_ext_hf.tools.suites.questions import Gain, Tasks
 
 @command("Tool box: measure", interrupted=CONTINUES)
 def tasks(given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
-    """Ask a suite of tasks at each length: scores, and up to which length 85% of the shortest one's score is kept.
+    """Ask a suite of tasks, such as RULER, at each length.
+
+    Besides the scores it prints the effective length: up to where the model keeps 85% of its score at the shortest one.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
@@ -18,10 +20,10 @@ def tasks(given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
 
 @command("Tool box: measure", interrupted=CONTINUES)
 def gain(given: RunOptions, question: Gain, shared: ProcessOptions) -> None:
-    """Whether the model uses its context: how much evidence in it lowers the loss of an answer, by length and distance.
+    """Measure how much the model uses distant context.
 
-    Each prompt is read twice, with the evidence and with other text in its place. No text is generated: base models
-    will do.
+    Each prompt is read twice, with the evidence for an answer and with other text in its place: how much lower is the
+    loss of the answer, by length and distance? No text is generated, so base models can be measured too.
 
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """

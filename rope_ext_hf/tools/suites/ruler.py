@@ -29,7 +29,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ from rope_ext_hf.tools.suites.base import (
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _TRIES = 100  # draws with the least text before a task counts as too long; some names are shorter than others
+_FEW = 8  # draws that are enough where the shortest is too long by twice the difference between them
+_OF_EXAMPLE = 500  # tokens that the example of `vt` may have
 _WORDS = "RULER_WORDS"
 _DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]  # percentages of a text
 _Made = tuple[str, Sequence[str], Sequence[str]]
@@ -91,7 +93,32 @@ class _Generator:
         for _ in range(_TRIES):
             if (made := self.attempt(make, size)) is not None:
                 return self.wanted.tokens(made[0])
-        raise TooShortError(self.task, self.wanted.length)
+        raise self.too_short(None, "its prompts cannot be drawn")
+
+    def too_short(self, need: int | None, reason: str = "") -> TooShortError:
+        return TooShortError(self.task, self.wanted.length, need, reason)
+
+    def check(self, make: Callable[[int], _Made], smallest: int) -> None:
+        """Raise TooShortError where no draw of the smallest size fits; the random numbers to come stay the same."""
+        shortest = self.shortest(make, smallest, self.room)
+        if shortest > self.room:
+            raise self.too_short(shortest + self.wanted.reserved)
+
+    def shortest(self, make: Callable[[int], _Made], size: int, room: int) -> int:
+        """Return the tokens of the first prompt of this size that fits into `room`, or of the shortest; with budget."""
+        kept, numbers = self.random.getstate(), self.numbers.get_state()
+        lengths = list[int]()
+        for _ in range(_TRIES):
+            if (made := self.attempt(make, size)) is not None:
+                lengths.append(self.wanted.tokens(made[0]) + self.template.budget)
+                spread = max(lengths) - min(lengths)
+                if min(lengths) <= room or (len(lengths) >= _FEW and min(lengths) - 2 * spread > room):
+                    break
+        self.random.setstate(kept)
+        self.numbers.set_state(numbers)
+        if not lengths:
+            raise self.too_short(None, "its prompts cannot be drawn")
+        return min(lengths)
 
     def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
         """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
@@ -119,7 +146,7 @@ class _Generator:
                     return self.sample(*made, length)
             if size > step:
                 size -= step
-        raise TooShortError(self.task, self.wanted.length)
+        raise self.too_short(self.shortest(make, size, 0) + self.wanted.reserved)
 
     def sample(self, text: str, right: Sequence[str], wrong: Sequence[str], length: int) -> Sample:
         at = text.rfind(self.template.prefix[:10])
@@ -131,9 +158,15 @@ def _niah(
     g: _Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
 ) -> list[Sample]:
     """Needles in a haystack of noise, of other needles, or of a text."""
-    keys, words = max(keys, queries), re.sub(r"\s+", " ", g.wanted.haystack).split(" ")
+    keys, words = max(keys, queries), _split_words(g.wanted.haystack)
+
+    def any_pair() -> str:  # the six million pairs take many seconds
+        return f"{g.random.choice(_words('adjective'))}-{g.random.choice(_words('noun'))}"
+
+    # a text has the same tokens cut between words, which needs no model of sentences
+    split: Callable[[str], list[str]] = str.split if g.wanted.check_only or hay != "essay" else _splitter()
     draws: dict[str, Callable[[], str]] = {
-        "words": lambda: g.random.choice(_pairs()),
+        "words": any_pair if g.wanted.check_only else lambda: g.random.choice(_pairs()),
         "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
         "uuids": lambda: str(uuid.UUID(int=g.random.getrandbits(128), version=4)),
     }
@@ -155,7 +188,7 @@ def _niah(
         g.shuffle(needles)
         if hay == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
-            context = _hide(needles, _splitter()(text.strip()), g.random.sample(_DEPTHS, len(needles)))
+            context = _hide(needles, split(text.strip()), g.random.sample(_DEPTHS, len(needles)))
         else:
             lines = [_NOISE] * size
             if hay == "needle":
@@ -174,6 +207,9 @@ def _niah(
         return template.format(kind=kind, context=context, query=query), right, wrong
 
     step = 500 if hay == "essay" else 5 if g.wanted.length < 4096 else 25
+    g.check(make, step)
+    if g.wanted.check_only:
+        return []
     per_unit = g.size(make, step) / step
     size = g.search(make, step, int(g.room / per_unit * 3))
     return [g.draw(make, size, step) for _ in range(count)]
@@ -210,21 +246,28 @@ def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Samp
             text = text.replace(old, name(len(old)))
         return text.replace("12345", str(g.numbers.randint(10000, 99999)))
 
-    room = 500 - g.wanted.reserved
+    room = _OF_EXAMPLE - g.wanted.reserved
     of_example = replace(g, template=replace(g.template, budget=0), room=room)
+    budget = g.template.budget
+    shortest = g.shortest(lambda size: make(size, True), 5, room + budget) - budget
+    if shortest > room:
+        raise g.too_short(None, f"its example has {shortest:,} tokens, and may have {room}")
     per_unit = g.size(lambda size: make(size, True), 5) / 5
     size = of_example.search(lambda size: make(size, True), 5, int(room / per_unit * 3))
     example = of_example.draw(lambda size: make(size, True), size, 5)
     shown = f"{example.prompt}{example.prefix} {' '.join(example.references)}\n"
     step = 5 if g.wanted.length < 4096 else 10
-    per_unit = g.size(make, step) / step
-    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.wanted.tokens(shown))
 
     def with_example(size: int) -> _Made:
         text, right, _ = make(size)
         before = other_names(shown)
         return f"{before}\n{text}", right, before.split()[-names_in_chain:]
 
+    g.check(with_example, step)
+    if g.wanted.check_only:
+        return []
+    per_unit = g.size(make, step) / step
+    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.wanted.tokens(shown))
     return [g.draw(with_example, size, step) for _ in range(count)]
 
 
@@ -245,6 +288,9 @@ def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample
         answers = " ".join(f"{i + 1}. {word}" for i, word in enumerate(answer))
         return f"{template.format(context=example)} {answers}\n{template.format(context=context)}", right, wrong
 
+    g.check(make, 10)
+    if g.wanted.check_only:
+        return []
     per_word = g.size(make, 4096) / 4096
     size = g.search(make, 10, int(g.room // per_word) * 2)
     return [g.draw(make, size, 10) for _ in range(count)]
@@ -254,8 +300,11 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
     """Coded words, drawn by Zipf's law; the three most frequent are asked for."""
     room = g.room - g.template.budget
     kinds, step = room // 50, room // 32
-    if kinds < 4:
-        raise TooShortError(g.task, g.wanted.length)
+    empty = g.wanted.tokens((g.template.text + g.template.prefix).format(context=""))
+    if kinds < 4 or empty >= room:
+        raise g.too_short(max(200, empty + 1) + g.template.budget + g.wanted.reserved)
+    if g.wanted.check_only:
+        return []
 
     def make(size: int) -> tuple[_Made, int]:
         def word() -> str:
@@ -273,8 +322,6 @@ def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Samp
             every = g.shuffle([word for word, often in zip(coded, counts, strict=True) for _ in range(often)])
             return (g.template.text + g.template.prefix).format(context=" ".join(every))
 
-        if g.wanted.tokens(text(0)) >= room:
-            raise TooShortError(g.task, g.wanted.length)
         if size > 0:
             while g.wanted.tokens(text(size)) > room:
                 size -= step
@@ -320,6 +367,11 @@ class Ruler(Suite):
         if not wanted.haystack.split():
             raise CorpusError("the haystack is empty")
         return make(_Generator(task, _TEMPLATES[template], wanted, wanted.room), wanted.count, **parameters)
+
+
+@lru_cache(maxsize=1)
+def _split_words(text: str) -> list[str]:
+    return re.sub(r"\s+", " ", text).split(" ")
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:

@@ -11,10 +11,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.errors import CorpusError, MethodError, one_line
+from rope_ext_hf.errors import CorpusError, one_line
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.reading.documents import set_to
-from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, register_suite
+from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, register_suite
 
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {
     "arc_easy": ("arc/arc_easy.yaml", "allenai/ai2_arc", "ARC-Easy"),
@@ -39,6 +39,7 @@ class Short(Suite):
         docs = list(questions.eval_docs)
         random.Random(f"{task} {wanted.seed}").shuffle(docs)
         made: list[Sample] = []
+        too_long: list[int] = []
         for doc in docs:
             if len(made) == wanted.count:
                 return made
@@ -49,13 +50,14 @@ class Short(Suite):
             wrong = tuple(choice for choice in dict.fromkeys(choices) if choice != right)
             longest = max(wanted.tokens(choice) for choice in choices)
             length = wanted.tokens(prompt) + longest + 1
-            if length <= wanted.room and wrong:
+            if length > wanted.room:
+                too_long.append(length)
+            elif wrong:
                 made.append(Sample(prompt, "", (right,), longest, length, wrong, closed=True))
-        if len(made) < wanted.count:
-            raise MethodError(
-                f"only {len(made):,} of {len(docs):,} questions of {task!r} have at most {wanted.room:,} tokens; ask "
-                "for fewer samples, or for a longer length"
-            )
+        if missing := wanted.count - len(made):
+            few = f"only {len(made):,} of {len(docs):,} questions of {task!r} have at most {wanted.room:,} tokens"
+            need = wanted.reserved + sorted(too_long)[missing - 1] if missing <= len(too_long) else None
+            raise TooShortError(task, wanted.length, need, f"{few}; fewer samples need less")
         return made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, takewhile, zip_longest
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,8 +28,8 @@ from rope_ext_hf.runs.labels import Method, MethodResult, method_key
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, length_table
-from rope_ext_hf.runs.verdicts import Outcome, verdict
-from rope_ext_hf.tools.suites.base import Sample, count_tokens
+from rope_ext_hf.runs.verdicts import Outcome, listed, verdict
+from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, count_tokens
 from rope_ext_hf.tools.suites.base import suite as find_suite
 from rope_ext_hf.tools.suites.questions import Tasks
 
@@ -316,17 +316,13 @@ def _plan(
     text = text_of(documents, reader)
     encode = _Encoder(reader, chat=question.chat_template == "auto" and bool(getattr(reader, "chat_template", None)))
     prompts: dict[Cell, list[_TaskPrompt]] = {}
-    for length in sorted(set(question.lengths)):
+    lengths = sorted(set(question.lengths))
+    reserved = encode.reserved + extra_tokens
+    made_with: dict[str, Any] = {"count": samples, "seed": chosen_seed, "haystack": text, "reserved": reserved}
+    _check_tasks(chosen, names, lengths, PromptSettings(reader, lengths[0], **made_with))
+    for length in lengths:
         for name in names:
-            made = chosen.samples(
-                name,
-                reader,
-                length=length,
-                count=samples,
-                seed=chosen_seed,
-                haystack=text,
-                reserved=encode.reserved + extra_tokens,
-            )
+            made = chosen.samples(name, reader, length=length, **made_with)
             prompts[length, float(names.index(name))] = [
                 encode(sample, _candidates(sample, made) if score == "rank" else (), extra_tokens) for sample in made
             ]
@@ -336,6 +332,44 @@ def _plan(
     setting = TaskSetting(suite, ",".join(names), score, chosen_seed, encode.chat, extra_tokens, chance)
     measurement = _TaskMeasurement(setting, prompts, chosen.score, encode.decode, _stop_tokens(model, reader))
     return RunPlan(measurement, f"suite {suite} in {documents.source}", **settings)
+
+
+def _check_tasks(suite: Suite, names: Sequence[str], lengths: Sequence[int], wanted: PromptSettings) -> None:
+    """Raise MethodError where a task does not fit into every length, with all such tasks and with those that do fit."""
+    too_short: dict[str, list[tuple[int, int | None]]] = {}  # by task: a length, and one that is long enough
+    reasons: dict[str, str] = {}
+    for name in names:
+        for length in lengths:
+            settings = replace(wanted, length=length)
+            try:
+                suite.check(name, settings)
+            except TooShortError as error:
+                reasons[name] = error.reason
+                too_short.setdefault(name, []).append((length, suite.least_length(name, settings)))
+    if not too_short:
+        return
+    needs = {name: pairs[-1][1] for name, pairs in too_short.items()}
+    known = {name: need for name, need in needs.items() if need is not None}
+    at_none = [name for name in known if len(too_short[name]) == len(lengths)]
+    at_some = [name for name in known if name not in at_none]
+    kinds = {
+        "at none of them": [f"{name} (needs {known[name]:,})" for name in at_none],
+        "at some of them": [f"{name} (needs {known[name]:,})" for name in at_some],
+        "at no length": [f"{name} ({reasons[name]})" for name in needs if name not in known],
+    }
+    clauses = "; ".join(f"{kind}: {', '.join(each)}" for kind, each in kinds.items() if each)
+    fitting = [name for name in names if name not in too_short]
+    if fitting:
+        works = [*lengths]
+    else:  # the tasks that fit at some length, at those lengths that all of them fit into
+        fitting, least = [*known], max(known.values(), default=0)
+        works = [length for length in lengths if length >= least] or [least]
+    then = f"this works: --suite {suite.name} --lengths {','.join(map(str, works))} --tasks {','.join(fitting)}"
+    are = "lengths {} are" if len(lengths) > 1 else "length {} is"
+    raise MethodError(
+        f"{are.format(listed(f'{length:,}' for length in lengths))} too short for {len(too_short)} of {len(names)} "
+        f"tasks with this tokenizer. They fit {clauses}; {then if fitting else 'take another suite'}"
+    )
 
 
 def _candidates(sample: Sample, made: Sequence[Sample]) -> tuple[str, ...]:

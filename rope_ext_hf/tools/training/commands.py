@@ -29,10 +29,10 @@ def finetune(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Patch a model, train it at the extended length, and measure it before and after on text it did not see.
+    """Patch a model, and train it at the extended length.
 
-    Short inputs are held to what the model predicts without the patch. The same command continues where it was stopped.
-    The trained model, in FOLDER/model, loads plainly wherever the method does.
+    It is measured before and after, on text that it was not trained on. On short inputs it is trained to predict what
+    the unpatched model predicts. The same command continues where it was stopped. The trained model is in FOLDER/model.
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """

@@ -35,6 +35,7 @@ from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
 from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.measures import exponential, perplexity_text
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
@@ -87,7 +88,7 @@ class FinetuneReport(Report):
     def verdicts(self) -> dict[str, dict[str, Verdict]]:
         """By model other than "trained", then by length: how its loss compares with that of the trained model."""
         return {
-            name: {length: verdict(gain, unit="nats") for length, gain in by_length.items()}
+            name: {length: verdict(gain, perplexity=True) for length, gain in by_length.items()}
             for name, by_length in self.gains.items()
         }
 
@@ -96,10 +97,13 @@ class FinetuneReport(Report):
         """What was measured, and what follows from it."""
         lengths = list(self.losses["trained"])
         heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
-        rows = [[name, *(f"{loss[length]:.4f}" for length in lengths)] for name, loss in self.losses.items()]
-        lines = [text_table([["nats per token", *heads], *rows], "lr")]
+        rows = [
+            [name, *(perplexity_text(exponential(loss[length])) for length in lengths)]
+            for name, loss in self.losses.items()
+        ]
+        lines = [text_table([["perplexity", *heads], *rows], "lr")]
         for name, told in self.verdicts.items():
-            lines += ["", f"loss of the model {name!r}, against the trained one"]
+            lines += ["", f"perplexity of the model {name!r}, compared with the trained one"]
             lines += [wrapped(str(each), f"{int(length):>12,}: ") for length, each in told.items()]
         if self.retrieval:
             lines += ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
@@ -108,7 +112,7 @@ class FinetuneReport(Report):
             lines.append(f"  {name}: {share.text('{:.0%}'.format)}{prompts}")
         for name, gain in self.retrieval_gains.items():
             more = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
-            lines.append(wrapped(str(more), f"  trained, against {name!r}: "))
+            lines.append(wrapped(str(more), f"  trained, compared with {name!r}: "))
         if any(BEYOND in head for head in heads):
             lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
         ran = self.training["trained"]

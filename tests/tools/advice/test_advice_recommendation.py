@@ -72,11 +72,12 @@ def test_reason_and_price_are_what_was_measured() -> None:
     (of_bundled, *_) = (rise for rise in rises_at("yarn", 8) if rise.model == measured_models()[0])
     text = unwrapped(str(advise("reference", 2 * K)))
     ratio, unpatched = 2**of_bundled.increase, 2**of_bundled.as_loaded
-    assert f"was {ratio:.2g} times that of short inputs; unpatched it was {unpatched:.2g} times" in text
+    assert f"rose to {ratio:.2g} times its value on short inputs; unpatched it rose to {unpatched:.2g} times" in text
     short = 2 ** rises_for_short_inputs("yarn", 8)[0].increase
-    assert f"short inputs within 256 tokens: perplexity per byte was {short:.2g} times that of the unpatched" in text
+    assert "short inputs within 256 tokens read worse: " in text
+    assert f"with factor 8, their perplexity per byte rose to {short:.2g} times" in text
     exact = unwrapped(str(advise("reference", 2 * K, purpose="python")))
-    assert "short inputs within 256 tokens: same output as unpatched up to 129 tokens" in exact
+    assert "short inputs of up to 129 tokens give the same output as the unpatched model; longer ones change" in exact
 
 
 def test_the_commands_run_and_all_prints_everything(monkeypatch: pytest.MonkeyPatch) -> None:

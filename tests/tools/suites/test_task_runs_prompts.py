@@ -6,6 +6,7 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -207,8 +208,8 @@ def test_a_length_dependent_method_is_held_at_prompt_and_budget() -> None:
         ({"chat_template": "yes"}, "chat_template must be 'auto' or 'never'"),
         ({"samples": 1}, "samples must be a whole number of at least 2"),
         ({"lengths": []}, "lengths must be"),
-        ({"lengths": [300]}, "length 300 is too short for task 'kv'"),
-        ({"extra_tokens": 900}, "too short for task 'kv'"),
+        ({"lengths": [300]}, "length 300 is too short for 1 of 1 tasks .* at none of them: kv"),
+        ({"extra_tokens": 900}, r"lengths 768 and 1,024 are too short .* kv \(needs 1,[56]\d\d\)"),
         ({"seed": -1}, "seed must be"),
     ],
 )
@@ -230,3 +231,51 @@ def test_a_length_that_is_too_short_is_answered_with_one_that_is_not() -> None:
     assert made(length=least)
     with pytest.raises(rope.MethodError, match="too short"):
         made(length=least * 15 // 16 - 1)
+
+
+@pytest.mark.parametrize(
+    ("suite_name", "lengths", "clauses"),
+    [
+        (
+            "ruler",
+            [512],
+            [
+                r"too short for 10 of 11 tasks",
+                r"at none of them: niah_single_1 \(needs 9\d\d\), niah_single_2 \(needs 4,\d+\)",
+                r"at no length: vt \(its example has 8\d\d tokens, and may have 500\)",
+                r"--lengths 512 --tasks fwe$",
+            ],
+        ),
+        (
+            "ruler",
+            [2048, 8192],
+            [
+                r"at some of them: niah_single_2 \(needs 4,\d+\)",
+                r"--lengths 2048,8192 --tasks niah_single_1,niah_multikey_2,niah_multikey_3,cwe,fwe$",
+            ],
+        ),
+        ("babilong", [2048], [r"at none of them: qa3 \(needs 2,\d+\)", r"--tasks qa1,qa2,qa4,qa5$"]),
+        ("graphwalks", [2048, 8192], [r"at some of them: bfs", r"--lengths 8192 --tasks bfs,parents$"]),
+        ("json-kv", [256, 512], [r"at none of them: kv \(needs (\d+)\)", r"--lengths \d+ --tasks kv$"]),
+    ],
+)
+def test_every_task_that_does_not_fit_is_named_at_once(suite_name: str, lengths: list[int], clauses: list[str]) -> None:
+    pytest.importorskip("wonderwords")
+    question = Tasks(suite=suite_name, lengths=lengths)
+    with pytest.raises(rope.MethodError) as caught:
+        question.plan(build("llama", vocab_size=384), tokenizer=load_tokenizer("reference"))
+    for clause in clauses:
+        assert re.search(clause, str(caught.value)), (clause, str(caught.value))
+
+
+@pytest.mark.parametrize("name", ["babilong", "graphwalks", "json-kv"])
+def test_the_least_length_of_a_task_takes_its_prompts_and_one_token_less_does_not(name: str) -> None:
+    tokenizer, text = load_tokenizer("reference"), "A sentence of ten characters. " * 20
+    for task in suite(name).tasks:
+        wanted = PromptSettings(tokenizer, 64, 3, 0, text)
+        least = suite(name).least_length(task, wanted)
+        assert least is not None
+        made = suite(name).make(task, replace(wanted, length=least))
+        assert max(sample.length for sample in made) <= least
+        with pytest.raises(base.TooShortError):
+            suite(name).make(task, replace(wanted, length=least - 1))

@@ -121,7 +121,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert gain.items == 1  # document: too few for an interval
     assert report.training["control"]["steps"] == report.training["trained"]["steps"] == 3
     assert json.loads((tmp_path / "run" / "report.json").read_text())["losses"] == report.losses
-    assert "loss of the model 'patched', against the trained one" in unwrapped(report)
+    assert "perplexity of the model 'patched', compared with the trained one" in unwrapped(report)
     assert "1 document is too few for a confidence interval" in unwrapped(report)
     assert "+-" not in str(report)
     assert any("training: control" in line for line in said)
@@ -358,15 +358,19 @@ def losses_of(length: int, nats: list[float]) -> Result:
 @pytest.mark.parametrize(
     ("before", "outcome", "said"),
     [
-        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 1.000 (1.000 to 1.000) nats"),
+        ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 171.8 (171.8 to 171.8) percent"),
         (
             [1.0, 1.5, 0.9, 1.4],
             Outcome.NO_DIFFERENCE,
-            "not significantly different (+0.050 nats, 95% confidence interval -",
+            "not significantly different (+5.1 percent, 95% confidence interval -",
         ),
-        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 0.475 ("),
-        ([2.0, 2.1], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (2 documents are too few for a confidence interval)"),
-        ([2.0], Outcome.NO_DIFFERENCE, "higher by 1.000 nats (1 document is too few for a confidence interval)"),
+        ([0.5, 0.7, 0.6, 0.9], Outcome.BETTER, "lower by 37.8 ("),
+        (
+            [2.0, 2.1],
+            Outcome.NO_DIFFERENCE,
+            "higher by 171.8 percent (2 documents are too few for a confidence interval)",
+        ),
+        ([2.0], Outcome.NO_DIFFERENCE, "higher by 171.8 percent (1 document is too few for a confidence interval)"),
         ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
     ],
 )
@@ -395,7 +399,9 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     assert with_prompts.retrieval == {name: estimate_share(shares) for name, shares in run.answered.items()}
     assert with_prompts.retrieval_gains == {"patched": estimate_share_change([1.0] * 12, [0.0] * 12)}
     assert re.search(r"patched: 0% \(0% to \d+%\)\n  trained: 100% \(\d\d% to 100%\)", str(with_prompts))
-    assert re.search(r"trained, against 'patched': higher by 100.0 \(\d\d\.\d to 100.0\) points", str(with_prompts))
+    assert re.search(
+        r"trained, compared with 'patched': higher by 100.0 \(\d\d\.\d to 100.0\) points", str(with_prompts)
+    )
 
 
 def test_adapters_without_peft_are_refused_before_anything_is_read(
