@@ -30,10 +30,11 @@ from transformers.utils import logging
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.engine_keys import TRIED_FAMILIES, compare_engines
+from rope_ext_hf.patches.engine_keys import compare_engines
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving
+from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
 from rope_ext_hf.tools.engines.base import other_engines
 from tests.support.models import build, logits
 

@@ -11,6 +11,7 @@ from docs.figures.measurements import unchanged_share
 from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.tools.advice.guidance import guidance_of
 from rope_ext_hf.tools.advice.measurements import measured_models, reach
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
     from tests.support.method_examples import example_methods
 
     examples = example_methods(Rotary(dim=128, theta=10000.0, trained_length=4096))
-    for name, cls in list_methods().items():
-        if cls.guidance is not None:
-            yield name, cls.guidance, [method for known, method in examples if known == name]
+    for name in list_methods():
+        known = guidance_of(name)
+        if known is not None:
+            yield name, known, [method for known, method in examples if known == name]
 
 
 @figure

@@ -203,12 +203,12 @@ def unchanged_lengths() -> str:
     """Up to which share of the context length the remapping methods leave the output as it is, as bound by default."""
     from rope_ext_hf import Rotary, list_methods
     from rope_ext_hf.methods.remapping import RemappingMethod
-    from rope_ext_hf.tools.advice.guidance import PYTHON
+    from rope_ext_hf.tools.advice.guidance import PYTHON, guidance_of
 
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
     named = [
         f"{unchanged_share(cls().bind(rotary, None), rotary)} (`{name}`)"
         for name, cls in list_methods().items()
-        if issubclass(cls, RemappingMethod) and cls.guidance and PYTHON in cls.guidance.purposes
+        if issubclass(cls, RemappingMethod) and (known := guidance_of(name)) and PYTHON in known.purposes
     ]
     return f"{', '.join(named)} of the context length"

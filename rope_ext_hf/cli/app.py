@@ -214,7 +214,8 @@ def _options(
 _SETTINGS: dict[str, CommandSettings] = {}
 """The settings of every command, by the name that is typed."""
 
-for _function in (*_LIBRARY, *_plugged_in()):
+_functions: list[Any] = [*_LIBRARY, *_plugged_in()]
+for _function in _functions:
     _settings: CommandSettings = _function.command_settings
     _name = _function.__name__.replace("_", "-")
     _SETTINGS[_name] = _settings

@@ -67,7 +67,7 @@ def verdict(
         unit, digits = "percent", 1
 
     def written(value: float) -> float:
-        return percent(value) if perplexity else scale * value
+        return _percent(value) if perplexity else scale * value
 
     value = f"{written(change.value):+,.{digits}f} {unit}"
     if change.low is None or change.high is None:
@@ -87,7 +87,7 @@ def verdict(
     return Verdict(outcome, change, f"{'higher' if low > 0 else 'lower'} by {size}")
 
 
-def percent(nats: float) -> float:
+def _percent(nats: float) -> float:
     """Return by how many percent a perplexity is higher for a loss that is higher by this."""
     return 100 * (exponential(nats) - 1)
 

@@ -32,7 +32,7 @@ from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.kinds import Run, RunPlan
+from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
 from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measures import perplexity_text
 from rope_ext_hf.runs.report import write_files
@@ -342,10 +342,14 @@ def test_a_choice_of_methods() -> None:
 
 def test_without_a_factor_each_length_gets_the_one_it_needs() -> None:
     """The model is for 64 tokens."""
-    question, methods = Sweep(lengths=[128, 256]).fit(build("llama"), MethodChoice(method=METHODS))
+    question, methods = run_kind("perplexity").fit(
+        Sweep(lengths=[128, 256]), build("llama"), MethodChoice(method=METHODS)
+    )
     assert question.lengths == (64, 128, 256)
     assert [m.label() for m in methods] == ["ntk x2", "ntk x4", "yarn x2", "yarn x4", "dynamic-yarn"]
-    _, given = Sweep(lengths=[64, 256]).fit(build("llama"), MethodChoice(method="yarn", factor=8))
+    _, given = run_kind("perplexity").fit(
+        Sweep(lengths=[64, 256]), build("llama"), MethodChoice(method="yarn", factor=8)
+    )
     assert [m.label() for m in given] == ["yarn x8"]
 
 

@@ -14,8 +14,8 @@ SERVING = "to serve it without training"
 PYTHON = "no training, in your own Python process"
 SHORT_INPUTS = "most inputs are short, and their output must not change"
 FINE_TUNING = "to fine-tune it at the longer length"
-SEARCHED = "divisors from a search or from training exist"
-PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, SEARCHED)
+_SEARCHED = "divisors from a search or from training exist"
+PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, _SEARCHED)
 """Goals of users, in the order in which they are advised on."""
 GOALS = {"serve": SERVING, "python": PYTHON, "train": FINE_TUNING}
 """The purposes that advice can be asked for alone, by the word that names each."""
@@ -23,7 +23,22 @@ NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
 ZONES = "attention in several zones, little at long contexts"
 TURNED_WHEN_READ = "attention in several zones; beyond the context length keys are rotated when they are read"
-BIASED = "slower scores beyond the context length"
+_BIASED = "slower scores beyond the context length"
+_PURPOSES = {
+    "serving": SERVING,
+    "python": PYTHON,
+    "short inputs": SHORT_INPUTS,
+    "fine-tuning": FINE_TUNING,
+    "searched": _SEARCHED,
+}
+_DECODE = {
+    "nothing": NOTHING,
+    "rotated again": ROTATED_AGAIN,
+    "zones": ZONES,
+    "turned when read": TURNED_WHEN_READ,
+    "biased": _BIASED,
+}
+"""What guidance.toml writes for the sentences above."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +58,11 @@ def guidance_of(method: str) -> Guidance | None:
 
 @cache
 def _guidance() -> dict[str, Guidance]:
-    words = {name: value for name, value in globals().items() if isinstance(value, str) and name.isupper()}
     return {
         name: Guidance(
-            purposes=tuple(words[purpose] for purpose in entry.get("purposes", ())),
+            purposes=tuple([_PURPOSES[purpose] for purpose in entry.get("purposes", ())]),
             when=entry["when"],
-            decode=words[entry.get("decode", "NOTHING")],
+            decode=_DECODE[entry.get("decode", "nothing")],
             unmeasured=entry.get("unmeasured", ""),
         )
         for name, entry in package_table(__package__, "guidance.toml").items()

@@ -1,28 +1,30 @@
-"""What people build models of their own from, as `modules`: rotary modules, attention layers, learned biases.
+"""What people build models of their own from: rotary modules, attention layers, learned biases; RoPE for encoders.
 
+    from rope_ext_hf.tools import modules
     attention = modules.RotaryAttention(512, 8, rope.RotaryEmbedding("default", rotary))
 
 Patched models do without all of it.
 """
 
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.standalone import NTKAwareRoPE, apply_rotary_pos_emb
-from rope_ext_hf.tools.modules.axial import AxialRotaryEmbedding
-from rope_ext_hf.tools.modules.hybrids import HybridAttention, KerpleBias, T5Bias, XPos
-from rope_ext_hf.tools.modules.linear import LinearAttentionState, linear_attention
-from rope_ext_hf.tools.modules.rotary_attention import KeyValueCache, RotaryAttention
+from __future__ import annotations
 
-__all__ = [
-    "AxialRotaryEmbedding",
-    "HybridAttention",
-    "KerpleBias",
-    "KeyValueCache",
-    "LinearAttentionState",
-    "NTKAwareRoPE",
-    "RotaryAttention",
-    "RotaryEmbedding",
-    "T5Bias",
-    "XPos",
-    "apply_rotary_pos_emb",
-    "linear_attention",
-]
+from typing import TYPE_CHECKING
+
+from rope_ext_hf.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
+    from rope_ext_hf.rotary.standalone import NTKAwareRoPE as NTKAwareRoPE
+    from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb
+    from rope_ext_hf.tools.modules.axial import AxialRotaryEmbedding as AxialRotaryEmbedding
+    from rope_ext_hf.tools.modules.hybrids import HybridAttention as HybridAttention
+    from rope_ext_hf.tools.modules.hybrids import KerpleBias as KerpleBias
+    from rope_ext_hf.tools.modules.hybrids import T5Bias as T5Bias
+    from rope_ext_hf.tools.modules.hybrids import XPos as XPos
+    from rope_ext_hf.tools.modules.linear import LinearAttentionState as LinearAttentionState
+    from rope_ext_hf.tools.modules.linear import linear_attention as linear_attention
+    from rope_ext_hf.tools.modules.migration import migrate_to_rope as migrate_to_rope
+    from rope_ext_hf.tools.modules.rotary_attention import KeyValueCache as KeyValueCache
+    from rope_ext_hf.tools.modules.rotary_attention import RotaryAttention as RotaryAttention
+
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -37,7 +37,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreBiasMethod(RemappingMethod):
+class _ScoreBias(RemappingMethod):
     """Base of the methods that leave positions as they are and add a bias to the scores of far keys.
 
     `start`: the distance in tokens from which on distances count; 0: all do, as in a model trained with the bias.
@@ -96,7 +96,7 @@ class ScoreBiasMethod(RemappingMethod):
 
 @register_method("alibi")
 @dataclass(frozen=True, kw_only=True)
-class ALiBi(ScoreBiasMethod):
+class ALiBi(_ScoreBias):
     """ALiBi beside RoPE (Press et al. 2022, arXiv 2108.12409): scores fall linearly beyond `start`, a slope per head.
 
     `strength`: the factor of the slopes of the paper.
@@ -113,7 +113,7 @@ class ALiBi(ScoreBiasMethod):
 
 @register_method("kerple")
 @dataclass(frozen=True, kw_only=True)
-class Kerple(ScoreBiasMethod):
+class Kerple(_ScoreBias):
     """KERPLE beside RoPE (Chi et al. 2022, arXiv 2205.09921): scores fall with the log or a power of the distance.
 
     With d tokens beyond `start`: -r1 ln(1 + r2 d) for `kernel="log"`, -r1 d^r2 for `kernel="power"`, where

@@ -38,7 +38,7 @@ from rope_ext_hf.runs.tables import length_table
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-KEYS_FILE = "keys.json"
+_KEYS_FILE = "keys.json"
 _WINDOW, _OF_LENGTH = 4096, 8  # tokens of a short context in the paper, and which part that is of its texts
 _Range = tuple[int, int]  # the first character and the one after the last
 _Pass = tuple[int, int, int]  # tokens of a document: first, one after the last, first that may be a key token
@@ -267,7 +267,7 @@ class KeyTokenRuns(RunKind):
     def outcome(self, run: Run[_KeyTokens]) -> str:
         (result,) = run.results
         count = f"{result.keys:,} of {result.compared:,} tokens are key tokens: {result.setting}"
-        return f"{count}. They are in {run.folder / KEYS_FILE}"
+        return f"{count}. They are in {run.folder / _KEYS_FILE}"
 
     def table(self, run: Run[_KeyTokens], *, detailed: bool = False) -> Table:
         view = length_table(run, "Key tokens by context length", str(run.results[0].setting), "evaluator")
@@ -321,7 +321,7 @@ class _KeyTokenMeasurement(Measurement):
         yield cells[0], _DocumentKeys(document.name, len(compared), len(found), ranges), scorer.take_cost()
 
 
-def plan_keys(
+def _plan_keys(
     evaluator: PreTrainedModel,  # may be on the meta device
     tokenizer: PreTrainedTokenizerBase,  # of the evaluator
     plan: RunPlan[PerplexityMeasurement],
@@ -378,7 +378,7 @@ def _keys_of_run(run: Run[_KeyTokens], plan: RunPlan[_KeyTokenMeasurement]) -> K
         {digests[each.name]: (each.name, each.ranges) for each in result.documents},
     )
     if run.path is not None:
-        keys.write(run.path / KEYS_FILE)
+        keys.write(run.path / _KEYS_FILE)
     return keys
 
 
@@ -398,7 +398,7 @@ def score_key_tokens(
         plans: list[RunPlan[_KeyTokenMeasurement]] = []
 
         def make(evaluator: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> RunPlan[_KeyTokenMeasurement]:
-            plans.append(plan_keys(evaluator, tokenizer, plan, question.key_window))
+            plans.append(_plan_keys(evaluator, tokenizer, plan, question.key_window))
             return plans[0]
 
         run = measure_with(source, make)

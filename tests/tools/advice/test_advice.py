@@ -23,7 +23,7 @@ from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.reading.preflight import cached_bytes
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import Advice, advise
-from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS
+from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS, guidance_of
 from tests.support.models import build
 from tests.support.serving_models import FOLDER
 from tests.support.wrapped_text import unwrapped
@@ -96,7 +96,7 @@ def test_a_plain_model_is_served_with_the_first_choice(folder: Path) -> None:
     assert set(advice.choices[PYTHON]) == {"dynamic-self-extend", "rerope", "dca"}
     assert {advice.served[engine] for engine in ("vllm", "sglang", "llama.cpp", "ollama", "mlx")} == {"yarn"}
     by_name = {each.method: each for each in advice.methods}
-    assert set(by_name) == {name for name, cls in list_methods().items() if cls.guidance is not None}
+    assert set(by_name) == {name for name in list_methods() if guidance_of(name) is not None}
     kinds = {name: by_name[name].kind for name in ("yarn", "dynamic-yarn", "self-extend", "learnable")}
     assert list(kinds.values()) == ["static", "length-dependent", "remapping", "trained"]
     assert not by_name["linear"].fits
@@ -138,7 +138,7 @@ def test_engines_are_those_whose_rules_compute_the_same(folder: Path) -> None:
 
 
 def test_purposes_have_a_first_choice() -> None:
-    guided = [cls.guidance for cls in list_methods().values() if cls.guidance is not None]
+    guided = [known for name in list_methods() if (known := guidance_of(name)) is not None]
     named = {purpose for guidance in guided for purpose in guidance.purposes}
     assert named == set(PURPOSES)
 

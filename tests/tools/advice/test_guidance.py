@@ -18,7 +18,7 @@ from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.recipes import recipes
 from rope_ext_hf.tools import serving
-from rope_ext_hf.tools.advice.guidance import NOTHING, ROTATED_AGAIN, TURNED_WHEN_READ, ZONES
+from rope_ext_hf.tools.advice.guidance import NOTHING, ROTATED_AGAIN, TURNED_WHEN_READ, ZONES, guidance_of
 from rope_ext_hf.tools.advice.measurements import measured_models, rises_at
 from tests.support.models import build
 
@@ -192,7 +192,7 @@ BASES: dict[str, tuple[str, Callable[[], bool]]] = {
     ),
     "theta": (
         "the model will be fine-tuned for long",
-        lambda: bool(getattr(list_methods()["theta"].guidance, "unmeasured", "")),  # so that it is never advised
+        lambda: bool(getattr(guidance_of("theta"), "unmeasured", "")),  # so that it is never advised
     ),
     "learnable": (
         "the frequencies themselves are to be trained",
@@ -211,7 +211,7 @@ def fades_out(name: str) -> bool:
 
 
 def test_every_sentence_has_its_base() -> None:
-    stated = {name: cls.guidance.when for name, cls in list_methods().items() if cls.guidance and cls.guidance.when}
+    stated = {name: known.when for name in list_methods() if (known := guidance_of(name)) and known.when}
     assert {name: sentence for name, (sentence, _) in BASES.items()} == stated, (
         "add what the sentence follows from to BASES: what is computed, measured or published"
     )
@@ -224,7 +224,8 @@ def test_the_base_of_a_sentence_holds(name: str) -> None:
 
 def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
     for name, cls in list_methods().items():
-        if cls.guidance is None:
+        known = guidance_of(name)
+        if known is None:
             continue
         method = resolve_method(name, ROTARY, factor=4) if name.startswith("dynamic") else None
         if issubclass(cls, RemappingMethod) and bound(name).by_length:
@@ -235,7 +236,7 @@ def test_what_a_generated_token_takes_follows_from_the_kind_of_method() -> None:
             expected = NOTHING  # longrope too: one of two lists, by the length of the input
         else:
             expected = ZONES if bound(name).moves_keys else "slower scores beyond the context length"
-        assert cls.guidance.decode == expected, name
+        assert known.decode == expected, name
 
 
 def test_the_page_says_where_jet_long_reads_less_far() -> None:

@@ -13,19 +13,15 @@ import torch
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.engine_keys import (
-    KEYS_FOR_OTHER_ENGINES,
-    TRIED_FAMILIES,
-    compare_engines,
-    former_keys,
-)
+from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, compare_engines, former_keys
 from rope_ext_hf.patches.families import former_key
 from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
 from rope_ext_hf.tools.engines.base import other_engines
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 # --- the attention factor by the rules of others ------------------------------------------------------------------
 
