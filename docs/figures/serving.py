@@ -274,7 +274,7 @@ _WAYS = {
 
 def _traps(engine: str) -> str:
     """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
-    traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
+    traps = tomllib.loads((ROOT / "rope_ext_hf" / "tools" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
     if not traps:
         return "Keys ignored or read otherwise: none is known.\n\n"
     version = find_engine(engine).version
