@@ -81,7 +81,7 @@ def test_methods_and_kinds_of_runs_of_another_package_are_known_by_name() -> Non
 
 def test_a_package_that_cannot_be_loaded_is_named(on_path: Path) -> None:
     (on_path / "my_methods.py").write_text("import no_such_library\n", encoding="utf-8")
-    with pytest.raises(RopeExtError, match="'half-linear', which the package my-methods adds, .*no_such_library"):
+    with pytest.raises(RopeExtError, match=r"'half-linear', which the package my-methods adds, .*no_such_library"):
         plug_ins.plug_in("methods", "half-linear")
     with pytest.warns(UserWarning, match="my-methods"):
         known = registry.list_methods()
