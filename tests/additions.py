@@ -157,7 +157,7 @@ BIAS = '''
 
 @register_method("stepped-bias")
 @dataclass(frozen=True, kw_only=True)
-class SteppedBias(ScoreBiasMethod):
+class SteppedBias(_ScoreBias):
     """Scores fall by one for every 100 tokens beyond `start`."""
 
     def bias(self, distance: Tensor, heads: int) -> Tensor:
@@ -348,29 +348,6 @@ def wording() -> None:
     assert "Read with care." in asked[0].prompt
 
 
-RUN = '''"""Perplexity by another name."""
-
-from __future__ import annotations
-
-from rope_ext_hf.eval.perplexity_runs import PerplexityRuns
-from rope_ext_hf.runs.kinds import register_run_kind
-
-
-@register_run_kind
-class PageRuns(PerplexityRuns):
-    """Perplexity of pages."""
-
-    name = "pages"
-    items = "pages"
-'''
-
-
-def kind_of_run() -> None:
-    from rope_ext_hf.runs.kinds import run_kind
-
-    assert run_kind("pages").items == "pages"
-
-
 NOTE = """    note: str | None = asked(None, "A remark for whoever reads the results.", metavar="TEXT")
     data_name: str | None = asked(
 """
@@ -513,18 +490,18 @@ def public_name() -> None:
     assert "parse_length" in rope.__all__
 
 
-METHODS, ENGINES, SUITES, CLI = (f"rope_ext_hf/{folder}" for folder in ("methods", "engines", "suites", "cli"))
+METHODS, PATCHES, EVAL, TOOLS = (f"rope_ext_hf/{folder}" for folder in ("methods", "patches", "eval", "tools"))
 NEWS = '"source": "nobody/tiny-7b, config.json", "method": "default", "context_length": 512, "original_length": 512'
 TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 5000.0}'
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
 QUIETLY = '    quietly: bool = asked(False, "Print nothing."),\n'
-AUDIT = ') -> None:\n    """Say what each serving engine computes'
+AUDIT = ') -> None:\n    """Compare what serving engines compute'
 PRINT = "    print_text(json_text(result.to_dict()) if as_json else str(result))\n    if not result.agrees"
 LIMITS = "    from rope_ext_hf.bounds import limits as limits\n"
 CHANGES = (
     Change("a frequency method, length-dependent or not", f"{METHODS}/static.py", slow_half, at_end(SLOW_HALF)),
     Change("a remapping method", f"{METHODS}/far_thirds.py", far_thirds, at_end(FAR_THIRDS)),
-    Change("a bias on scores", f"{METHODS}/score_biases.py", stepped_bias, at_end(BIAS)),
+    Change("a bias on scores", f"{TOOLS}/modules/score_biases.py", stepped_bias, at_end(BIAS)),
     Change(
         "a rule by which dynamic-ntk grows",
         f"{METHODS}/dynamic.py",
@@ -547,13 +524,13 @@ CHANGES = (
     ),
     Change(
         "when a method is advised",
-        f"{METHODS}/static.py",
+        f"{TOOLS}/advice/guidance.toml",
         guidance,
         [("a factor above the length that is needed can be given", "the frequencies must stay in whole octaves")],
     ),
-    Change("an ordinary model family", "patches/families.toml", family, at_end(FAMILY)),
-    Change("a published recipe for a longer context", "patches/recipes.toml", recipe, at_end(RECIPE)),
-    Change("what a paper reports of methods", "rope_ext_hf/tools/advice/reported.toml", reported, at_end(REPORTED)),
+    Change("an ordinary model family", f"{PATCHES}/families.toml", family, at_end(FAMILY)),
+    Change("a published recipe for a longer context", f"{PATCHES}/recipes.toml", recipe, at_end(RECIPE)),
+    Change("what a paper reports of methods", f"{TOOLS}/advice/reported.toml", reported, at_end(REPORTED)),
     Change(
         "a published configuration",
         "conformance/configurations/tiny-7b.json",
@@ -573,11 +550,11 @@ CHANGES = (
         text_format,
         [('    ".ndjson": _json_lines,\n', '    ".ndjson": _json_lines,\n    ".lines": _json_lines,\n')],
     ),
-    Change("a suite of tasks", f"{SUITES}/colours.py", suite, at_end(SUITE)),
-    Change("a retrieval task", f"{SUITES}/retrievals.toml", retrieval, at_end(LEVEL)),
+    Change("a suite of tasks", f"{TOOLS}/suites/colours.py", suite, at_end(SUITE)),
+    Change("a retrieval task", f"{EVAL}/retrievals.toml", retrieval, at_end(LEVEL)),
     Change(
         "the wording of a suite",
-        f"{SUITES}/wordings.toml",
+        f"{TOOLS}/suites/wordings.toml",
         wording,
         [
             (
@@ -586,16 +563,15 @@ CHANGES = (
             )
         ],
     ),
-    Change("a kind of run", "eval/page_runs.py", kind_of_run, at_end(RUN)),
     Change(
         "an option of a measurement",
-        "eval/questions.py",
+        f"{EVAL}/questions.py",
         question_field,
         [("    data_name: str | None = asked(\n", NOTE)],
     ),
     Change(
         "the default of an option",
-        "rope_ext_hf/tools/training/questions.py",
+        f"{TOOLS}/training/questions.py",
         default,
         [('asked(16, "Rank of the adapters."', 'asked(24, "Rank of the adapters."')],
     ),
@@ -603,23 +579,23 @@ CHANGES = (
     Change(
         "the style of pages", "rope_ext_hf/pictures/html_page.py", style, [("max-width: 62rem", "max-width: 70rem")]
     ),
-    Change("a serving engine", f"{ENGINES}/mlx_two.py", engine, at_end(mlx_two())),
-    Change("what an engine does silently", f"{ENGINES}/traps.toml", trap, at_end(TRAP)),
+    Change("a serving engine", f"{TOOLS}/engines/mlx_two.py", engine, at_end(mlx_two())),
+    Change("what an engine does silently", f"{TOOLS}/engines/traps.toml", trap, at_end(TRAP)),
     Change(
         "the version of an engine",
-        f"{ENGINES}/tensorrt_llm.py",
+        f"{TOOLS}/engines/tensorrt_llm.py",
         engine_version,
         [('version = "1.2.0rc2"', 'version = "1.2.1"')],
     ),
     Change(
         "a family that an engine runs",
-        f"{ENGINES}/exllamav3.toml",
+        f"{TOOLS}/engines/exllamav3.toml",
         engine_family,
         [("llama = {}\n", "granite = {}\nllama = {}\n")],
     ),
     Change(
         "a mistake that check-server names",
-        "rope_ext_hf/tools/servers/mistakes.py",
+        f"{TOOLS}/servers/mistakes.py",
         mistake,
         [
             (
@@ -630,21 +606,21 @@ CHANGES = (
     ),
     Change(
         "a program that check-server asks",
-        "rope_ext_hf/tools/servers/clients.py",
+        f"{TOOLS}/servers/clients.py",
         client,
         [("_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)\n", CLIENT)],
     ),
     Change(
         "an option of a command",
-        f"{CLI}/serving.py",
+        f"{TOOLS}/serving/commands.py",
         option,
         [(AUDIT, QUIETLY + AUDIT), (PRINT, f"    if not quietly:\n    {PRINT}")],
     ),
     Change(
         "the help of a command",
-        f"{CLI}/models.py",
+        "rope_ext_hf/cli/models.py",
         help_text,
-        [("or would have with --method; reads no weights.", "or would have with --method; reads its config alone.")],
+        [("RoPE method a model has; reads no weights.", "RoPE method a model has; reads its config alone.")],
     ),
     Change(
         "a unit of lengths",

@@ -50,7 +50,7 @@ TESTS = {
     "rope_ext_hf/methods/remapping.py": ["methods/base", "attention/blockwise", "patches/attention_hooks"],
     "rope_ext_hf/methods/tiles.py": ["attention/blockwise"],
     "rope_ext_hf/attention/rules.py": ["attention/blockwise", "patches/attention_hooks"],
-    "rope_ext_hf/attention/blockwise.py": ["attention/blockwise", "patches/attention_hooks", "modules/hybrids"],
+    "rope_ext_hf/attention/blockwise.py": ["attention/blockwise", "patches/attention_hooks", "tools/modules/hybrids"],
     "rope_ext_hf/rotary/phase.py": ["rotary/embedding"],
     "rope_ext_hf/rotary/pairing.py": ["rotary/pairing"],
     "rope_ext_hf/checkpoints/row_layouts.py": ["checkpoints/row_layouts", "patches/families"],

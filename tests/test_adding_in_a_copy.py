@@ -21,7 +21,7 @@ from tests.additions import CHANGES
 
 pytestmark = pytest.mark.thorough  # and a target of its own: `make test-additions`
 ROOT = Path(__file__).parent.parent
-LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "__pycache__", ".*_cache", "*.egg-info")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "__pycache__", ".*_cache")
 
 
 def run(copy: Path, *arguments: str) -> str:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from docs import links, make_figures, site
+from rope_ext_hf import errors
 from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
@@ -192,6 +193,18 @@ def test_names_of_the_api_page_exist() -> None:
         of_module, of_name = ((ROOT / each.replace(".", "/")).with_suffix(".py") for each in (name, module))
         found = of_module.exists() or re.search(rf"^(def|class) {last}\b", of_name.read_text("utf-8"), re.MULTILINE)
         assert found, name
+
+
+@pytest.mark.parametrize(
+    "package",
+    ["", ".eval", *(f".tools.{room}" for room in ("advice", "modules", "servers", "serving", "suites", "training"))],
+)
+def test_public_names_stand_on_the_api_page(package: str) -> None:
+    text = read("docs/api.md")
+    shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)}
+    shown |= {name for members in re.findall(r"members: \[(.*?)\]", text) for name in members.split(", ")}
+    public = set(import_module(f"rope_ext_hf{package}").__all__) - {"__version__"}
+    assert not public - shown - set(vars(errors))
 
 
 def test_methods_protocols_and_commands_have_their_place() -> None:

@@ -57,11 +57,31 @@ def _guided() -> Iterator[tuple[str, Guidance, list[RopeMethod]]]:
 
 @figure
 def api_methods() -> str:
-    """The class of every method, for mkdocstrings."""
+    """The class of every method of the library, for mkdocstrings."""
+    return _classes(tool_box=False)
+
+
+@figure
+def api_tool_methods() -> str:
+    """The class of every method of the tool box, for mkdocstrings."""
+    return _classes(tool_box=True)
+
+
+@figure
+def plug_in_groups() -> str:
+    """The groups of entry points, as the module that reads them has them."""
+    from rope_ext_hf import plug_ins
+
+    head, _, *rows = [line.strip("| ").split(" | ") for line in str(plug_ins.__doc__).splitlines() if line[:1] == "|"]
+    return markdown_table(head, [[f"`{group}`", *others] for group, *others in rows])
+
+
+def _classes(*, tool_box: bool) -> str:
     from rope_ext_hf.methods.registry import list_methods
 
-    classes = "\n".join(f"::: {cls.__module__}.{cls.__name__}" for cls in list_methods().values())
-    return f"\n\n{classes}\n\n"
+    names = [f"{cls.__module__}.{cls.__name__}" for cls in list_methods().values()]
+    listed = [f"::: {name}" for name in names if name.startswith("rope_ext_hf.tools.") == tool_box]
+    return "\n\n" + "\n".join(listed) + "\n\n"
 
 
 @figure

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEASURED", "NAMES", "factor_lines", "measured_file", "rows_by_setting", "unchanged_share"]
 
-MEASURED = ROOT / "rope_ext_hf" / "methods" / "measured.json"
+MEASURED = ROOT / "rope_ext_hf" / "tools" / "advice" / "measured.json"
 NAMES = {"reference": "bundled model", "docstring-model": "docstring model", "wide-heads-model": "wide-heads model"}
 """The models of benchmarks/factors.py, in the order of their tables."""
 SAME = 1e-3

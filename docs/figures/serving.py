@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
 from rope_ext_hf.errors import RopeExtError, ServingError
+from rope_ext_hf.files import package_table
 from rope_ext_hf.tools.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
@@ -274,7 +274,7 @@ _WAYS = {
 
 def _traps(engine: str) -> str:
     """Keys that the engine ignores or reads otherwise, with the versions where they are not the one of its rules."""
-    traps = tomllib.loads((ROOT / "rope_ext_hf" / "engines" / "traps.toml").read_text(encoding="utf-8")).get(engine, [])
+    traps = package_table("rope_ext_hf.tools.engines", "traps.toml").get(engine, [])
     if not traps:
         return "Keys ignored or read otherwise: none is known.\n\n"
     version = find_engine(engine).version
