@@ -103,7 +103,7 @@ def module_passes(module: str, tier: str) -> bool:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)
         os.dup2(silence, 2)
-        files = [f"tests/{name.replace('/', '/test_')}.py" for name in TESTS[module]]
+        files = [str(Path("tests", name).with_name(f"test_{Path(name).name}.py")) for name in TESTS[module]]
         options = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that transformers has imported
         os._exit(pytest.main(["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", tier, *options, *files]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) in (0, pytest.ExitCode.NO_TESTS_COLLECTED)
