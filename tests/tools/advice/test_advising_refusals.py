@@ -12,6 +12,7 @@ from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.patching import patch, unpatch
 from rope_ext_hf.patches.stand_in import stand_in
 from rope_ext_hf.tools.advice.advising import advise
+from rope_ext_hf.tools.advice.guidance import guidance_of
 from tests.support.every_model import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
