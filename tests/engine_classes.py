@@ -42,7 +42,7 @@ from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILI
 from rope_ext_hf.tools.plugins import sglang, vllm
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
-from tests.support.serving_models import SERVED, targets
+from tests.tools.support.serving_models import SERVED, targets
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "docs" / "results" / "engine-classes.json"

@@ -51,7 +51,7 @@ from rope_ext_hf.tools.engines.formulas import longrope_magnitude, yarn_magnitud
 from rope_ext_hf.tools.servers.answers import compare_server, record_server
 from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
-from tests.support.model_servers import listening
+from tests.tools.support.model_servers import listening
 from tests.vllm_engine import SIZES, WINDOWS
 
 ROOT = Path(__file__).parent.parent

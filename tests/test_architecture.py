@@ -418,7 +418,9 @@ OF_THE_WHOLE = frozenset(
         "torchao_and_onnx",
     )
 )
-"""Tests of no module alone; their files stand in tests/ itself, beside those of modules in no folder."""
+"""Tests of the whole repository, in tests/ itself beside those of modules in no folder; they may need the tool box."""
+DATA = "conformance"
+"""A folder of data apart from the package, of the whole repository too: the tool box's mistakes are in its numbers."""
 
 
 def test_tests_stand_where_their_module_does() -> None:
@@ -426,17 +428,54 @@ def test_tests_stand_where_their_module_does() -> None:
     offences = []
     for path in sorted(Path(__file__).parent.rglob("test_*.py")):
         folder, subject = path.parent.relative_to(Path(__file__).parent), path.stem.removeprefix("test_")
-        if folder.parts == ("conformance",):  # a folder of data, apart from the package
+        if folder.parts == (DATA,):
             continue
-        room = ".".join((PACKAGE, *folder.parts))
-        named = [name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == room]
+        rooms = [".".join((PACKAGE, *folder.parts))]
+        if folder.parts == (TOOLS,):  # over the modules of one name in several rooms, such as commands
+            rooms = [f"{PACKAGE}.{room}" for room in LEVELS if room.startswith(f"{TOOLS}.")]
+        named = [name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] in rooms]
         if not any(subject == name or subject.startswith(f"{name}_") for name in named) and not (
             not folder.parts and subject in OF_THE_WHOLE
         ):
             offences.append(
-                f"{path.relative_to(ROOT)} names no module of {room}: tests/FOLDER/test_MODULE[_SUBJECT].py"
+                f"{path.relative_to(ROOT)} names no module of {rooms[0]}: tests/FOLDER/test_MODULE[_SUBJECT].py"
             )
     check(offences)
+
+
+def of_the_whole(path: Path) -> bool:
+    """Whether a file in tests/ may need the tool box: its own tests, and those of the whole repository."""
+    folder = path.relative_to(ROOT / "tests").parts[0]
+    return folder in (TOOLS, DATA) or path.stem.removeprefix("test_") in OF_THE_WHOLE
+
+
+def test_tests_of_the_library_need_no_tool() -> None:
+    """Neither they nor what they import from tests/."""
+    trees = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts): (path, ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
+    imports = {
+        name: {
+            target
+            for each in imports_of(name, tree, {*modules(), *trees})
+            for target in (each.target, f"{each.target}.{each.name}")
+        }
+        for name, (_, tree) in trees.items()
+    }
+    needed = {name for name, (path, _) in trees.items() if path.name.startswith("test_") and not of_the_whole(path)}
+    waiting = [*needed, "tests.conftest"]
+    while waiting:
+        new = imports[waiting.pop()] & trees.keys() - needed
+        needed |= new
+        waiting += new
+    assert len(needed) > 100
+    check(
+        f"{name} imports {target}"
+        for name in sorted(needed)
+        for target in imports[name]
+        if target.startswith(f"{PACKAGE}.{TOOLS}") or (target in trees and of_the_whole(trees[target][0]))
+    )
 
 
 # --- size ---------------------------------------------------------------------------------------------------------

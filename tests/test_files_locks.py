@@ -13,8 +13,6 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.files import locked
-from rope_ext_hf.runs.journal import exclusive
-from rope_ext_hf.tools.training import finetune
 
 HOLD = """
 import sys, time
@@ -49,9 +47,3 @@ def test_what_another_library_wrote_into_a_lock_is_left(tmp_path: Path) -> None:
     path.write_text("12\nhost\n", encoding="utf-8")
     with locked(path, tmp_path):
         assert "process" not in path.read_text(encoding="utf-8")
-
-
-def test_a_command_that_keeps_a_folder_is_refused_before_it_reads_a_model(tmp_path: Path) -> None:
-    with exclusive(tmp_path, 0), pytest.raises(rope.FileError, match=rf"writing '.*' \(process {os.getpid()} on"):
-        finetune("no model", tmp_path, data="stdlib", method="yarn", factor=4, steps=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["run.0.lock"]

@@ -12,9 +12,6 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import printable
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.terminal import as_wide_as, terminal_width, text_table, wrapped
-from rope_ext_hf.tools import serving
-from rope_ext_hf.tools.advice import advise
-from rope_ext_hf.tools.servers.checking import ServerReport
 from tests.support.wrapped_text import unwrapped
 
 SENTENCE = "The same tokens are read at every length, each length with its own amount of context before them. " * 3
@@ -51,16 +48,6 @@ def test_a_pipe_is_160_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal_width() == 160
 
 
-def test_what_commands_print_is_readable_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    advice = str(advise("reference", 4096))
-    assert len(advice.splitlines()) < 140
-    config = str(serving.serving_config("reference", "vllm", "yarn", factor=4))
-    remarks = "\n".join(line for line in config.splitlines() if line.startswith("#"))
-    for text in (advice, str(serving.audit(rope.reference.path())), remarks):
-        assert max(len(line) for line in text.splitlines() if "/" not in line.strip() or " " in line.strip()) <= 80
-
-
 def test_text_for_a_file_is_as_wide_wherever_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     with as_wide_as(100):
@@ -71,21 +58,6 @@ def test_text_for_a_file_is_as_wide_wherever_it_is_written(monkeypatch: pytest.M
 # --- what notebooks show ----------------------------------------------------------------------------------------------
 
 HOSTILE = "<script>alert('\x1b')</script>"
-
-
-def answers() -> dict[str, Any]:
-    """One answer of each kind that a notebook shows, with a hostile text in it."""
-    served = serving.serving_config("reference", "vllm", "yarn", factor=4)
-    differences = {HOSTILE: (0.001, 0.002), "the model as loaded": (0.3,)}
-    checked = ServerReport("http://here", "vLLM 1", "yarn x4", "as measured", "as measured", None, (), None, (8, 16),
-                           differences, {})  # fmt: skip
-    return {
-        "Description": replace(rope.describe(load_empty("reference")), notes=(HOSTILE,)),
-        "Advice": replace(advise("reference", 2048), notes=(HOSTILE,)),
-        "ServingConfig": replace(served, notes=(HOSTILE,)),
-        "Audit": replace(serving.audit("reference"), problems=(HOSTILE,)),
-        "ServerReport": checked,
-    }
 
 
 class Cells(HTMLParser):
@@ -109,21 +81,25 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
-def test_notebooks_show_tables_in_which_names_and_texts_are_text() -> None:
-    for kind, answer in answers().items():
-        shown = Cells(answer._repr_html_())
-        assert shown.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
-        assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in shown.rows for cell in row), kind
-        assert repr(answer).startswith(f"<{kind}: ")
-        assert repr(answer).isprintable()
+def check_notebook(kind: str, answer: Any) -> None:
+    """An answer that has HOSTILE in a field: a notebook shows it as text, in a table."""
+    shown = Cells(answer._repr_html_())
+    assert shown.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
+    assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in shown.rows for cell in row), kind
+    assert repr(answer).startswith(f"<{kind}: ")
+    assert repr(answer).isprintable()
 
 
-def test_notebooks_show_what_the_terminal_does() -> None:
-    """Every cell stands in the text, of advice in the full one; of commands to serve, that has one for all engines."""
+def check_cells(kind: str, answer: Any, text: str) -> None:
+    """Every cell that a notebook shows stands in the text; of commands to serve, that has one for all engines."""
+    rows = [row for row in Cells(answer._repr_html_()).rows if not row[0].startswith("serve with")]
+    cells = [cell for row in rows for cell in row[1:] if row[0] != "engine"]
+    assert len(cells) > 3
+    assert not [cell for cell in cells if unwrapped(cell) not in unwrapped(printable(text))], kind
+
+
+def test_notebooks_show_a_description_as_the_terminal_does() -> None:
+    described = replace(rope.describe(load_empty("reference")), notes=(HOSTILE,))
+    check_notebook("Description", described)
     with as_wide_as(10_000):
-        for kind, answer in answers().items():
-            text = unwrapped(printable(answer.full_text() if kind == "Advice" else str(answer)))
-            rows = [row for row in Cells(answer._repr_html_()).rows if not row[0].startswith("serve with")]
-            cells = [cell for row in rows for cell in row[1:] if row[0] != "engine"]
-            assert len(cells) > 3
-            assert not [cell for cell in cells if unwrapped(cell) not in text], kind
+        check_cells("Description", described, str(described))

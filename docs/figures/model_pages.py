@@ -19,7 +19,7 @@ from docs.figures.registry import FIGURES, figure, markdown_table
 
 if TYPE_CHECKING:
     from rope_ext_hf.tools.advice.advice import Advice
-    from tests.support.serving_models import Published
+    from tests.tools.support.serving_models import Published
 
 _SERVE, _LONGEST = "serve with ", 700
 """How goals of commands of engines begin in an advice, and characters of a command that is shown on a page."""
@@ -34,7 +34,7 @@ def page_name(title: str) -> str:
 @contextlib.contextmanager
 def _published() -> Iterator[dict[str, Published]]:
     """The models; each has a folder, as long as this lasts, that is called as on the Hub."""
-    from tests.support.serving_models import PUBLISHED
+    from tests.tools.support.serving_models import PUBLISHED
 
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,7 +68,7 @@ def model_pages() -> str:
 @cache
 def _advice(title: str) -> Advice:
     from rope_ext_hf.tools.advice.advising import advise
-    from tests.support.serving_models import PUBLISHED
+    from tests.tools.support.serving_models import PUBLISHED
 
     return advise(PUBLISHED[title].name, PUBLISHED[title].target_length)
 
@@ -186,7 +186,7 @@ def _memory(config: Any, shortest: int, longest: int) -> str:
 
 
 def _register() -> None:
-    from tests.support.serving_models import PUBLISHED
+    from tests.tools.support.serving_models import PUBLISHED
 
     for title in PUBLISHED:
         FIGURES[page_name(title)] = lambda title=title: _model_page(title)  # type: ignore[misc]

@@ -14,7 +14,7 @@ from rope_ext_hf.files import package_table
 from rope_ext_hf.tools.engines.base import Engine, Target, find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
-from tests.support.serving_models import SERVED, targets
+from tests.tools.support.serving_models import SERVED, targets
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -83,17 +82,6 @@ def test_passkey_finds_within_the_trained_length_and_not_at_twice(tmp_path: Path
     near, far = found["results"]
     assert near["exact_match"] == 1.0
     assert far["exact_match"] < 1.0
-
-
-@pytest.mark.slow
-def test_tasks_asks_so_many_samples_of_each_task_at_each_length(tmp_path: Path) -> None:
-    asked = ("tasks", "reference", "--suite", "json-kv", "--lengths", "768,1024", "--samples", "2", "--score", "rank")
-    found = run_json(*asked, "--method", "yarn", "--factor", "4", "--out", tmp_path, "--dtype", "float32")
-    (folder,) = tmp_path.iterdir()
-    records = [json.loads(line) for line in (folder / "records.0.jsonl").read_text().splitlines()]
-    assert len(records) == 2 * 2 * 2
-    assert [each["length"] for each in found["results"]] == [768, 1024, 768, 1024]
-    assert all(0 <= each["score"] <= 1 for each in found["results"])
 
 
 def test_nothing_is_written_where_the_text_is_too_short(tmp_path: Path) -> None:

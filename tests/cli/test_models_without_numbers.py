@@ -17,40 +17,33 @@ from tests.cli.test_lm_eval import TASK
 from tests.support.inputs import write_model
 
 TEXT = ("--data", "texts/*.txt", "--device", "cpu")
-MORE = (*TEXT, "--eval-data", "texts/*.txt", "--max-spans", "2")
 COMMANDS: dict[str, tuple[str, ...]] = {
     "ppl": (*TEXT, "--lengths", "64", "--max-spans", "2"),
     "sweep": (*TEXT, "--lengths", "64,128", "--method", "linear", "--factor", "2", "--max-spans", "2"),
     "passkey": ("--haystack", "texts/*.txt", "--lengths", "256", "--task", "key-value", "--trials", "2"),
-    "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2"),
-    "tasks, written": ("--suite", "json-kv", "--lengths", "768", "--score", "generate", "--samples", "2"),
-    "gain": ("--data", "rows.jsonl", "--lengths", "128", "--distances", "64"),
-    "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
-    "finetune": (*MORE, "--method", "linear", "--factor", "2", "--steps", "1", "--train-all", "--out", "trained"),
     "lm-eval": ("--tasks", "endings", "--include-path", "."),
     "lm-eval, written": ("--tasks", "written", "--include-path", "."),
 }  # fmt: skip
-SLOW = ("lm-eval", "sweep", "extend")
+SLOW = ("lm-eval", "sweep")
 THOROUGH = ("lm-eval, written",)
+
+
+def write_model_with_nan(root: Path) -> None:
+    """Write a model, one with NaN, and texts, in the folders "model", "nan" and "texts"."""
+    write_model(root / "model")
+    weights = load_file(write_model(root / "nan") / "model.safetensors")
+    weights["model.norm.weight"].fill_(math.nan)
+    save_file(weights, root / "nan" / "model.safetensors", metadata={"format": "pt"})
+    (root / "texts").mkdir()
+    for number in range(4):
+        text = "".join(f"def f{i}(x):\n    return x * {i * number % 97}\n" for i in range(30))
+        (root / "texts" / f"{number}.txt").write_text(text)
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that commands run in, with a model, one with NaN, texts, and tasks of lm-eval."""
-    write_model(tmp_path / "model")
-    weights = load_file(write_model(tmp_path / "nan") / "model.safetensors")
-    weights["model.norm.weight"].fill_(math.nan)
-    save_file(weights, tmp_path / "nan" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "texts").mkdir()
-    for number in range(4):
-        text = "".join(f"def f{i}(x):\n    return x * {i * number % 97}\n" for i in range(30))
-        (tmp_path / "texts" / f"{number}.txt").write_text(text)
-    filling = "Mice pay in kind. " * 9
-    rows = [
-        {"context": f"Say {i}. {filling}", "evidence": f"Say {i}. ", "question": " So?", "answer": f" {i}"}
-        for i in range(3)
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model_with_nan(tmp_path)
     task = TASK.format(folder=tmp_path)
     (tmp_path / "endings.yaml").write_text(task)
     written = task.replace("task: endings", "task: written").replace("loglikelihood", "generate_until")
@@ -75,7 +68,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_model_with_nan_has_no_result(name: str, folder: Path) -> None:
     if name.startswith("lm-eval"):
         pytest.importorskip("lm_eval")
-    code, _, err = run(name.partition(",")[0], "nan", *COMMANDS[name])
+    check_refused((name.partition(",")[0], "nan", *COMMANDS[name]), folder)
+
+
+def check_refused(words: tuple[str, ...], folder: Path) -> None:
+    """A command on the model with NaN must end with a sentence, and leave no weights."""
+    code, _, err = run(*words)
     assert code in (1, 2), err
     _, begins, sentence = err.rpartition("rope-ext: ")
     assert begins, err
@@ -99,13 +97,18 @@ CORPORA = {"empty": [""] * 3, "shorter than the span": ["x = 1"] * 3}
 
 
 @pytest.mark.parametrize("corpus", CORPORA)
-@pytest.mark.parametrize("name", ["ppl", "sweep", "extend", "finetune", "run"])
+@pytest.mark.parametrize("name", ["ppl", "sweep", "run"])
 def test_texts_without_anything_to_read_are_refused(name: str, corpus: str, folder: Path) -> None:
+    (folder / "file.yaml").write_text("run: ppl\nmodel: model\ndata: texts/*.txt\nlengths: 64\n")
+    check_nothing_to_read(("run", "file.yaml") if name == "run" else (name, "model", *COMMANDS[name]), corpus, folder)
+
+
+def check_nothing_to_read(words: tuple[str, ...], corpus: str, folder: Path) -> None:
+    """A command on texts with nothing to read must end with one line."""
     for number, text in enumerate(CORPORA[corpus]):
         (folder / "texts" / f"{number}.txt").write_text(text)
     (folder / "texts" / "3.txt").unlink()
-    (folder / "file.yaml").write_text("run: ppl\nmodel: model\ndata: texts/*.txt\nlengths: 64\n")
-    code, _, err = run(*(("run", "file.yaml") if name == "run" else (name, "model", *COMMANDS[name])))
+    code, _, err = run(*words)
     assert code == 2, err
     assert err.strip().splitlines()[-1].startswith("rope-ext: "), err
 

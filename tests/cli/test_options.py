@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,6 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
 from rope_ext_hf.method_choice import LayerChoice, MethodChoice, PatchChoice
 from rope_ext_hf.questions import Question, command_line
-from rope_ext_hf.tools.serving.questions import Extending
-from rope_ext_hf.tools.suites.questions import Gain, Tasks
-from rope_ext_hf.tools.training.questions import Finetuning
 
 QUESTIONS: list[tuple[str, Question]] = [
     ("ppl", Perplexity(lengths="4k,8k")),
@@ -30,18 +26,12 @@ QUESTIONS: list[tuple[str, Question]] = [
     ),
     ("sweep", Sweep(lengths=512, max_spans=64, bos=True)),
     ("passkey", Passkey(lengths=[128], depths=[0, 0.5], trials=3, keys=2, distractors=5, task="needle", seed=7)),
-    ("tasks", Tasks(lengths="16k", suite="json-kv", tasks="kv", samples=4, score="rank", chat_template="never")),
-    ("gain", Gain(lengths="4k,8k", distances="1k,2k", data="rows.jsonl", samples=8, haystack="books")),
-    ("finetune", Finetuning(model="m", method="yarn", factor=4, data="books/*.txt", minutes=2.5, train_all=True)),
-    ("finetune", Finetuning(model="m", method="yarn", target_length=4096, data="b", steps=10, control=True, guard=0.5)),
-    ("extend", Extending(target_length="128k", engine="sglang", out="a folder", measure=False, anyway=True)),
     ("ppl", MethodChoice(method=["yarn", "self-extend"], factor=[2, 8], over="original", context_length=4096)),
+    ("patch", PatchChoice(method="theta", target_length="1M")),
+    ("patch", PatchChoice(method="yarn", factor=16 / 3)),
     ("describe", LayerChoice(method="ntk", factor=1.5, layers="sliding_attention,2")),
-    ("serve-config", PatchChoice(method="theta", target_length="1M")),
-    ("serve-config", PatchChoice(method="yarn", factor=16 / 3)),
-    ("finetune", Finetuning(model="m", method="yarn", factor=4, data="b", minutes=1.234567, guard=0.0123456789)),
 ]  # fmt: skip
-REQUIRED = {"ppl": "--lengths 8", "serve-config": "--engine vllm", "finetune": "--out o"}
+REQUIRED = {"ppl": "--lengths 8", "patch": "--out o"}
 
 
 def parsed(line: str, kind: type[Question]) -> Question:
@@ -56,14 +46,17 @@ def parsed(line: str, kind: type[Question]) -> Question:
 @pytest.mark.parametrize(("command", "question"), QUESTIONS, ids=lambda value: getattr(type(value), "__name__", value))
 def test_a_printed_command_is_the_same_question_again(command: str, question: Question) -> None:
     needed = "" if "lengths" in question.options else f" {REQUIRED.get(command, '')}"
-    line = command_line(command, "m", **question.options) + needed
-    assert parsed(line, type(question)) == question
+    check_printed_command(command, question, needed)
+
+
+def check_printed_command(command: str, question: Question, needed: str) -> None:
+    """The command that is printed for a question, with the options that it needs, must ask the same question."""
+    assert parsed(command_line(command, "m", **question.options) + needed, type(question)) == question
 
 
 def test_what_is_given_as_text_and_as_a_value_is_the_same() -> None:
     assert Perplexity(lengths="256,1k", max_spans="all") == Perplexity(lengths=[256, 1024])
     assert MethodChoice(method="yarn, ntk", factor="2,4") == MethodChoice(method=["yarn", "ntk"], factor=(2.0, 4.0))
-    assert Extending(target_length="2k", out="a") == Extending(target_length=2048, out=Path("a"))
 
 
 def test_the_defaults_of_python_and_of_a_command_differ_where_it_is_said() -> None:
@@ -75,7 +68,12 @@ def test_the_defaults_of_python_and_of_a_command_differ_where_it_is_said() -> No
 
 
 def test_help_lists_the_fields_once() -> None:
-    for question in {type(question) for _, question in QUESTIONS}:
+    check_help({type(question) for _, question in QUESTIONS})
+
+
+def check_help(questions: set[type[Question]]) -> None:
+    """The docstring of each kind of question must have the help of each of its fields once."""
+    for question in questions:
         text = question.__doc__ or ""
         for each, how in question.how_asked():
             if each.name in vars(question).get("__annotations__", ()):

@@ -19,7 +19,7 @@ import torch
 
 from tests.conformance import formulas, models
 from tests.conformance.generate import KIT
-from tests.support import model_servers
+from tests.tools.support import model_servers
 
 ALONE = (
     "import runpy, sys; sys.modules['rope_ext_hf'] = None; sys.argv[0] = {0!r}; runpy.run_path({0!r}, None, '__main__')"

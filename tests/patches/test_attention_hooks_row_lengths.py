@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 import rope_ext_hf as rope
-from rope_ext_hf.errors import LengthError, MethodError, ServingError
-from rope_ext_hf.tools.serving.configs import serving_config
+from rope_ext_hf.errors import LengthError, MethodError
 from tests.support.definition import assert_gradients_are_defined, attending_by, defined, patched_method
 from tests.support.models import FAMILIES, TRAINED, build, build_config, from_config, logits, tokens
 from tests.support.oracles import group_of_length, rotate_to
@@ -294,12 +293,6 @@ def test_what_cannot_be_is_refused(method: str, given: dict[str, Any], said: str
     model = build("llama")
     with pytest.raises(MethodError, match=said):
         rope.patch(model, method, **given)
-
-
-def test_no_engine_serves_it() -> None:
-    for plugin in (False, True):
-        with pytest.raises(ServingError, match="no serving engine runs that"):
-            serving_config(build("llama"), "vllm", "jet-long", target_length=4 * TRAINED, plugin=plugin)
 
 
 def test_what_is_said_of_a_model() -> None:

@@ -1,17 +1,13 @@
-"""`check_context_parallel`: methods that read whole rows are refused, also by the callback, and others pass."""
+"""`check_context_parallel`: methods that read whole rows are refused, and others pass."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from transformers import TrainerControl, TrainerState
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.tools.training import RopeCallback, check_context_parallel
+from rope_ext_hf.patches.patching import check_context_parallel
 from tests.support.models import build
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -49,15 +45,3 @@ def test_remapping_methods_are_refused(method: str) -> None:
 def test_a_models_own_dynamic_scaling_is_refused() -> None:
     with pytest.raises(MethodError, match="the model's own dynamic-ntk takes the length of the input"):
         check_context_parallel(build("llama", {"rope_type": "dynamic", "factor": 4.0}))
-
-
-@pytest.mark.parametrize(("context", "sequence"), [(True, False), (False, True), (False, False)])
-def test_the_callback_asks_where_rows_are_spread(context: bool, sequence: bool) -> None:
-    model = rope.patch(build("llama"), "dynamic-yarn")
-    arguments: Any = SimpleNamespace(parallelism_config=SimpleNamespace(cp_enabled=context, sp_enabled=sequence))
-    callback = RopeCallback()
-    if not (context or sequence):
-        callback.on_train_begin(arguments, TrainerState(), TrainerControl(), model=model)
-        return
-    with pytest.raises(MethodError, match="under context parallelism"):
-        callback.on_train_begin(arguments, TrainerState(), TrainerControl(), model=model)

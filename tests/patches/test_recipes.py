@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.recipes import find_recipe, recipes
-from rope_ext_hf.tools.serving.configs import Model, make_target
-from tests.support.serving_models import FOLDER
+from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipes
 from tests.support.tiers import needs_family
 from tests.support.wrapped_text import unwrapped
 
+FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
 pytestmark = pytest.mark.filterwarnings("ignore:Unrecognized keys")
 BY_NAME = {recipe.name: recipe for recipe in recipes()}
 PLAIN = {"rope_scaling": None}
@@ -46,6 +46,11 @@ def config_of(file: str, changes: dict[str, Any]) -> Any:
     values = json.loads((FOLDER / f"{file.strip()}.json").read_text(encoding="utf-8"))["config"] | changes
     needs_family(values["model_type"])
     return AutoConfig.for_model(values.pop("model_type"), **values).get_text_config()
+
+
+def published(recipe: Recipe) -> Any:
+    """The published config that a recipe is for."""
+    return config_of(*next(each for each in ((f, c) for f, (name, c) in FITTING.items() if name == recipe.name)))
 
 
 def qwen3(**changes: Any) -> Any:
@@ -76,17 +81,15 @@ def test_every_recipe_states_what_it_needs() -> None:
 def test_the_arguments_give_what_transformers_computes_from_the_entry(name: str) -> None:
     recipe = BY_NAME[name]
     assert recipe.entry is not None
-    config = config_of(*next((file, changes) for file, (fitting, changes) in FITTING.items() if fitting == name))
+    config = published(recipe)
     assert find_recipe(config) is recipe
-    target = make_target(
-        Model("MODEL", copy.deepcopy(config), composite=False, specs=[]),
-        **recipe.arguments(config.max_position_embeddings),
-    )
+    with torch.device("meta"):
+        model = AutoModel.from_config(copy.deepcopy(config))
+    actual = rope.describe(rope.patch(model, **recipe.arguments(config.max_position_embeddings)))
     config.rope_parameters = config.rope_parameters | recipe.entry
     inv_freq, magnitude = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
-    torch.testing.assert_close(torch.tensor(target.inv_freq), inv_freq, rtol=2e-6, atol=0)
-    assert target.attention_factor == pytest.approx(magnitude, rel=1e-6)
-    assert target.length == recipe.entry["factor"] * recipe.context_length
+    torch.testing.assert_close(2 * torch.pi / torch.tensor(actual.wavelengths), inv_freq, rtol=2e-6, atol=0)
+    assert actual.attention_factor == pytest.approx(magnitude, rel=1e-6)
 
 
 def test_a_model_is_described_with_its_recipe() -> None:

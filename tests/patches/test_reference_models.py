@@ -14,7 +14,6 @@ import rope_ext_hf as rope
 from rope_ext_hf.errors import FingerprintError
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
-from rope_ext_hf.tools.training import RopeCallback
 
 pytestmark = [  # of TRL's own
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
@@ -104,13 +103,6 @@ def test_a_reference_model_of_another_name_is_left_alone(tmp_path: Path) -> None
     running = trainer("DPO", load("yarn"), tmp_path, ref_model=reference)
     running.train()
     assert float(running.state.log_history[0]["loss"]) != pytest.approx(math.log(2), abs=1e-3)
-
-
-@pytest.mark.slow
-def test_the_callback_stops_a_model_that_lacks_the_patch_of_its_reference(tmp_path: Path) -> None:
-    running = trainer("DPO", load(), tmp_path, ref_model=load("rerope"), callbacks=[RopeCallback()])
-    with pytest.raises(FingerprintError, match="rerope instead of none"):
-        running.train()
 
 
 def test_a_model_is_compared_before_it_is_evaluated() -> None:

@@ -12,15 +12,10 @@ import rope_ext_hf as rope
 from rope_ext_hf.eval import Passkey, Perplexity, measure, perplexity
 from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.reading.protocols import PROTOCOLS
-from rope_ext_hf.tools.suites import Gain, Tasks
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.models import build
 
 TEXT = "How much is the cheese? It is much, and the mice pay in kind; nobody counts. " * 2
-ROWS = [
-    {"context": f"{i}. Say {i}. {TEXT[i : 90 + i]}", "evidence": f"Say {i}. ", "question": " So?", "answer": f" {i}"}
-    for i in range(3)
-]
 
 
 def model_and_reads() -> tuple[Any, list[list[int]]]:
@@ -107,19 +102,22 @@ def test_matched_has_the_same_targets_at_every_length_or_says_that_none_fit() ->
 
 QUESTIONS: dict[str, Any] = {
     "passkey": Passkey(lengths=[256], depths=[0.5], trials=2, distractors=1, haystack=[TEXT], task="passkey"),
-    "tasks": Tasks(lengths=[768], suite="json-kv", samples=2, score="rank"),
-    "gain": Gain(lengths=[256], distances=[64], data=ROWS, samples=2),
     "ppl": Perplexity(lengths=[128], data=[TEXT], max_spans=2),
 }
+
+
+def check_prompts(template: str, question: Any) -> None:
+    """Measure the answers to a question: every prompt must begin as the tokenizer begins a text."""
+    model, reads = model_and_reads()
+    measure(model, question, tokenizer=byte_tokenizer(template), chunk=2048)
+    own = begins(template)
+    prompts = [each for each in reads if len(each) > 80]  # answers and continued prompts are shorter
+    assert prompts
+    assert all(each[: len(own)] == own and each[len(own)] >= len(SPECIAL) for each in prompts)
+    assert max(map(len, prompts)) <= question.lengths[0]
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_every_measurement(template: str, name: str) -> None:
-    model, reads = model_and_reads()
-    measure(model, QUESTIONS[name], tokenizer=byte_tokenizer(template), chunk=2048)
-    own = begins(template)
-    prompts = [each for each in reads if len(each) > 80]  # answers and continued prompts are shorter
-    assert prompts
-    assert all(each[: len(own)] == own and each[len(own)] >= len(SPECIAL) for each in prompts)
-    assert max(map(len, prompts)) <= QUESTIONS[name].lengths[0]
+    check_prompts(template, QUESTIONS[name])

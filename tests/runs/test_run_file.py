@@ -104,7 +104,7 @@ def test_every_kind_of_run_names_its_command() -> None:
 
     names = [each.command for each in below(Question) if "command" in vars(each)]
     assert len(names) == len(set(names))
-    assert {"ppl", "sweep", "passkey", "tasks"} <= set(names)
+    assert {"ppl", "sweep", "passkey"} <= set(names)
 
 
 def test_the_text_of_a_file_is_plain_yaml(tmp_path: Path) -> None:

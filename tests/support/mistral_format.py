@@ -68,3 +68,10 @@ def write_mistral_format(model: Any, folder: Path, shards: int = 1, **params: An
 
 def _interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write_both_formats(folder: Path) -> Path:
+    """Write a model in both formats, as the folders of Mistral's repositories have it; the folder again."""
+    model = mistral()
+    model.save_pretrained(folder)
+    return write_mistral_format(model, folder, 3, max_position_embeddings=256)

@@ -25,8 +25,8 @@ from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import Advice, advise
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS, guidance_of
 from tests.support.models import build
-from tests.support.serving_models import FOLDER
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.serving_models import FOLDER
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,8 +15,8 @@ from rope_ext_hf.tools.advice.guidance import GOALS
 from rope_ext_hf.tools.advice.measurements import measured_models, rises_at, rises_for_short_inputs
 from rope_ext_hf.tools.serving.questions import GPUServer
 from tests.support.commands import run
-from tests.support.serving_models import PUBLISHED
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.serving_models import PUBLISHED
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 K = 1024

@@ -22,7 +22,7 @@ from rope_ext_hf.tools.serving.auditing import audit
 from rope_ext_hf.tools.serving.questions import Extending, GPUServer
 from tests.support.commands import run, run_json
 from tests.support.models import build
-from tests.support.serving_models import PUBLISHED
+from tests.tools.support.serving_models import PUBLISHED
 
 K = 1024
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -23,8 +23,8 @@ from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.tools.advice.extending import Comparison, ExtensionVerdict, plan_extension
 from rope_ext_hf.tools.serving.questions import Extending
 from tests.support.models import build
-from tests.support.serving_models import FOLDER
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.serving_models import FOLDER
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -20,7 +20,7 @@ from rope_ext_hf.tools.engines.hf_transformers import Transformers
 from rope_ext_hf.tools.serving.configs import make_target
 from tests.conformance.generate import text_config
 from tests.support.models import build
-from tests.support.serving_models import FOLDER, SERVED, serve, served_model, targets
+from tests.tools.support.serving_models import FOLDER, SERVED, serve, served_model, targets
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 every_family = pytest.mark.parametrize("family", SERVED)

@@ -9,7 +9,7 @@ from rope_ext_hf.tools.engines.hf_transformers import MLA_FAMILIES, NTK_ALPHA_FA
 from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.every_model import tiny
-from tests.support.serving_models import serve
+from tests.tools.support.serving_models import serve
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

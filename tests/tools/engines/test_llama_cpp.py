@@ -9,7 +9,7 @@ from rope_ext_hf.errors import (
 )
 from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.serving.configs import make_target
-from tests.support.serving_models import served_model
+from tests.tools.support.serving_models import served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

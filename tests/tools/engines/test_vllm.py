@@ -14,7 +14,7 @@ from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.keys import Computed
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.every_model import tiny
-from tests.support.serving_models import serve, served_model
+from tests.tools.support.serving_models import serve, served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -25,9 +25,9 @@ from rope_ext_hf.tools import servers
 from rope_ext_hf.tools.servers import checking
 from rope_ext_hf.tools.servers.answers import record_server
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
-from tests.support.model_servers import KINDS, logprobs, serving
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.model_servers import KINDS, logprobs, serving
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.tools.servers import clients
 from rope_ext_hf.tools.servers.clients import Answer, VLLMClient, connect
-from tests.support.model_servers import MODELS
+from tests.tools.support.model_servers import MODELS
 
 IDS = list(range(10, 20))
 Reply = Callable[[BaseHTTPRequestHandler, Any], None]

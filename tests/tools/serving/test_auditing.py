@@ -24,8 +24,8 @@ from rope_ext_hf.tools.engines.keys import Computed
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import build
-from tests.support.serving_models import SERVED, published_config, served_model
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.serving_models import SERVED, published_config, served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 every_family = pytest.mark.parametrize("family", SERVED)

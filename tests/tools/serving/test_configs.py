@@ -26,8 +26,8 @@ from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from tests.support.commands import run
 from tests.support.every_model import tiny
-from tests.support.models import build
-from tests.support.serving_models import served_model
+from tests.support.models import TRAINED, build
+from tests.tools.support.serving_models import served_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BASE = {"model_type": "llama", "head_dim": 128, "max_position_embeddings": 32768, "rope_theta": 1e6}
@@ -163,3 +163,9 @@ def test_a_folder_that_is_patched_as_told_is_served_as_told(
     assert by_folder.computed.inv_freq == pytest.approx(config.computed.inv_freq, rel=1e-6)
     assert by_folder.computed.attention_factor == pytest.approx(config.computed.attention_factor, rel=1e-6)
     assert f"{patch}\n{serve}" in str(config)
+
+
+def test_a_method_that_reads_the_length_of_each_row_is_refused() -> None:
+    for plugin in (False, True):
+        with pytest.raises(ServingError, match="no serving engine runs that"):
+            serving.serving_config(build("llama"), "vllm", "jet-long", target_length=4 * TRAINED, plugin=plugin)

@@ -15,8 +15,8 @@ from rope_ext_hf.tools.engines.base import find_engine
 from rope_ext_hf.tools.engines.llama_cpp import file_computes
 from rope_ext_hf.tools.serving.configs import make_target
 from rope_ext_hf.tools.serving.gguf_files import read_file_rope, rewrite
-from tests.support.serving_models import served_model
 from tests.support.wrapped_text import unwrapped
+from tests.tools.support.serving_models import served_model
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,7 +11,7 @@ import pytest
 import rope_ext_hf as rope
 from rope_ext_hf.tools.suites import ruler
 from rope_ext_hf.tools.suites.base import Sample, suite
-from tests.support.ruler import haystack, make_tokenizer
+from tests.tools.support.ruler import haystack, make_tokenizer
 
 pytest.importorskip("nltk")
 pytest.importorskip("wonderwords")

@@ -21,7 +21,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.suites.base import suite
-from tests.support.ruler import hotpotqa, make_tokenizer, squad
+from tests.tools.support.ruler import hotpotqa, make_tokenizer, squad
 
 RECORDED = {
     "1024 qa_1": "936a5fe3ead8198c6011001ec77954ee",

@@ -27,7 +27,7 @@ from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
 from tests.support.tiers import needs_family
 
-FOLDER = Path(__file__).parents[2] / "conformance" / "configurations"
+FOLDER = Path(__file__).parents[3] / "conformance" / "configurations"
 SERVED = {
     "Llama": "llama-3.1",
     "Qwen3": "qwen3-8b-yarn",

@@ -1,0 +1,56 @@
+"""`run` and `--dry-run` of the tool box: every kind of run again from its file, and what a run would take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rope_ext_hf.plug_ins import plug_in_names
+from tests.cli.test_evaluation_dry_runs import check_dry_run, write_inputs_without_weights
+from tests.cli.test_run_files import TEXT, asking, check_repeated
+from tests.support.commands import run
+
+MORE = (*TEXT, "--eval-data", "held-out/*.txt", "--max-spans", "2")
+TRAINED = ("--train-all", "--accumulate", "1")
+KINDS: dict[str, tuple[str, ...]] = {
+    "tasks": ("--suite", "json-kv", "--lengths", "768", "--score", "rank", "--samples", "2", "--device", "cpu"),
+    "gain": ("--lengths", "1k", "--samples", "2", "--device", "cpu"),
+    "extend": (*TEXT, "--target-length", "128", "--max-spans", "2", "--anyway", "--yes"),
+    "finetune": (*MORE, *TRAINED, "--method", "linear", "--factor", "2", "--steps", "2", "--out", "trained"),
+}
+"""A small run of each kind, of the model in the folder "model"."""
+
+
+def test_every_kind_has_a_case() -> None:
+    assert asking().keys() & {*plug_in_names("commands")} == KINDS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*would load .* and run another model:UserWarning")
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.thorough] * (each in ("tasks", "gain"))) for each in KINDS]
+)
+def test_the_file_of_a_run_repeats_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_repeated(kind, KINDS[kind], tmp_path, monkeypatch, *["--yes"] * (kind == "extend"))
+
+
+def test_a_file_with_two_lengths_of_a_training_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "given.yaml").write_text(
+        "run: finetune\nmodel: a\ndata: b\nmethod: yarn\nsteps: 1\nminutes: 1\nout: c", encoding="utf-8"
+    )
+    code, out, err = run("run", tmp_path / "given.yaml")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "one of minutes and steps" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_reads_no_weights_and_writes_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    size = write_inputs_without_weights(tmp_path)
+    held = 2 * size if kind == "finetune" else size  # and its guard
+    check_dry_run((kind, "model", *KINDS[kind]), tmp_path, held, size if kind in ("extend", "finetune") else None)
