@@ -30,6 +30,7 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_a_dry_run_reads_no_weights_and_writes_nothing(kind: str, inputs: int, tmp_path: Path) -> None:
     size = inputs // 2 if kind == "sweep" else inputs  # in bfloat16
     check_dry_run((kind, "model", *KINDS[kind]), tmp_path, size, None)

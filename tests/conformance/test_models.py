@@ -32,6 +32,7 @@ def test_weights_are_those_of_their_seed(family: str) -> None:
 
 @pytest.mark.slow
 @every_model
+@pytest.mark.sampled(4)
 def test_a_file_is_what_the_package_generates(name: str) -> None:
     entry, made = stored(name), json.loads(models.written(models.model_file(name)))
     for key in ("weights", "config", "ids", "positions"):

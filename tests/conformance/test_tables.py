@@ -33,6 +33,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 @every_configuration
+@pytest.mark.sampled(4)
 def test_a_file_is_what_the_package_generates(name: str) -> None:
     entry = stored(name)
     made = json.loads(written(configuration(entry)))

@@ -126,6 +126,7 @@ def test_with_a_key_for_every_depth_prompts_of_a_trial_differ_in_their_question_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "dynamic-yarn", "rerope"])
+@pytest.mark.sampled(2)
 def test_a_prompt_that_is_read_once_and_asked_three_times_scores_as_three_prompts(method: str | None) -> None:
     model, tokenizer = build("llama", vocab_size=259), byte_tokenizer()
     read: list[int] = []

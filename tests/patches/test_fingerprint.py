@@ -131,6 +131,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.sampled(3)
 def test_a_mistake_is_named(name: str) -> None:
     expected, actual, sentence = MISTAKES[name]
     one, other = fingerprint_of(expected()), fingerprint_of(actual())

@@ -63,6 +63,7 @@ def test_a_decoder_that_returns_no_cache() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dca", "rerope"])
+@pytest.mark.sampled(2)
 def test_a_model_of_several_language_models(method: str) -> None:
     """Qwen2.5-Omni names no input embeddings of its own: those of the part that reads text are taken."""
     entry = next(each for each in entries() if each.model_type == "qwen2_5_omni")

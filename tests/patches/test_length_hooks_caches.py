@@ -41,6 +41,7 @@ def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
 @pytest.mark.slow
 @each_kind_of_rule
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "offloaded cache" or torch.cuda.is_available()])
+@pytest.mark.sampled(5)
 def test_generate_with_a_cache_equals_without(way: str, rule: str) -> None:
     device = "cuda" if way == "offloaded cache" else "cpu"  # transformers offloads from CUDA devices alone
     model, ids = patched("llama", rule, num_hidden_layers=1).to(device), tokens(TRAINED - 5, batch=2).to(device)

@@ -229,6 +229,7 @@ def test_the_decoder_alone_can_be_patched() -> None:
 @pytest.mark.parametrize(
     ("name", "method"), [("llama", "yarn"), ("gemma3", "linear"), ("glm", "ntk"), ("olmo", "linear")]
 )
+@pytest.mark.sampled(2)
 def test_compiles_in_one_graph(name: str, method: str) -> None:
     model, ids = rope.patch(build(name), method, factor=4), tokens(LONG)
     expected = logits(model, ids)

@@ -47,6 +47,7 @@ def test_a_file_with_two_lengths_of_a_training_is_one_line(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_a_dry_run_reads_no_weights_and_writes_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "extend")) for each in COMMANDS]
 )
+@pytest.mark.sampled(5)
 def test_a_model_with_nan_has_no_result(name: str, folder: Path) -> None:
     check_refused((name.partition(",")[0], "nan", *COMMANDS[name]), folder)
 

@@ -122,6 +122,7 @@ def test_methods_are_advised_as_far_as_they_helped_a_measured_model(folder: Path
 
 @pytest.mark.slow
 @of_model("gpt-oss-20b", "DeepSeek-V3", "Qwen3-VL-8B", "Gemma-3-4B")
+@pytest.mark.sampled(3)
 def test_engines_are_those_whose_rules_compute_the_same(folder: Path) -> None:
     advice = advise(folder, 2 * advise(folder, 1).context_length)
     for each in advice.methods:
@@ -328,6 +329,7 @@ def parse(command: str) -> str:
 @pytest.mark.slow
 @of_model("Llama-3.1-8B", "Qwen3-8B", "Mistral-7B", "gpt-oss-20b")
 @pytest.mark.parametrize(("length", "stated"), [(128 * K, None), (256 * K, None), (64 * K, 32 * K)])
+@pytest.mark.sampled(5)
 def test_commands_parse(folder: Path, length: int, stated: int | None) -> None:
     advice = advise(folder, length, context_length=stated)
     lines = [line for commands in advice.commands.values() for line in commands if not line.startswith("#")]

@@ -31,6 +31,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.fil
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [64 * K, 128 * K, 256 * K, 512 * K])
 @pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.sampled(5)
 def test_advise_extend_and_serve_config_agree(name: str, length: int, tmp_path: Path) -> None:
     """They agree on what is needed, on the length that is extended, and on the factor."""
     stated, folder = PUBLISHED[name].context_length, PUBLISHED[name].write(tmp_path)

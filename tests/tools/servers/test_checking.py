@@ -60,6 +60,7 @@ YARN: dict[str, Any] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled(3)
 def test_a_right_server_of_each_kind(kind: str, folder: Path) -> None:
     with serving(kind, plain(**YARN)) as url:
         report = servers.check_server(url, folder, lengths=[64, 300])

@@ -140,6 +140,7 @@ def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any,
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     for name, text in TEXTS.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

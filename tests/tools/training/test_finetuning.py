@@ -329,6 +329,7 @@ def test_a_run_is_not_continued_over_what_changed_in_place(changed: str, named: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("guard", "most"), [(0.0, 1), (1.0, 2)])
+@pytest.mark.sampled(2)
 def test_no_more_models_are_in_memory_than_are_promised(guard: float, most: int, small: Path, tmp_path: Path) -> None:
     def living() -> int:
         models = (each for each in gc.get_objects() if type(each) is LlamaForCausalLM)
