@@ -27,6 +27,11 @@ class EffectiveLength(NamedTuple):
     def __str__(self) -> str:
         return f"{self.length:,} ({self.low:,} to {self.high:,})"
 
+    @property
+    def in_words(self) -> str:
+        """The length and its interval, as a sentence has them."""
+        return f"{self.length:,} tokens (95% confidence interval {self.low:,} to {self.high:,})"
+
 
 class Evidence(IntEnum):
     """How close a measure is to what a model is used for; the closest one decides first."""
@@ -92,7 +97,7 @@ class Measure:
         level = 1 - (1 - LEVEL) / len(cells)
         if not self.higher_is_better or any((self.mean(*cell, level=level).low or 0) > self.chance for cell in cells):
             return ""
-        return f"no method is better than luck{f' ({self.chance:.1%})' if self.chance else ''}"
+        return f"no method is significantly above chance{f' ({self.chance:.1%})' if self.chance else ''}"
 
     def lengths(self, key: str) -> list[int]:
         return sorted(self.items.get(key, {}))

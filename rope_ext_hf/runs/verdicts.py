@@ -25,6 +25,8 @@ from rope_ext_hf.runs.statistics import Estimate
 _UNPATCHED = "the unpatched model"
 BEST_MARK = "* best, or no significant difference from the best"
 _MOST_SENTENCES = 4
+_MOST_NAMED = 4  # methods in one list; of more the range of the values is said
+_MANY_TIMES = 2.0  # from this ratio on, perplexities are compared by how many times one is the other
 
 
 class Outcome(StrEnum):
@@ -214,14 +216,22 @@ class Findings:
 
     @cached_property
     def unbeaten(self) -> list[str]:
-        """The methods that no other one is better than; the one with the best value first, where a measure has all."""
+        """The methods that no other one is better than.
+
+        The unpatched model comes first, then the methods under which short inputs are not worse, then the best value.
+        """
         worse = {one for (one, _), outcome in self.outcomes.items() if outcome is Outcome.WORSE}
         left = sorted(set(self.candidates) - worse, key=lambda key: (self.names[key], key))
         for measure in self.informative:
             lengths = [n for n in measure.lengths(left[0]) if {*left} <= {*measure.measured(n)}] if left else []
             if lengths:
-                return sorted(left, key=lambda key: _place(measure, key, lengths[-1]))
-        return left
+                left = sorted(left, key=lambda key: _place(measure, key, lengths[-1]))
+                break
+
+        def price(key: str) -> tuple[bool, bool]:
+            return key != self.loaded, any(self.reads_short_worse(each, key) for each in self.informative)
+
+        return sorted(left, key=price)
 
     @cached_property
     def lead(self) -> str | None:
@@ -256,9 +266,9 @@ def conclude(known: Findings) -> Conclusion:
         sentences = _no_lead(known)
     else:
         sentences = _best(known, lead)
-        if lead != known.loaded:
-            sentences += _short_inputs(known, lead)
-        sentences += [*_by_others(known, lead), *_reach(known, lead)]
+        if lead != known.loaded and (len(known.candidates) == 1 or len(known.unbeaten) < len(known.candidates)):
+            sentences += [*_beyond(known, lead), *_short_inputs(known, lead), *_by_others(known, lead)]
+        sentences += [*_reach(known, lead), *_missing(known)]
         sentences += [f"{capital(m.name)}: {m.flaw}." for m in known.ordered if m.flaw]
     return Conclusion(" ".join(sentences[:_MOST_SENTENCES]), lead, tuple(known.unbeaten) if lead else ())
 
@@ -276,8 +286,8 @@ def _no_lead(known: Findings) -> list[str]:
     pairs = combinations(known.unbeaten, 2)
     pair = next(pair for pair in pairs if known.outcomes[pair] is Outcome.NOT_MEASURED)
     return [
-        f"No comparison of {listed(map(known.called, pair))}: they were not measured on the same text or prompts at "
-        "one length."
+        f"{capital(listed(map(known.called, pair)))} cannot be compared: at no length were they measured on the same "
+        "text or prompts."
     ]
 
 
@@ -310,18 +320,58 @@ def _best(known: Findings, lead: str) -> list[str]:
         for measure in known.informative
         if (lengths := measure.lengths(lead))
     )
+    first, equal = known.informative[0], known.unbeaten
     if len(known.candidates) == 1:
         return [f"At {where}, {known.called(lead)} has {values}."]
-    if set(known.unbeaten) == set(known.candidates):
-        return [f"At {where}, no significant difference between {_with_values(known, known.unbeaten, longest)}."]
-    unpatched = ""
-    first = known.informative[0]
-    if lead != known.loaded and known.loaded not in known.unbeaten and known.loaded in first.measured(longest):
-        unpatched = f" (unpatched {first.text(first.value(known.loaded, longest))})"
-    sentences = [f"Best at {where}: {known.called(lead)}, {values}{unpatched}."]
-    if others := known.unbeaten[1:]:
+    values_of_equal = [first.value(key, longest) for key in equal if key in first.measured(longest)]
+    if values_of_equal and not any(map(math.isfinite, values_of_equal)):
+        return [f"At {where}, {first.name} is not finite for {listed(map(known.called, equal))}."]
+    if len(equal) > 1 and (lead == known.loaded or set(equal) == set(known.candidates)):
+        return [f"At {where}, {_alike(known, first, equal, longest)}."]
+    sentences = [f"Best at {where}: {known.called(lead)}, {values}{_of_unpatched(known, lead)}."]
+    if others := [key for key in equal[1:] if key in first.measured(longest) or not first.lengths(key)]:
         sentences.append(f"No significant difference: {_with_values(known, others, longest)}.")
+    if beaten := [key for key in known.best(first, longest) if key not in equal]:
+        sentences.append(f"By {first.name} alone, no significant difference: {_with_values(known, beaten, longest)}.")
     return sentences
+
+
+def _alike(known: Findings, first: Measure, equal: Sequence[str], length: int) -> str:
+    """Say that no method is better than the unpatched model, or than another."""
+    measured = sorted((key for key in equal if key in first.measured(length)), key=lambda k: _place(first, k, length))
+    texts = [first.text(first.value(key, length)) for key in measured]
+    if equal[0] == known.loaded:
+        own = first.text(first.value(known.loaded, length)) if known.loaded in measured else "not measured"
+        here = f"{first.name} {own}"
+        nearest = f"; best value: {known.called(measured[0])}, {texts[0]}" if measured[0] != known.loaded else ""
+        return f"no method is significantly better than the unpatched model ({here}{nearest})"
+    if len(equal) <= _MOST_NAMED:
+        return f"no significant difference between {_with_values(known, equal, length)}"
+    return f"no significant difference between any two of {len(equal)} methods ({first.name} {texts[0]} to {texts[-1]})"
+
+
+def _of_unpatched(known: Findings, lead: str) -> str:
+    """Return the values of the unpatched model in brackets, by the measures and at the lengths of the best method."""
+    values = []
+    for measure in known.informative:
+        if (lengths := measure.lengths(lead)) and known.loaded in measure.measured(max(lengths)):
+            values.append(measure.text(measure.value(known.loaded, max(lengths))))
+    return f" (unpatched {listed(values)})" if values and lead != known.loaded else ""
+
+
+def _beyond(known: Findings, lead: str) -> list[str]:
+    """Say where the longest length is beyond the one that the best method is set for."""
+    longest = max(measure.longest for measure in known.informative)
+    if not known.beyond(lead, longest):
+        return []
+    return [f"{capital(known.called(lead))} is set for {known.extended[lead]:,} tokens; {longest:,} is beyond that."]
+
+
+def _missing(known: Findings) -> list[str]:
+    """Name the methods that have no value at the longest length."""
+    first = known.informative[0]
+    absent = [key for key in known.candidates if first.lengths(key) and key not in first.measured(first.longest)]
+    return [f"Not measured at {first.longest:,} tokens: {listed(map(known.called, absent))}."] if absent else []
 
 
 def _with_values(known: Findings, keys: Sequence[str], length: int) -> str:
@@ -347,9 +397,9 @@ def _short_inputs(known: Findings, lead: str) -> list[str]:
             case Outcome.BETTER:
                 clauses.append(f"{measure.name} gets better ({before} to {after})")
             case _ if measure.identical((lead, here), (known.loaded, here)):
-                clauses.append(f"{measure.name} stays {after}")
+                clauses.append(f"{measure.name} is unchanged ({after})")
             case _:
-                clauses.append(f"no significant difference in {measure.name} ({before} to {after})")
+                clauses.append(f"no significant difference in {measure.name} ({after}, unpatched {before})")
     return [f"Short inputs ({here:,} tokens): {'; '.join(clauses)}."] if clauses else []
 
 
@@ -370,8 +420,8 @@ def _reach(known: Findings, lead: str) -> list[str]:
     for measure in known.informative:
         if lead in measure.reaches:
             plain = measure.reaches.get(known.loaded)
-            text = f"Effective length by {measure.name}: {measure.reaches[lead]} tokens"
-            sentences.append(f"{text}, unpatched {plain}." if plain and lead != known.loaded else f"{text}.")
+            text = f"Effective length by {measure.name}: {measure.reaches[lead].in_words}"
+            sentences.append(f"{text}; unpatched {plain.in_words}." if plain and lead != known.loaded else f"{text}.")
         elif measure.tolerance is not None and not measure.of_positions:
             sentences += _near(known, measure, lead, measure.tolerance)
     return sentences
@@ -383,12 +433,17 @@ def _near(known: Findings, measure: Measure, lead: str, tolerance: float) -> lis
     lengths = [length for length in measure.lengths(lead) if length > here]
     outcomes = [known.outcome_against_short(measure, lead, length) for length in lengths]
     within = list(takewhile(lambda pair: pair[1] is Outcome.BETTER, zip(lengths, outcomes, strict=True)))
-    base = f"{'its own' if lead == known.loaded else 'that of the unpatched model'} at {here:,} tokens"
+    base = f"that of the unpatched model at {here:,} tokens"
     if within:
         furthest = _length_text(within[-1][0], here)
-        return [f"Up to {furthest}, {measure.name} stays within {tolerance:.0%} of {base}."]
+        at = f"At {furthest}" if len(within) == 1 else f"From {within[0][0]:,} to {furthest}"
+        return [f"{at}, {measure.name} is within {tolerance:.0%} of {base}."]
     if lengths and outcomes[0] is Outcome.WORSE:
-        return [f"At {_length_text(lengths[0], here)}, {measure.name} is more than {tolerance:.0%} above {base}."]
+        value, short = measure.value(lead, lengths[0]), measure.value(known.loaded, here)
+        ratio = value / short if measure.exponential else exponential(value - short)
+        above = f"{ratio - 1:.0%} above" if ratio < _MANY_TIMES else f"{ratio:.2g} times"
+        values = f"{measure.text(value)} against {measure.text(short)}"
+        return [f"At {_length_text(lengths[0], here)}, {measure.name} is {above} {base} ({values})."]
     return []
 
 

@@ -100,7 +100,7 @@ def test_the_best_method_what_short_inputs_lose_and_its_reach() -> None:
     assert str(made) == (
         "Best at 256 tokens (4x): yarn, perplexity 4.48 (unpatched 148). "
         "Short inputs (64 tokens): perplexity gets worse (2.72 to 3.32). "
-        "Up to 128 tokens (2x), perplexity stays within 5% of that of the unpatched model at 64 tokens."
+        "At 128 tokens (2x), perplexity is within 5% of that of the unpatched model at 64 tokens."
     )
 
 
@@ -114,7 +114,7 @@ def test_methods_without_a_significant_difference_from_the_best_are_named() -> N
     assert set(made.equal) == {"a", "b"}
     assert str(made).startswith(
         "Best at 256 tokens (4x): a, perplexity 4.48 (unpatched 148). No significant difference: b (4.49). "
-        "Short inputs (64 tokens): perplexity stays 2.72. "
+        "Short inputs (64 tokens): perplexity is unchanged (2.72). "
     )
 
 
@@ -124,7 +124,7 @@ def test_a_reach_that_the_documents_do_not_show_is_not_claimed() -> None:
     assert "5%" not in made.text
     made = concluded(perplexities({"loaded": {64: 1.0, 128: 5.0}, "yarn": {64: 1.2, 128: 2.0}}))
     assert made.text.endswith(
-        "At 128 tokens (2x), perplexity is more than 5% above that of the unpatched model at 64 tokens."
+        "At 128 tokens (2x), perplexity is 2.7 times that of the unpatched model at 64 tokens (7.39 against 2.72)."
     )
 
 
@@ -132,7 +132,36 @@ def test_methods_that_are_all_alike() -> None:
     same = [1.5, 1.4, 1.6, 1.5]
     made = concluded(perplexities({"a": {256: [v - 0.001 for v in same[::-1]]}, "loaded": {256: same}}))
     assert set(made.equal) == {"a", "loaded"}
-    assert made.text == "At 256 tokens (4x), no significant difference between a (4.48) and the unpatched model (4.48)."
+    assert made.best == "loaded"
+    assert made.text == (
+        "At 256 tokens (4x), no method is significantly better than the unpatched model (perplexity 4.48; best value: "
+        "a, 4.48)."
+    )
+    rows = {"a": {256: same}, "b": {256: [v + 0.0001 for v in same[::-1]]}}
+    others = concluded(perplexities(rows))
+    assert others.text == "At 256 tokens (4x), no significant difference between a (4.48) and b (4.48)."
+
+
+def test_of_methods_that_are_alike_the_one_that_costs_short_inputs_nothing_comes_first() -> None:
+    rows: dict[str, Row] = {
+        "loaded": LOADED,
+        "a": {64: 1.2, 256: [1.49, 1.4, 1.6, 1.5, 1.5]},
+        "b": {64: 1.0, 256: [1.51, 1.39, 1.62, 1.49, 1.5]},
+    }
+    made = concluded(perplexities(rows))
+    assert made.equal == ("b", "a")
+    assert str(made).startswith(
+        "Best at 256 tokens (4x): b, perplexity 4.49 (unpatched 148). No significant difference: a (4.47). "
+        "Short inputs (64 tokens): perplexity is unchanged (2.72)."
+    )
+
+
+def test_a_length_beyond_the_one_a_method_is_set_for_and_methods_that_were_not_measured_there() -> None:
+    rows: dict[str, Row] = {"loaded": LOADED, "a": {64: 1.0, 256: 1.5}, "b": {64: 1.0, 128: 1.5}}
+    text = concluded(perplexities(rows), extended={"a": 128}).text
+    assert "A is set for 128 tokens; 256 is beyond that. " in text
+    assert "No significant difference" not in text
+    assert concluded(perplexities(rows)).text.endswith(" Not measured at 256 tokens: b.")
 
 
 def test_the_unpatched_model_may_be_best() -> None:
@@ -140,7 +169,7 @@ def test_the_unpatched_model_may_be_best() -> None:
     assert made.best == "loaded"
     assert made.text == (
         "Best at 256 tokens (4x): the unpatched model, perplexity 2.72. "
-        "Up to 256 tokens (4x), perplexity stays within 5% of its own at 64 tokens."
+        "At 256 tokens (4x), perplexity is within 5% of that of the unpatched model at 64 tokens."
     )
 
 
@@ -164,10 +193,11 @@ def test_answers_decide_before_perplexity_and_perplexity_where_they_do_not() -> 
     read = perplexities({"loaded": LOADED, "a": {64: 1.1, 256: 1.5}, "b": {64: 1.1, 256: 1.4}})
     made = concluded(read, answers({"loaded": {256: 0}, "a": {256: 38}, "b": {256: 12}}))
     assert made.best == "a"
-    assert "Best at 256 tokens (4x): a, exact match 95.0% and perplexity 4.48 (unpatched 0.0%)." in made.text
+    assert "Best at 256 tokens (4x): a, exact match 95.0% and perplexity 4.48 (unpatched 0.0% and 148)." in made.text
     assert "By perplexity alone, b would be best." in made.text
     made = concluded(read, answers({"loaded": {256: 0}, "a": {256: 31}, "b": {256: 30}}))
     assert made.best == "b"
+    assert "By exact match alone, no significant difference: a (77.5%)." in made.text
 
 
 def test_runs_that_share_no_text_are_not_compared() -> None:
@@ -177,7 +207,7 @@ def test_runs_that_share_no_text_are_not_compared() -> None:
         made = concluded(*ordered)
         assert made.best is None
         assert made.text == (
-            "No comparison of linear and rerope: they were not measured on the same text or prompts at one length."
+            "Linear and rerope cannot be compared: at no length were they measured on the same text or prompts."
         )
 
 
@@ -197,34 +227,35 @@ def test_losses_that_are_not_finite_come_last() -> None:
     assert made.best == "a"
     assert "(unpatched not finite)" in made.text
     nothing = concluded(perplexities({"loaded": {256: [math.nan, 1.0, 1.0]}, "a": {256: [math.inf, 9.1, 9.2]}}))
-    assert "no significant difference between" in nothing.text
+    assert nothing.text == "At 256 tokens (4x), perplexity is not finite for the unpatched model and a."
 
 
 def test_a_measure_at_luck_compares_nothing_and_is_named() -> None:
     read = perplexities({"loaded": LOADED, "a": {256: 1.5}})
     made = concluded(read, answers({"loaded": {256: 2}, "a": {256: 3}}, chance=0.05))
     assert made.best == "a"
-    assert made.text.endswith("Exact match: no method is better than luck (5.0%).")
+    assert made.text.endswith("Exact match: no method is significantly above chance (5.0%).")
     alone = concluded(answers({"loaded": {256: 2}, "a": {256: 3}}, chance=0.05))
-    assert alone.text == "Exact match: no method is better than luck (5.0%)."
+    assert alone.text == "Exact match: no method is significantly above chance (5.0%)."
 
 
 def test_effective_lengths_of_the_best_method_and_of_the_unpatched_model() -> None:
     reaches = {"loaded": EffectiveLength(64, 64, 64), "a": EffectiveLength(256, 64, 256)}
     made = concluded(answers({"loaded": {64: 40, 256: 0}, "a": {64: 40, 256: 38}}, reaches=reaches))
     assert made.text.endswith(
-        "Short inputs (64 tokens): exact match stays 100.0%. "
-        "Effective length by exact match: 256 (64 to 256) tokens, unpatched 64 (64 to 64)."
+        "Short inputs (64 tokens): exact match is unchanged (100.0%). "
+        "Effective length by exact match: 256 tokens (95% confidence interval 64 to 256); unpatched 64 tokens (95% "
+        "confidence interval 64 to 64)."
     )
 
 
 def test_equal_figures_of_other_answers_are_no_significant_difference() -> None:
     """39 of 40 right under both, and not the same ones: nothing stays as it was."""
     right = {"loaded": {64: 39, 256: 0}, "a": {64: 39, 256: 38}}
-    assert "exact match stays 97.5%" in str(concluded(answers(right)))
+    assert "exact match is unchanged (97.5%)" in str(concluded(answers(right)))
     other = answers(right)
     other.items["a"][64].reverse()  # type: ignore[attr-defined]
-    assert "no significant difference in exact match (97.5% to 97.5%)" in str(concluded(other))
+    assert "no significant difference in exact match (97.5%, unpatched 97.5%)" in str(concluded(other))
 
 
 def test_a_pair_of_methods_is_computed_once_in_either_order() -> None:
@@ -252,10 +283,13 @@ FORMS = (
     r"Best at 256 tokens \(4x\): ((the unpatched model|m\d), perplexity [\d.,]+( \(unpatched [\d.,]+\))?)",
     r"No significant difference: .+ \([\d.,]+\)",
     r"At 256 tokens \(4x\), no significant difference between .+ \([\d.,]+\)",
-    r"Short inputs \(64 tokens\): (perplexity (gets worse|gets better) \(.+ to .+\)|perplexity stays .+|"
-    r"no significant difference in perplexity \(.+ to .+\))",
-    r"Up to (128|256) tokens \(.x\), perplexity stays within 5% of .+ at 64 tokens",
-    r"At 128 tokens \(2x\), perplexity is more than 5% above .+ at 64 tokens",
+    r"At 256 tokens \(4x\), no method is significantly better than the unpatched model \(perplexity [\d.]+.*\)",
+    r"Short inputs \(64 tokens\): (perplexity (gets worse|gets better) \(.+ to .+\)|perplexity is unchanged \(.+\)|"
+    r"no significant difference in perplexity \(.+, unpatched .+\))",
+    r"(At|From 128 to) (128|256) tokens \(.x\), perplexity is within 5% of that of the unpatched model at 64 tokens",
+    r"At 128 tokens \(2x\), perplexity is .+ (above|times) that of the unpatched model at 64 tokens \(.+ against .+\)",
+    r"M0 is set for 128 tokens; 256 is beyond that",
+    r"Not measured at 256 tokens: m1",
 )
 
 
@@ -278,6 +312,12 @@ def test_what_is_said_is_right_and_in_one_of_the_forms(methods: int, documents: 
     extended = {"m0": 128} if kind == "beyond" else {}
     made = concluded(perplexities(rows), extended=extended)
     winners = {"tie": {"m0", "m1"}, "alike": set(rows)}.get(kind, {"m0"}) & set(rows)
+    if kind == "alike" and "loaded" in made.equal:
+        assert made.best == "loaded"
+    if kind == "missing" and methods > 2:
+        assert "Not measured at 256 tokens: m1." in made.text
+    if kind == "beyond":
+        assert "M0 is set for 128 tokens; 256 is beyond that." in made.text
     if documents == 40:  # so many show a difference, and hardly ever one that is not there
         assert made.best in winners
         assert set(made.equal) <= winners
