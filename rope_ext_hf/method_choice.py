@@ -113,7 +113,7 @@ class MethodChoice(Question):
     )
     factor: tuple[float, ...] | Any = asked(
         (),
-        "Extended length / context length, e.g. 8; 4,8 compares two.",
+        "Extended length divided by context length, e.g. 8; 4,8 compares two.",
         parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
         repeated=True,
         metavar="NUMBERS",

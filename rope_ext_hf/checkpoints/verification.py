@@ -69,7 +69,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
         worst = max(worst, difference)
     return (
         f"q.k of {len(names)} of {len(attentions)} layers, {other_pairing(to)} on the source against {to} on the copy: "
-        f"equal to {worst:.0e} standard deviations"
+        f"{_at_most(worst)}"
     )
 
 
@@ -112,7 +112,12 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
             f"verification failed: the logits of the copy differ from the source's by {difference:.1e} standard "
             f"deviations; {_NOT_RENAMED}"
         )
-    return f"logits of both folders: equal to {difference:.0e} standard deviations"
+    return f"logits of both folders: {_at_most(difference)}"
+
+
+def _at_most(difference: float) -> str:
+    """Return how far numbers differ, in words; in standard deviations of the source's."""
+    return f"largest difference {difference:.0e} standard deviations" if difference else "identical"
 
 
 def _scores(

@@ -231,12 +231,12 @@ class TimeLeft:
         ):
             return
         left = self._left()
-        counted = self.counted[0] if self.passes == 1 else f"{self.passes} {self.counted[1]}"
+        counted = f"1 {self.counted[0]}" if self.passes == 1 else f"{self.passes} {self.counted[1]}"
         if self.ends is None:
             if left >= 1:
-                self.say(f"about {duration(left)} more, by the first {counted}")
+                self.say(f"about {duration(left)} left ({counted} timed)")
         elif abs(now + left - self.ends) > max(_CORRECTED, left / 4):
-            self.say(f"about {duration(left)} more, by the {counted} so far")
+            self.say(f"about {duration(left)} left ({counted} timed)")
         else:
             return
         self.ends = now + left

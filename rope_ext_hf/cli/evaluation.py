@@ -53,7 +53,9 @@ class ProcessOptions(Question):
 
     PANEL = "Processes and engines"
 
-    processes: int | None = asked(None, "Stop unless N processes were launched, by torchrun.", least=1, metavar="N")
+    processes: int | None = asked(
+        None, "Expected number of processes of torchrun; stop if there are others.", least=1, metavar="N"
+    )
 
     def launched(self, load: EvalOptions) -> tuple[Workers, EvalOptions]:
         """The processes, and how this one loads the model: on a device of its own."""
@@ -115,7 +117,7 @@ class ReaderOptions(ProcessOptions):
 def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     """Measure perplexity by context length, under each method.
 
-    Every method predicts the same tokens as the unpatched model.
+    All methods, and the unpatched model, are scored on the same tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """

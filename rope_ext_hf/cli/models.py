@@ -126,7 +126,7 @@ def patch(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a model folder that is patched.
+    """Write a patched copy of a model folder.
 
     Weights are copied as they are. The copy of an adapter's folder has the method beside the adapter's settings. The
     model card of the source is kept, with its licence, and extended.

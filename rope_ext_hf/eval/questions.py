@@ -139,13 +139,13 @@ class Perplexity(LengthsQuestion):
     )
     keys_by: str | Any | None = asked(
         None,
-        "Measure LongPPL, too: the model that finds the key tokens, or the keys.json that such a run wrote.",
+        "Also measure LongPPL: a model that chooses the key tokens, or the keys.json of an earlier run.",
         parse=lambda given: None if given is None else str(given),
         metavar="MODEL|FILE",
     )
     key_window: int | Any | None = asked(
         None,
-        "The short context that key tokens are hard to predict with. Default: an eighth of the longest length, at most "
+        "Length of the short context by which key tokens are chosen. Default: an eighth of the longest length, at most "
         "4k.",
         parse=parse_length,
         metavar="TOKENS",

@@ -89,7 +89,7 @@ class Description(ShownAsTables):
     def rows(self) -> Rows:
         """What it says, each under a name."""
         longer = sum([wavelength > self.trained_length for wavelength in self.wavelengths])
-        extended = f"{self.extended_length:,} tokens" if self.extended_length else "none: it grows with the input"
+        extended = f"{self.extended_length:,} tokens" if self.extended_length else "no fixed limit"
         if self.extended_length == self.context_length:
             extended += " (not extended)"
         shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
@@ -101,9 +101,9 @@ class Description(ShownAsTables):
             ("context length", f"{self.context_length:,} tokens ({self.context_rule})"),
             ("extended length", extended),
             ("theta", f"{self.theta:g}"),
-            ("rotating layers", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
+            ("layers with RoPE", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
             ("attention factor", f"{self.attention_factor:.4f}"),
-            ("wavelengths", f"{longer} of {len(self.wavelengths)} pairs have one beyond the trained length"),
+            ("wavelengths", f"{longer} of {len(self.wavelengths)} pairs have a wavelength beyond the trained length"),
             ("  in tokens", ", ".join([f"pair {pair}: {self.wavelengths[pair]:,.4g}" for pair in shown])),
             ("saved as", self.save_route),
             *((("published", self.recipe),) if self.recipe else ()),
@@ -185,7 +185,7 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
         positions = f"{encoding.saved_length:,} positions"
         return f"a table of {positions} in the weights, which every version of transformers reads"
     if not encoding.loads_plainly:
-        return f"rope_type {encoding.rope_type!r}; plain transformers stops with that text"
+        return f"rope_type {encoding.rope_type!r}; plain transformers refuses it with that message"
     if not encoding.exact:
         return (
             f"transformers' own {encoding.rope_type!r}, because native was given: its results depend on earlier calls "

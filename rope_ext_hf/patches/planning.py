@@ -338,9 +338,7 @@ def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
             take_off(model)
         check_difference(model, decoder, spec.method.name, *apart)
     except NotTriedError as reason:
-        plan.state.notes += (
-            f"Generating with a cache was not tried out with this release of transformers, because {reason}.",
-        )
+        plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
     except UnsupportedModelError:
         if before:
             replay(model, before)

@@ -20,17 +20,17 @@ def lines(work: list[int], seconds: list[float], total: float) -> list[str]:
 @pytest.mark.parametrize(
     ("work", "seconds", "total", "said"),
     [
-        ([10], [20.0], 100, ["about 3 minutes more, by the first pass"]),
-        ([10, 10, 10], [20.0, 21.0, 22.0], 100, ["about 3 minutes more, by the first pass"]),  # as it was said
+        ([10], [20.0], 100, ["about 3 minutes left (1 pass timed)"]),
+        ([10, 10, 10], [20.0, 21.0, 22.0], 100, ["about 3 minutes left (1 pass timed)"]),  # as it was said
         (  # corrected
             [10, 10],
             [20.0, 900.0],
             100,
-            ["about 3 minutes more, by the first pass", "about 2 hours more, by the 2 passes so far"],
+            ["about 3 minutes left (1 pass timed)", "about 2 hours left (2 passes timed)"],
         ),
         # the first pass took its time for something else: 10 in a second from then on
-        ([10, 10, 10], [4.0, 1.0, 1.0], 1030, ["about 2 minutes more, by the first 3 passes"]),
-        ([10, 40], [4.0, 2.0], 1050, ["about 50 s more, by the first 2 passes"]),  # unequal passes
+        ([10, 10, 10], [4.0, 1.0, 1.0], 1030, ["about 2 minutes left (3 passes timed)"]),
+        ([10, 40], [4.0, 2.0], 1050, ["about 50 s left (2 passes timed)"]),  # unequal passes
         ([10, 10], [0.1, 0.1], 1000, []),  # too short to tell
         ([10], [20.0], 10, []),  # nothing is left
     ],
@@ -51,7 +51,7 @@ def test_short_passes_are_no_forecast_of_long_ones() -> None:
             now[0] += seconds
             left.passed(work)
             assert index or work == 100 or not said
-    assert said == ["about 42 s more, by the first 2 passes"]  # 59 s were left
+    assert said == ["about 42 s left (2 passes timed)"]  # 59 s were left
 
 
 def test_a_time_of_each_pass_and_one_of_its_work_are_told_apart() -> None:

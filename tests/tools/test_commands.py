@@ -49,7 +49,7 @@ def test_the_example_of_every_command_runs(command: str, tmp_path: Path, monkeyp
     ("words", "message"),
     [
         ("tasks reference --lengths 4096 --suite rulr", "Did you mean"),
-        ("tasks reference --lengths 256 --suite json-kv", "too short for 1 of 1 tasks"),
+        ("tasks reference --lengths 256 --suite json-kv", "1 of 1 tasks do not fit into 256 tokens"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: str, message: str, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def gguf(
     model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
     as_json: Json = False,
 ) -> None:
-    """Write a copy of a GGUF file that has a method.
+    """Write a copy of a GGUF file with a method.
 
     Metadata and divisors change; weights are copied as they are.
 

@@ -9,7 +9,7 @@ from rope_ext_hf.tools.suites.questions import Gain, Tasks
 
 @command("Tool box: measure", interrupted=CONTINUES)
 def tasks(given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
-    """Ask a suite of tasks, such as RULER, at each length.
+    """Run a suite of tasks, such as RULER, at each length.
 
     Besides the scores it prints the effective length: up to where the model keeps 85% of its score at the shortest one.
 

@@ -251,7 +251,7 @@ def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Samp
     budget = g.template.budget
     shortest = g.shortest(lambda size: make(size, True), 5, room + budget) - budget
     if shortest > room:
-        raise g.too_short(None, f"its example has {shortest:,} tokens, and may have {room}")
+        raise g.too_short(None, f"its example has {shortest:,} tokens, and {room} are allowed")
     per_unit = g.size(lambda size: make(size, True), 5) / 5
     size = of_example.search(lambda size: make(size, True), 5, int(room / per_unit * 3))
     example = of_example.draw(lambda size: make(size, True), size, 5)

@@ -353,22 +353,21 @@ def _check_tasks(suite: Suite, names: Sequence[str], lengths: Sequence[int], wan
     at_none = [name for name in known if len(too_short[name]) == len(lengths)]
     at_some = [name for name in known if name not in at_none]
     kinds = {
-        "at none of them": [f"{name} (needs {known[name]:,})" for name in at_none],
-        "at some of them": [f"{name} (needs {known[name]:,})" for name in at_some],
-        "at no length": [f"{name} ({reasons[name]})" for name in needs if name not in known],
+        "": [f"{name} needs {known[name]:,} tokens" for name in at_none],
+        "at some of these lengths: ": [f"{name} needs {known[name]:,} tokens" for name in at_some],
+        "at any length: ": [f"{name} ({reasons[name]})" for name in needs if name not in known],
     }
-    clauses = "; ".join(f"{kind}: {', '.join(each)}" for kind, each in kinds.items() if each)
+    clauses = "; ".join(f"{kind}{', '.join(each)}" for kind, each in kinds.items() if each)
     fitting = [name for name in names if name not in too_short]
     if fitting:
         works = [*lengths]
     else:  # the tasks that fit at some length, at those lengths that all of them fit into
         fitting, least = [*known], max(known.values(), default=0)
         works = [length for length in lengths if length >= least] or [least]
-    then = f"this works: --suite {suite.name} --lengths {','.join(map(str, works))} --tasks {','.join(fitting)}"
-    are = "lengths {} are" if len(lengths) > 1 else "length {} is"
+    then = f"Try: --suite {suite.name} --lengths {','.join(map(str, works))} --tasks {','.join(fitting)}"
     raise MethodError(
-        f"{are.format(listed(f'{length:,}' for length in lengths))} too short for {len(too_short)} of {len(names)} "
-        f"tasks with this tokenizer. They fit {clauses}; {then if fitting else 'take another suite'}"
+        f"{len(too_short)} of {len(names)} tasks do not fit into {listed(f'{length:,}' for length in lengths)} tokens "
+        f"with this tokenizer: {clauses}. {then if fitting else 'Take another suite'}"
     )
 
 
