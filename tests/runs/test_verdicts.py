@@ -238,7 +238,7 @@ def test_a_pair_of_methods_is_computed_once_in_either_order() -> None:
             assert forward is measure.change((one, 256), (other, 256))
             assert backward is not None
             assert alone is not None
-            assert np.allclose([*backward], [*alone], rtol=0, atol=1e-12)
+            assert list(backward) == pytest.approx(list(alone), rel=0, abs=1e-12)
 
 
 def test_positions_in_longer_inputs_say_nothing_of_short_inputs() -> None:
