@@ -232,7 +232,7 @@ class MetaImport(Conversion):
         length = source.llama.context_length(context_length, source.stated_length)
         self.config = source.llama.to_config(to, TORCH_DTYPES[self.view.tensors[HF_EMBEDDING].dtype], length)
         not_run = (
-            f"{str(dst)!r} holds {to} weights, which the code of 'llama' models does not run; for transformers, "
+            f"{str(dst)!r} holds {to} weights, with which transformers does not run 'llama' models; for use there, "
             f"convert {str(source.folder)!r} to half"
         )
         self.warnings = (*([length.note] * length.guessed), *([not_run] * (to != "half")))

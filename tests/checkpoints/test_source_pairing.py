@@ -220,7 +220,7 @@ def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
     assert right[-4:] == ["--to", "interleaved", "--from", "half"]
     for to in PAIRINGS:
         report = convert(tmp_path / "meta", tmp_path / to, to, source_pairing="half", verify=True)
-        assert "the source is half by its weights, too" in str(report.verified)
+        assert "the weights agree that the source is half" in str(report.verified)
     assert torch.equal(all_tensors(tmp_path / "interleaved")["model.layers.0.self_attn.q_proj.weight"], rows)
     mine, plain = (
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half"),

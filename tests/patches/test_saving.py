@@ -255,7 +255,7 @@ def test_plain_loading_stops_at_length_dependent_methods(name: str, which: str, 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
 def test_native_dynamic_when_asked_for(name: str, tmp_path: Path) -> None:
     model = rope.patch(build(name), "dynamic", factor=4, native=True)
-    assert "as asked for" in rope.describe(model).save_route
+    assert "because native was given" in rope.describe(model).save_route
     model.save_pretrained(tmp_path)
     assert saved_rope(tmp_path)["rope_type"] == "dynamic"
     assert saved_config(tmp_path)["max_position_embeddings"] == TRAINED  # where transformers' rule takes its start
