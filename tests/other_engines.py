@@ -3,10 +3,10 @@
     make test-other-engines
     python -m tests.other_engines --transformers ENV/bin/python --mlx-lm ENV/bin/python
 
-Saves the bundled model, and small random models of the families in patches/engine_keys.py, under every method; has both
+Saves the bundled model, and small random models of the families in TRIED_FAMILIES, under every method; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
 and compares them with ours. mlx-lm also runs the unpatched folders with the keys that serving_config prints for it. The
-result goes to docs/results/other-engines.json; the exit status is 1 where patches/engine_keys.py, or serving_config,
+result goes to docs/results/other-engines.json; the exit status is 1 where check_engines, or serving_config,
 states otherwise than what was measured.
 """
 
@@ -138,7 +138,7 @@ def write_served(model: Any, plain: Path, folder: Path) -> str:
 
 
 def compare(program: str, saved: dict[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """One row for every folder, and what patches/engine_keys.py has otherwise."""
+    """One row for every folder, and the folders that check_engines states otherwise."""
     package = {"transformers": "transformers", "mlx_lm": "mlx-lm"}[program]
     engine = next(each.label for each in other_engines() if each.label.startswith(package))
     rows, contradictions = [], []
@@ -188,7 +188,7 @@ def main() -> None:
         name = f"{program.replace('_', '-')} {done.stdout.split()[-1]}"
         more_rows, more = compare(program, saved)
         if not name.startswith(more_rows[0]["engine"]):
-            more.append(f"{name} was run; patches/engine_keys.py names {more_rows[0]['reader']}")
+            more.append(f"{name} was run; rope_ext_hf.tools.engines names {more_rows[0]['engine']}")
         rows += [row | {"engine": name} for row in more_rows]
         contradictions += more
     subprocess.run([given.mlx_lm, worker[1], "mlx_lm", str(WORK / "served")], capture_output=True, check=True)
@@ -200,7 +200,7 @@ def main() -> None:
     for key, lines in (("rows", rows), ("served", served)):
         text = text.replace(f'"{key}": []', f'"{key}": [\n  ' + ",\n  ".join(map(json.dumps, lines)) + "\n ]")
     (ROOT / "docs" / "results" / "other-engines.json").write_text(text + "\n", encoding="utf-8")
-    print("\n".join(contradictions) or f"{len(rows)} folders read as patches/engine_keys.py says")
+    print("\n".join(contradictions) or f"{len(rows)} folders read as check_engines states")
     sys.exit(bool(contradictions))
 
 
