@@ -15,7 +15,20 @@ from tests.test_architecture import ROOT, of_the_whole
 
 pytestmark = pytest.mark.slow
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "dist", "site", "__pycache__", ".*_cache", "*.egg-info")
-COMMANDS = "demo methods describe patch convert detect ppl sweep passkey report run lm-eval".split()
+COMMANDS = [
+    "demo",
+    "methods",
+    "describe",
+    "patch",
+    "convert",
+    "detect",
+    "ppl",
+    "sweep",
+    "passkey",
+    "report",
+    "run",
+    "lm-eval",
+]
 SAMPLE = ("tests/methods", "tests/rotary", "tests/runs")
 TEXT = ("--data", "stdlib?max_documents=1", "--max-spans", "1")
 
