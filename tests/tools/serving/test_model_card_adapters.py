@@ -11,7 +11,10 @@ from huggingface_hub import ModelCard
 from tests.patches.test_adapters import bundled  # noqa: F401 (a fixture)
 from tests.support.commands import run
 
-pytestmark = pytest.mark.filterwarnings("default::UserWarning")  # the command line prints them
+pytestmark = [
+    pytest.mark.filterwarnings("default::UserWarning"),  # the command line prints them
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # of PEFT
+]
 
 
 def test_the_card_of_an_adapter(bundled: Path, tmp_path: Path) -> None:  # noqa: F811
