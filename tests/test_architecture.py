@@ -412,6 +412,7 @@ OF_THE_WHOLE = frozenset(
         "examples",
         "fuzz",
         "gpu",
+        "library_alone",
         "make_gpu",
         "simulated_cuda",
         "package",
@@ -474,7 +475,7 @@ def test_tests_of_the_library_need_no_tool() -> None:
         f"{name} imports {target}"
         for name in sorted(needed)
         for target in imports[name]
-        if target.startswith(f"{PACKAGE}.{TOOLS}") or (target in trees and of_the_whole(trees[target][0]))
+        if target.startswith((f"{PACKAGE}.{TOOLS}", f"tests.{TOOLS}"))
     )
 
 

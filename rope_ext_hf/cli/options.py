@@ -71,7 +71,8 @@ def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Call
     """Make a function a command of `rope-ext`, by its name with hyphens; a decorator.
 
     Its parameters and the fields of the dataclasses among them become options, see `expand_options`; its docstring is
-    the help. An entry point of the group rope_ext_hf.commands adds one of another package.
+    the help. An entry point of the group rope_ext_hf.commands adds one of another package. It prints its results by
+    `rope_ext_hf.cli.console.print_text`: what `print` writes goes to standard error.
     """
 
     def settle(function: C) -> C:

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Trainer, TrainingArguments
 from transformers.integrations.peft import MIN_PEFT_VERSION
 from transformers.utils.peft_utils import check_peft_version
@@ -345,15 +344,8 @@ def test_patching_a_folder(bundled: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     assert "saved as          a record in adapter_config.json" in result.stdout
-    assert sorted(file.name for file in new.iterdir()) == [
-        "README.md",
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-    card: Any = ModelCard.load(new / "README.md")
-    assert card.data.to_dict()["library_name"] == "peft"
-    assert 'rope.from_pretrained("new")' in card.text
-    assert "is an adapter of PEFT, without a config of its own" in card.text  # no engine serves it
+    files = {file.name for file in new.iterdir()} - {"README.md"}  # a card may be added
+    assert files == {"adapter_config.json", "adapter_model.safetensors"}
     rest = {key: value for key, value in settings_of(bundled).items() if key != ADAPTER_KEY}
     assert {key: value for key, value in settings_of(new).items() if key != ADAPTER_KEY} == rest
     loaded = rope.from_pretrained(new, dtype=torch.float32)

@@ -211,7 +211,6 @@ def test_description() -> None:
     [
         ("dynamic-yarn", "rotates all rows of a batch by one table .* use a static method"),
         ("rerope", "does not go through transformers' attention interface, so rerope"),
-        ("alibi", "does not go through transformers' attention interface, so alibi"),
     ],
 )
 def test_refused_methods(method: str, said: str) -> None:

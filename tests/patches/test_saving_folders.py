@@ -112,14 +112,3 @@ def test_a_tokenizer_for_longer_texts_keeps_its_length(source: Path, tmp_path: P
     load_tokenizer("reference").save_pretrained(source)  # with no length but a very large number
     save_patched_folder(patched(source), source, tmp_path / "out")
     assert content(tmp_path / "out")["tokenizer_config.json"] == content(source)["tokenizer_config.json"]
-
-
-def test_a_warning_names_the_folder_that_is_there_afterwards(tmp_path: Path) -> None:
-    scaled: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    source, out = tmp_path / "scaled", tmp_path / "longer"
-    build("llama", scaled | {"original_max_position_embeddings": 16}, max_position_embeddings=128).save_pretrained(
-        source
-    )
-    model = rope.patch(load_empty(source), "yarn", factor=2)
-    with pytest.warns(UserWarning, match=r"would load '.*/longer' without an error"):
-        save_patched_folder(model, source, out)
