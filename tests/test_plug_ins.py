@@ -16,6 +16,7 @@ import pytest
 from rope_ext_hf import plug_ins
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods import registry
+from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.runs import kinds
 
 ROOT = Path(__file__).parent.parent
@@ -73,7 +74,7 @@ def on_path(page_package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 @pytest.mark.usefixtures("on_path")
 def test_methods_and_kinds_of_runs_of_another_package_are_known_by_name() -> None:
-    rotary = registry.Rotary(8, 1e4, 4096)
+    rotary = Rotary(8, 1e4, 4096)
     assert registry.frequencies("half_linear", rotary, factor=4).inv_freq.tolist() == [1.0, 0.1, 0.01 / 4, 0.001 / 4]
     assert list(registry.list_methods())[-1] == "half-linear"  # behind those of this package
     assert kinds.run_kind("pages").items == "pages"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 from rope_ext_hf.method_choice import shipped_names
 from rope_ext_hf.methods.registry import list_methods
 
-WRONG = {
+WRONG: dict[tuple[str, ...], str] = {
     ("ppl", "reference", "--lengths", "256", "--data", "nosuch.txt"): "no such text file, folder or pattern",
     ("ppl", "reference", "--lengths", "256", "--data", "stdlib?joined=1"): "Did you mean 'join'",
     ("ppl", "reference", "--lengths", "256", "--protocol", "mached"): "Did you mean 'matched'",
@@ -34,7 +35,7 @@ def test_wrong_options_are_refused_before_heavy_imports() -> None:
     check_refusals(WRONG)
 
 
-def check_refusals(wrong: dict[tuple[str, ...], str]) -> None:
+def check_refusals(wrong: Mapping[tuple[str, ...], str]) -> None:
     """Each command must be refused in one line, with its message, by a process that imports no heavy library."""
     words = json.dumps(list(wrong))
     done = subprocess.run([sys.executable, "-c", CODE, words], capture_output=True, text=True, check=True)
