@@ -76,7 +76,6 @@ def test_modules_for_other_models_stand_together() -> None:
             "(path, method=None, *, auto_class=None, factor=None, target_length=None, over='own', context_length=None, "
             "layers=None, native=False, **kwargs)",
         ),
-        ("migrate_to_rope", "(model, *, target_length=None)"),
         ("apply_rotary_pos_emb", "(x, cos, sin)"),
         ("NTKAwareRoPE", "(head_dim, max_seq_len, base=10000, k=1, dynamic=False, dtype=torch.float32, device=None)"),
     ],

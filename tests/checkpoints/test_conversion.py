@@ -38,6 +38,7 @@ from tests.support.checkpoint_folders import (
     write_source,
 )
 from tests.support.models import build_known, known_config, logits, tokens
+from tests.support.wrapped_text import unwrapped
 
 
 @pytest.fixture
@@ -113,7 +114,7 @@ def test_what_it_says(source: Path, tmp_path: Path) -> None:
         report = rope.convert_checkpoint(source, tmp_path / "converted", "interleaved")
     assert json.loads(json.dumps(report.to_dict()))["loads_natively"] is False
     assert "4 of 21 reordered" in str(report)
-    assert f"rope-ext convert {tmp_path / 'converted'} NEW --to half" in str(report)
+    assert f"rope-ext convert {tmp_path / 'converted'} NEW --to half" in unwrapped(str(report))
     seen: list[tuple[int, int]] = []
     convert(tmp_path / "converted", tmp_path / "back", "half", progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen)

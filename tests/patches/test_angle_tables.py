@@ -199,7 +199,7 @@ def test_learnable_frequencies_get_gradients_and_are_saved(tmp_path: Path) -> No
 
 def test_description() -> None:
     model = build()
-    assert "as it was loaded (rope type default)" in str(rope.describe(model))
+    assert "it is now (rope_type default)" in str(rope.describe(model))
     described = rope.describe(rope.patch(model, "yarn", factor=4))
     assert (described.pairing, described.theta, described.trained_length) == ("interleaved", 10_000.0, TRAINED)
     assert described.rotating_layers == (2, 2)

@@ -38,7 +38,7 @@ def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_cache_that_is_found_passes(name: str, method: str, dtype: torch.dtype) -> None:
     model = rope.patch(build(name).to(dtype), method, target_length=512)
     assert len(continuation_probe._tried) == 1
-    assert not any("not tried" in note for note in rope.describe(model).notes)
+    assert not any("not checked" in note for note in rope.describe(model).notes)
 
 
 @pytest.mark.usefixtures("missed_cache")
@@ -83,7 +83,7 @@ def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPa
 def test_what_the_unpatched_model_does_is_no_fault_of_the_patch(of_type: str, method: str, dtype: torch.dtype) -> None:
     """PaliGemma's attention is not causal, and MiniMax continues its linear attention otherwise than it begins it."""
     model = rope.patch(every_model.tiny(of_type).to(dtype), method, target_length=512)
-    noted = any("not tried" in note and "unpatched, too," in note for note in rope.describe(model).notes)
+    noted = any("not checked" in note and "unpatched, too," in note for note in rope.describe(model).notes)
     assert noted == (not continuation_probe._tried)
 
 
@@ -112,7 +112,7 @@ def test_on_the_meta_device_it_is_said_that_nothing_was_tried(method: str) -> No
     with torch.device("meta"):
         model = build("llama")
     rope.patch(model, method, target_length=512)
-    (note,) = (note for note in rope.describe(model).notes if "not tried" in note)
+    (note,) = (note for note in rope.describe(model).notes if "not checked" in note)
     assert "the weights of the model are not in memory" in note
 
 

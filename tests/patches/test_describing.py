@@ -122,22 +122,10 @@ def test_describe_does_not_touch_the_model() -> None:
     assert torch.equal(logits(model, tokens(LONG)), out)
 
 
-def test_what_a_patch_costs_short_inputs_is_stated() -> None:
-    lines = [json.loads(line) for line in (ROOT / "benchmarks" / "results.jsonl").read_text().splitlines()]
-    last = {  # later lines win; one may hold some methods and factors alone
-        line["model"]: row
-        for line in lines
-        if line["benchmark"] == "factors"
-        for row in line["rows"]
-        if (row["method"], row["factor"], row["length"]) == ("yarn", 4, line["context_length"])
-    }
+def test_that_a_patch_changes_short_inputs_is_stated() -> None:
     model = build("llama")  # for 64 tokens
     (text,) = rope.describe(rope.patch(model, "yarn", factor=3)).short_inputs
-    assert len(last) > 1
-    for row in last.values():  # the next larger factor that was measured
-        assert f"{2 ** row['increase']:.2g} times" in text
-    assert "with factor 4" in text
-    assert "`rope-ext ppl` measures it on this one." in text
+    assert text.startswith("Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` ")
     assert text in unwrapped(rope.describe(model))
     assert rope.describe(rope.patch(model, "rerope")).short_inputs == (
         "Inputs of up to 33 tokens give the same output as the unpatched model.",

@@ -59,9 +59,9 @@ def test_a_loss_that_is_not_finite_is_infinitely_worse() -> None:
 def test_luck_compares_nothing() -> None:
     lucky = [1.0] * 3 + [0.0] * 17
     nothing = shares({str(n): {8: lucky} for n in range(10)}, chance=0.05)
-    assert nothing.flaw == "no method is better than luck (5.0%)"
+    assert nothing.flaw == "no method is significantly above chance (5.0%)"
     assert shares({"unpatched": {8: [0.0] * 20}, "a": {8: [1.0] * 19 + [0.0]}}, chance=0.05).flaw == ""
-    assert shares({"a": {8: [0.0] * 20}}).flaw == "no method is better than luck"
+    assert shares({"a": {8: [0.0] * 20}}).flaw == "no method is significantly above chance"
     assert losses().flaw == ""
 
 

@@ -159,7 +159,7 @@ def test_a_conclusion_from_known_gains() -> None:
     )
     assert str(run.conclusion) == (
         "Best at 1,024 tokens (4x): default, gain from evidence 0.700 nats per token (unpatched 0.000). "
-        "Short inputs (256 tokens): gain from evidence stays 1.000."
+        "Short inputs (256 tokens): gain from evidence is unchanged (1.000)."
     )
     (measure_,) = run.findings.measures
     assert measure_.value("null", 1024) == pytest.approx(0.0)
@@ -169,7 +169,7 @@ def test_a_conclusion_from_known_gains() -> None:
 
 def test_gains_that_are_nowhere_surely_above_0_are_no_measure() -> None:
     nothing = made_up({None: {(256, 128): around(0.0)}, "default": {(256, 128): around(-0.5)}})
-    assert str(nothing.conclusion) == "Gain from evidence: no method is better than luck."
+    assert str(nothing.conclusion) == "Gain from evidence: no method is significantly above chance."
     assert nothing.conclusion.best is None
     one_alone = made_up({None: {(256, 128): around(0.0)}, "default": {(256, 128): around(0.5)}})
     assert one_alone.conclusion.best == '{"method": "default"}'
@@ -186,7 +186,7 @@ def test_what_is_surely_above_0_by_itself_is_luck_among_many() -> None:
 @pytest.mark.slow
 def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
     run = asked(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path)
-    assert "no method is better than luck" in str(run.conclusion)
+    assert "no method is significantly above chance" in str(run.conclusion)
     assert run.conclusion.best is None
     unsure = sum(result.outcome == "no significant difference" for result in run.results)
     assert len(re.findall(r"[+-]\d\.\d\d\?", str(run))) == unsure > 0

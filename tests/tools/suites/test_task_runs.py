@@ -76,7 +76,7 @@ def test_nothing_right_at_the_shortest_length_has_no_effective_length() -> None:
     zero = [0.0] * 16
     run = a_run({None: {1024: (zero, zero), 2048: (zero, zero)}})
     assert effective_lengths(run) == {}
-    assert "no method is better than luck" in str(run.conclusion)
+    assert "no method is significantly above chance" in str(run.conclusion)
 
 
 def test_a_length_counts_once_all_tasks_are_complete() -> None:

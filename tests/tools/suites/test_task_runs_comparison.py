@@ -28,11 +28,12 @@ def test_answers_decide_before_losses(tmp_path: Path) -> None:
     comparison = Comparison([losses(tmp_path, LOSSES, {"yarn": 40.0}), answers(tmp_path, ANSWERS)])
     assert best(comparison) == "yarn x4"
     assert str(comparison.conclusion) == (
-        "Best at 256 tokens (4x): yarn x4, score of ruler 85.0% and perplexity 4.66 (unpatched 0.0%). "
-        "Short inputs (64 tokens): no significant difference in score of ruler (90.0% to 87.5%); perplexity gets worse "
-        "(2.83 to 3.46). "
+        "Best at 256 tokens (4x): yarn x4, score of ruler 85.0% and perplexity 4.66 (unpatched 0.0% and 154). "
+        "Short inputs (64 tokens): no significant difference in score of ruler (87.5%, unpatched 90.0%); perplexity "
+        "gets worse (2.83 to 3.46). "
         "By perplexity alone, ntk x4 would be best. "
-        "Effective length by score of ruler: 256 (0 to 256) tokens, unpatched 64 (64 to 64)."
+        "Effective length by score of ruler: 256 tokens (95% confidence interval 0 to 256); unpatched 64 tokens (95% "
+        "confidence interval 64 to 64)."
     )
 
 
@@ -40,7 +41,7 @@ def test_a_measure_at_luck_decides_nothing(tmp_path: Path) -> None:
     nothing = {name: {64: 0, 256: 0} for name in ANSWERS}
     comparison = Comparison([answers(tmp_path, nothing), losses(tmp_path, LOSSES)])
     assert best(comparison) == "ntk x4"
-    assert "Score of ruler: no method is better than luck." in str(comparison.conclusion)
+    assert "Score of ruler: no method is significantly above chance." in str(comparison.conclusion)
     assert comparison.agreements() == []
 
 
