@@ -21,8 +21,10 @@ The tool box of this package (`rope_ext_hf.tools`) joins in the same way, so tha
 
 from __future__ import annotations
 
+import tomllib
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import RopeExtError, one_line
@@ -30,7 +32,22 @@ from rope_ext_hf.errors import RopeExtError, one_line
 
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in sorted(entry_points(group=f"rope_ext_hf.{group}"), key=lambda e: e.name)}
+    entries = [*entry_points(group=f"rope_ext_hf.{group}")]
+    try:
+        distribution("rope-ext-hf")
+    except PackageNotFoundError:
+        entries += _of_checkout(group)
+    return {entry.name: entry for entry in sorted(entries, key=lambda each: each.name)}
+
+
+def _of_checkout(group: str) -> list[EntryPoint]:
+    """Return the entry points of this package's own pyproject.toml, for a checkout that is not installed."""
+    project = Path(__file__).parent.parent / "pyproject.toml"
+    if not project.is_file():
+        return []
+    groups = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"]
+    name = f"rope_ext_hf.{group}"
+    return [EntryPoint(key, value, name) for key, value in groups.get(name, {}).items()]
 
 
 def plug_in_names(group: str) -> list[str]:

@@ -108,3 +108,14 @@ def test_commands_of_another_package_are_commands(page_package: Path) -> None:
     assert broken.returncode == 0
     assert "my-methods" in broken.stderr
     assert "yarn" in broken.stdout
+
+
+@pytest.mark.parametrize("group", ["commands", "run_kinds", "methods", "cards"])
+def test_a_checkout_that_is_not_installed_has_the_same_plug_ins(group: str) -> None:
+    entries = {entry.name: entry.value for entry in plug_ins._of_checkout(group)}
+    assert entries
+    assert entries == {
+        name: entry.value
+        for name, entry in plug_ins._entries(group).items()
+        if entry.dist is not None and entry.dist.name == "rope-ext-hf"
+    }
