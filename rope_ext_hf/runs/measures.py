@@ -27,10 +27,13 @@ class EffectiveLength(NamedTuple):
     def __str__(self) -> str:
         return f"{self.length:,} ({self.low:,} to {self.high:,})"
 
-    @property
-    def in_words(self) -> str:
-        """The length and its interval, as a sentence has them."""
-        return f"{self.length:,} tokens (95% confidence interval {self.low:,} to {self.high:,})"
+    def in_words(self, longest: int) -> str:
+        """Return the length and its interval, as a sentence has them; `longest` is the longest length measured."""
+        last = ", the longest measured" if self.length == longest else ""
+        if self.low == self.high:
+            return f"{self.length:,} tokens{last}"
+        interval = f"{self.low:,} or more" if self.high == longest else f"{self.low:,} to {self.high:,}"
+        return f"{self.length:,} tokens{last} (95% confidence interval: {interval})"
 
 
 class Evidence(IntEnum):

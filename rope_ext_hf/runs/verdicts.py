@@ -229,7 +229,7 @@ class Findings:
                 break
 
         def price(key: str) -> tuple[bool, bool]:
-            return key != self.loaded, any(self.reads_short_worse(each, key) for each in self.informative)
+            return key != self.loaded, _costs_short_inputs(self, key)
 
         return sorted(left, key=price)
 
@@ -330,7 +330,7 @@ def _best(known: Findings, lead: str) -> list[str]:
         return [f"At {where}, {_alike(known, first, equal, longest)}."]
     sentences = [f"Best at {where}: {known.called(lead)}, {values}{_of_unpatched(known, lead)}."]
     if others := [key for key in equal[1:] if key in first.measured(longest) or not first.lengths(key)]:
-        sentences.append(f"No significant difference: {_with_values(known, others, longest)}.")
+        sentences.append(f"No significant difference: {_with_values(known, others, longest, lead)}.")
     if beaten := [key for key in known.best(first, longest) if key not in equal]:
         sentences.append(f"By {first.name} alone, no significant difference: {_with_values(known, beaten, longest)}.")
     return sentences
@@ -343,10 +343,11 @@ def _alike(known: Findings, first: Measure, equal: Sequence[str], length: int) -
     if equal[0] == known.loaded:
         own = first.text(first.value(known.loaded, length)) if known.loaded in measured else "not measured"
         here = f"{first.name} {own}"
-        nearest = f"; best value: {known.called(measured[0])}, {texts[0]}" if measured[0] != known.loaded else ""
+        nearest = f"; best value: {known.called(measured[0])}, {texts[0]}" if texts and texts[0] != own else ""
         return f"no method is significantly better than the unpatched model ({here}{nearest})"
     if len(equal) <= _MOST_NAMED:
-        return f"no significant difference between {_with_values(known, equal, length)}"
+        names = listed(map(known.called, measured))
+        return f"no significant difference between {names} ({first.name} {listed(texts)})"
     return f"no significant difference between any two of {len(equal)} methods ({first.name} {texts[0]} to {texts[-1]})"
 
 
@@ -364,7 +365,9 @@ def _beyond(known: Findings, lead: str) -> list[str]:
     longest = max(measure.longest for measure in known.informative)
     if not known.beyond(lead, longest):
         return []
-    return [f"{capital(known.called(lead))} is set for {known.extended[lead]:,} tokens; {longest:,} is beyond that."]
+    return [
+        f"The extended length of {known.called(lead)} is {known.extended[lead]:,} tokens; {longest:,} is beyond it."
+    ]
 
 
 def _missing(known: Findings) -> list[str]:
@@ -374,13 +377,23 @@ def _missing(known: Findings) -> list[str]:
     return [f"Not measured at {first.longest:,} tokens: {listed(map(known.called, absent))}."] if absent else []
 
 
-def _with_values(known: Findings, keys: Sequence[str], length: int) -> str:
-    """Return methods with their values by the first measure: "rerope (1.91) and self-extend (1.93)"."""
-    first = known.informative[0]
-    return listed(
-        known.called(key) + (f" ({first.text(first.value(key, length))})" if key in first.measured(length) else "")
-        for key in keys
-    )
+def _with_values(known: Findings, keys: Sequence[str], length: int, lead: str | None = None) -> str:
+    """Return methods with their values by the first measure: "rerope (1.91) and self-extend (1.93)".
+
+    Beside `lead`, under which short inputs are not worse, it is said of which methods they are.
+    """
+    first, texts = known.informative[0], list[str]()
+    for key in keys:
+        notes = [first.text(first.value(key, length))] if key in first.measured(length) else []
+        if lead is not None and _costs_short_inputs(known, key) and not _costs_short_inputs(known, lead):
+            notes.append("short inputs get worse")
+        texts.append(known.called(key) + (f" ({'; '.join(notes)})" if notes else ""))
+    return listed(texts)
+
+
+def _costs_short_inputs(known: Findings, key: str) -> bool:
+    """Return whether short inputs are significantly worse under a method, by any measure."""
+    return any(known.reads_short_worse(measure, key) for measure in known.informative)
 
 
 def _short_inputs(known: Findings, lead: str) -> list[str]:
@@ -410,7 +423,8 @@ def _by_others(known: Findings, lead: str) -> list[str]:
         if length := max(measure.lengths(lead), default=0):
             first, *_ = known.best(measure, length)
             if known._better(measure, first, lead, length):
-                sentences.append(f"By {measure.name} alone, {known.called(first)} would be best.")
+                value = measure.text(measure.value(first, length))
+                sentences.append(f"By {measure.name} alone, {known.called(first)} would be best ({value}).")
     return sentences
 
 
@@ -420,8 +434,9 @@ def _reach(known: Findings, lead: str) -> list[str]:
     for measure in known.informative:
         if lead in measure.reaches:
             plain = measure.reaches.get(known.loaded)
-            text = f"Effective length by {measure.name}: {measure.reaches[lead].in_words}"
-            sentences.append(f"{text}; unpatched {plain.in_words}." if plain and lead != known.loaded else f"{text}.")
+            text = f"Effective length by {measure.name}: {measure.reaches[lead].in_words(measure.longest)}"
+            unpatched = f"; unpatched {plain.in_words(measure.longest)}" if plain and lead != known.loaded else ""
+            sentences.append(f"{text}{unpatched}.")
         elif measure.tolerance is not None and not measure.of_positions:
             sentences += _near(known, measure, lead, measure.tolerance)
     return sentences
@@ -433,18 +448,25 @@ def _near(known: Findings, measure: Measure, lead: str, tolerance: float) -> lis
     lengths = [length for length in measure.lengths(lead) if length > here]
     outcomes = [known.outcome_against_short(measure, lead, length) for length in lengths]
     within = list(takewhile(lambda pair: pair[1] is Outcome.BETTER, zip(lengths, outcomes, strict=True)))
-    base = f"that of the unpatched model at {here:,} tokens"
+    name = measure.name
+    under = f"the unpatched model's {name}" if lead == known.loaded else f"{name} under {known.called(lead)}"
+    base = f"that {'' if lead == known.loaded else 'of the unpatched model '}at {here:,} tokens"
+    sentence = ""
     if within:
-        furthest = _length_text(within[-1][0], here)
-        at = f"At {furthest}" if len(within) == 1 else f"From {within[0][0]:,} to {furthest}"
-        return [f"{at}, {measure.name} is within {tolerance:.0%} of {base}."]
-    if lengths and outcomes[0] is Outcome.WORSE:
-        value, short = measure.value(lead, lengths[0]), measure.value(known.loaded, here)
-        ratio = value / short if measure.exponential else exponential(value - short)
-        above = f"{ratio - 1:.0%} above" if ratio < _MANY_TIMES else f"{ratio:.2g} times"
-        values = f"{measure.text(value)} against {measure.text(short)}"
-        return [f"At {_length_text(lengths[0], here)}, {measure.name} is {above} {base} ({values})."]
-    return []
+        first, last = within[0][0], within[-1][0]
+        several = f"From {first:,} to {last:,} tokens ({multiple_text(first, here)} to {multiple_text(last, here)})"
+        at = f"At {_length_text(last, here)}" if len(within) == 1 else several
+        sentence = f"{at}, {under} is within {tolerance:.0%} of {base}"
+    if len(within) == len(lengths) or outcomes[len(within)] is not Outcome.WORSE:
+        return [f"{sentence}."] if sentence else []
+    length = lengths[len(within)]
+    value, short = measure.value(lead, length), measure.value(known.loaded, here)
+    ratio = value / short if measure.exponential else exponential(value - short)
+    above = f"{ratio - 1:.0%} above" if ratio < _MANY_TIMES else f"{ratio:.2g} times"
+    values = f"({measure.text(value)} against {measure.text(short)})"
+    if sentence:
+        return [f"{sentence}; at {_length_text(length, here)} it is {above} that {values}."]
+    return [f"At {_length_text(length, here)}, {under} is {above} {base} {values}."]
 
 
 def listed(words: Iterable[str]) -> str:

@@ -88,7 +88,7 @@ def test_answers_decide_before_losses(tmp_path: Path) -> None:
     assert str(comparison.conclusion).startswith(
         "Best at 256 tokens (4x): yarn x4, exact match (needle) 85.0% and perplexity 4.66 (unpatched 0.0% and 154). "
         "Short inputs (64 tokens): no significant difference in exact match (needle) (87.5%, unpatched 90.0%); "
-        "perplexity gets worse (2.83 to 3.46). By perplexity alone, ntk x4 would be best. "
+        "perplexity gets worse (2.83 to 3.46). By perplexity alone, ntk x4 would be best (4.22). "
     )
 
 

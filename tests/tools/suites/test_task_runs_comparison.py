@@ -31,9 +31,9 @@ def test_answers_decide_before_losses(tmp_path: Path) -> None:
         "Best at 256 tokens (4x): yarn x4, score of ruler 85.0% and perplexity 4.66 (unpatched 0.0% and 154). "
         "Short inputs (64 tokens): no significant difference in score of ruler (87.5%, unpatched 90.0%); perplexity "
         "gets worse (2.83 to 3.46). "
-        "By perplexity alone, ntk x4 would be best. "
-        "Effective length by score of ruler: 256 tokens (95% confidence interval 0 to 256); unpatched 64 tokens (95% "
-        "confidence interval 64 to 64)."
+        "By perplexity alone, ntk x4 would be best (4.22). "
+        "Effective length by score of ruler: 256 tokens, the longest measured (95% confidence interval: 0 or more); "
+        "unpatched 64 tokens."
     )
 
 
