@@ -263,8 +263,8 @@ class Yarn(RampedMethod):
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:  # 0 means "not set" in every published config
-            return yarn_magnitude(self.factor, self.mscale) / yarn_magnitude(self.factor, self.mscale_all_dim)
-        return yarn_magnitude(self.factor)
+            return _yarn_magnitude(self.factor, self.mscale) / _yarn_magnitude(self.factor, self.mscale_all_dim)
+        return _yarn_magnitude(self.factor)
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if self.ramp == "cycles":
@@ -272,8 +272,7 @@ class Yarn(RampedMethod):
         return _counted_parameters("yarn", rotary, self)
 
 
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return g(s, m) = 0.1 m ln s + 1 (YaRN paper, arXiv 2309.00071, sec. 3.4), by which cos and sin are multiplied."""
+def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1
 
 
@@ -345,7 +344,7 @@ class MrRoPE(BandedMethod):
         count, pairs = last - first, torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
         step = (pairs - first).clamp(0, count)
         share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
-        attention_factor = self.attention_factor or yarn_magnitude(self.factor)
+        attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
         return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
 

@@ -117,3 +117,22 @@ def _head_dim(text: Config, layer_type: str | None) -> Any:
             return values["head_dim"]
     stated = text.get("global_head_dim") if layer_type == "full_attention" else None
     return text.get("head_dim") if stated is None else stated
+
+
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return g(s, m) = 0.1 m ln s + 1 (YaRN paper, arXiv 2309.00071, sec. 3.4); 1 up to s = 1."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
+
+
+def yarn_magnitude_by_config(settings: Config, factor: float) -> float:
+    """Return the magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1.
+
+    Raises:
+        ServingError: an attention_factor that is not a number above 0.
+    """
+    if settings.get("attention_factor") is not None:
+        return needed(settings, "attention_factor")
+    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
+    return yarn_magnitude(factor)

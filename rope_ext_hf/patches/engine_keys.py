@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rope_ext_hf.methods.static import yarn_magnitude
-from rope_ext_hf.patches.config_keys import needed
+from rope_ext_hf.patches.config_keys import yarn_magnitude_by_config
 from rope_ext_hf.patches.families import Family, family, former_key
 from rope_ext_hf.plug_ins import plug_ins
 
@@ -114,18 +113,3 @@ def compare_engines(config: _Settings) -> EngineAgreement:
         for known, more in zip(agreement, check(config), strict=True):
             known += more
     return agreement
-
-
-def yarn_magnitude_by_config(settings: _Settings, factor: float) -> float:
-    """Return the magnitude of a yarn: attention_factor, else the ratio of both mscales, else 0.1 ln s + 1.
-
-    Raises:
-        ServingError: an attention_factor that is not a number above 0.
-    """
-    if settings.get("attention_factor") is not None:
-        return needed(settings, "attention_factor")
-    factor = max(1.0, factor)
-    mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
-    if mscale and all_dim:
-        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim)
-    return yarn_magnitude(factor)

@@ -134,7 +134,7 @@ def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tm
     rope.unpatch(model)
     assert torch.equal(logits(model, ids), plain)
     two_attention_factors = name in ("phi-3-mini-128k", "phi-4-mini") and method == "yarn"
-    assert described.save_route.startswith("'rope_ext_hf/yarn") == two_attention_factors
+    assert described.save_route.startswith("rope_type 'rope_ext_hf/yarn") == two_attention_factors
     if two_attention_factors:
         with pytest.raises(Exception, match="rope_ext_hf/yarn"):  # the config class's own validation
             AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, rotated_dims
+from rope_ext_hf.patches.config_keys import Config, needed, rotated_dims, yarn_magnitude
 from rope_ext_hf.tools.engines.base import Encoding, Target, engine_table, register_engine
 from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, later_factor
-from rope_ext_hf.tools.engines.formulas import longrope_magnitude, yarn_magnitude
+from rope_ext_hf.tools.engines.formulas import longrope_magnitude
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, length_setting
 
 

@@ -57,11 +57,6 @@ def yarn(
     return result
 
 
-def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
-    """g(s, m) = 0.1 m ln s + 1; 1 up to s = 1."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1
-
-
 def llama3(theta: float, dim: int, factor: float, original: float, low: float, high: float) -> list[float]:
     """Llama 3.1's frequencies: a ramp in cycles over the original length."""
     result = []

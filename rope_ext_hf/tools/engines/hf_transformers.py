@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rope_ext_hf.patches.config_keys import Config, needed, text_settings
-from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
+from rope_ext_hf.patches.config_keys import Config, needed, text_settings, yarn_magnitude_by_config
 from rope_ext_hf.tools.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
 from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, longrope_magnitude, plain
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys

@@ -14,9 +14,8 @@ from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings
+from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines import formulas
-from rope_ext_hf.tools.engines.formulas import yarn_magnitude
 
 PLUGIN_TYPE = "rope_ext_hf"
 """The rope type of the plug-ins; `rope_ext_hf.tools.plugins.tables` describes its settings and builds their tables."""

@@ -15,17 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rope_ext_hf.errors import ServingError, short
-from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings
+from rope_ext_hf.patches.config_keys import Config, needed, rope_settings, rotated_dims, text_settings, yarn_magnitude
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, ServingConfig, Target, engine_table, register_engine
-from rope_ext_hf.tools.engines.formulas import (
-    alpha_theta,
-    linear,
-    llama3,
-    longrope_magnitude,
-    plain,
-    yarn,
-    yarn_magnitude,
-)
+from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, llama3, longrope_magnitude, plain, yarn
 from rope_ext_hf.tools.engines.keys import Computed, check_sliding_layers, length_setting, rope_divisors
 
 _FAMILIES = engine_table("llama_cpp")["families"]

@@ -13,9 +13,8 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed
+from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude
 from rope_ext_hf.tools.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
-from rope_ext_hf.tools.engines.formulas import yarn_magnitude
 from rope_ext_hf.tools.engines.hf_transformers import Transformers
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys
 from rope_ext_hf.tools.engines.overrides import OverridingEngine, plugin_encoding

@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
-from rope_ext_hf.patches.config_keys import Config, needed
-from rope_ext_hf.patches.engine_keys import yarn_magnitude_by_config
+from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude_by_config
 from rope_ext_hf.tools.engines.base import NotCheckedError, Target, engine_table, register_engine
 from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, later_factor
 from rope_ext_hf.tools.engines.formulas import plain
