@@ -79,6 +79,7 @@ def test_help_shows_the_commands_of_the_library_alone(copy: Path, tmp_path: Path
     ],
     ids=lambda words: words[0],
 )
+@pytest.mark.sampled(2)
 def test_a_command_works(words: tuple[str, ...], copy: Path, tmp_path: Path) -> None:
     assert command(copy, tmp_path, *words).stdout
 

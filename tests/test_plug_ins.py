@@ -91,6 +91,7 @@ def test_a_package_that_cannot_be_loaded_is_named(on_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_commands_of_another_package_are_commands(page_package: Path) -> None:
     def rope_ext(*words: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(page_package), str(ROOT)))}

@@ -133,6 +133,7 @@ def test_gradients_are_those_of_the_definition(method: RemappingMethod, situatio
 @pytest.mark.slow
 @each_situation
 @each_method
+@pytest.mark.sampled(3)
 def test_gradients_are_those_of_finite_differences(method: RemappingMethod, situation: str, fused: None) -> None:
     case = Case(method, **SITUATIONS[situation])
     assert torch.autograd.gradcheck(case.attended, [x.clone().requires_grad_() for x in case.inputs], fast_mode=True)

@@ -109,9 +109,9 @@ def read(saved: Lookup, request: pytest.FixtureRequest, tmp_path_factory: pytest
 # --- static methods: plain transformers gets the same model -------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
+@pytest.mark.sampled(3)
 def test_plain_loading_reproduces_static_methods(name: str, which: str, read: Lookup) -> None:
     case, it = static_cases(name)[which], read("static", name, which)
     assert "error" not in it.read, it.read

@@ -96,6 +96,7 @@ def test_the_loss_of_a_file_is_that_of_its_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_the_text_of_detection_is_that_of_its_file(tmp_path: Path) -> None:
     text = stdlib_held_out()[1].text[:8000].replace("\n", "\r\n")
     (tmp_path / "a.txt").write_bytes((MARK + text).encode())

@@ -169,7 +169,7 @@ def test_audit_and_serve_config_start_from_what_a_living_model_runs(model_type: 
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(5)
 @pytest.mark.parametrize("model_type", _FAMILIES)
+@pytest.mark.sampled(7)
 def test_audit_and_serve_config_start_from_what_every_family_runs(model_type: str) -> None:
     assert not compare(model_type, FORMS)
