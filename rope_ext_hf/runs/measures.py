@@ -80,15 +80,15 @@ class Measure:
 
     @property
     def too_few(self) -> bool:
-        """Whether there are too few items for an interval."""
+        """True if a method has too few items at some length for a confidence interval."""
         return self._fewest < FEWEST
 
     @cached_property
     def flaw(self) -> str:
         """The reason why no method can be compared by this measure, as a clause; empty where methods can be compared.
 
-        There are too few items, or no method does better than luck. Whether one method at one length does is tested at
-        2.5%, one-sided and divided by the number of cells (Bonferroni), because one of many is lucky.
+        There are too few items, or no method does better than chance. Whether one method at one length does is tested
+        at 2.5%, one-sided and divided by the number of cells (Bonferroni), because one of many is lucky.
         """
         if self.too_few:
             are = "is" if self._fewest == 1 else "are"

@@ -162,9 +162,9 @@ class Findings:
         return self.outcome(measure, (key, length), (self.loaded, self.context_length), than=bound)
 
     def reads_as_well(self, key: str, length: int) -> bool:
-        """Return whether, by no measure, a method at a length is worse than the unpatched model at the context length.
+        """Return whether a method at a length is by no measure worse than the unpatched model at the context length.
 
-        Without a tolerance: one measure with a significant difference is enough.
+        Any significant difference counts as worse; the measures' tolerances are not applied.
         """
         base = (self.loaded, self.context_length)
         return all(self.outcome(each, (key, length), base) is not Outcome.WORSE for each in self.measures)
@@ -172,7 +172,7 @@ class Findings:
     def reads_short_worse(self, measure: Measure, key: str) -> bool:
         """Return whether inputs of the context length are significantly worse under a method than unpatched."""
         here = self.context_length
-        return self.outcome(measure, (key, here), (self.loaded, here)) is Outcome.WORSE
+        return not measure.of_positions and self.outcome(measure, (key, here), (self.loaded, here)) is Outcome.WORSE
 
     def best(self, measure: Measure, length: int) -> list[str]:
         """Return the methods that no other one is significantly better than, the one with the best value first."""
@@ -208,6 +208,19 @@ class Findings:
         return [key for key in self.names if any(measure.lengths(key) for measure in self.informative)]
 
     @cached_property
+    def present(self) -> list[str]:
+        """The candidates without those that the first measure has, but not at its longest length."""
+        first = self.informative[0] if self.informative else None
+        return [
+            key for key in self.candidates if first and (first.longest in first.lengths(key) or not first.lengths(key))
+        ]
+
+    @property
+    def all_alike(self) -> bool:
+        """Whether no method is better than another one."""
+        return len(self.present) > 1 and {*self.present} <= {*self.unbeaten}
+
+    @cached_property
     def outcomes(self) -> dict[tuple[str, str], Outcome]:
         """How the first of every two methods compares with the second."""
         turned = {Outcome.BETTER: Outcome.WORSE, Outcome.WORSE: Outcome.BETTER}
@@ -218,7 +231,8 @@ class Findings:
     def unbeaten(self) -> list[str]:
         """The methods that no other one is better than.
 
-        The unpatched model comes first, then the methods under which short inputs are not worse, then the best value.
+        The unpatched model comes first, then the methods under which short inputs are not worse, then the best value;
+        last, what was not measured at the longest length.
         """
         worse = {one for (one, _), outcome in self.outcomes.items() if outcome is Outcome.WORSE}
         left = sorted(set(self.candidates) - worse, key=lambda key: (self.names[key], key))
@@ -228,8 +242,8 @@ class Findings:
                 left = sorted(left, key=lambda key: _place(measure, key, lengths[-1]))
                 break
 
-        def price(key: str) -> tuple[bool, bool]:
-            return key != self.loaded, _costs_short_inputs(self, key)
+        def price(key: str) -> tuple[bool, bool, bool]:
+            return key not in self.present, key != self.loaded, _costs_short_inputs(self, key)
 
         return sorted(left, key=price)
 
@@ -266,7 +280,7 @@ def conclude(known: Findings) -> Conclusion:
         sentences = _no_lead(known)
     else:
         sentences = _best(known, lead)
-        if lead != known.loaded and (len(known.candidates) == 1 or len(known.unbeaten) < len(known.candidates)):
+        if lead != known.loaded and not known.all_alike:
             sentences += [*_beyond(known, lead), *_short_inputs(known, lead), *_by_others(known, lead)]
         sentences += [*_reach(known, lead), *_missing(known)]
         sentences += [f"{capital(m.name)}: {m.flaw}." for m in known.ordered if m.flaw]
@@ -316,47 +330,54 @@ def _best(known: Findings, lead: str) -> list[str]:
     longest = max(measure.longest for measure in known.informative)
     where = _length_text(longest, known.context_length)
     values = listed(
-        _value(measure, lead, max(lengths)) + ("" if max(lengths) == longest else f" at {max(lengths):,}")
+        _value(measure, lead, max(lengths)) + _elsewhere(max(lengths), longest)
         for measure in known.informative
         if (lengths := measure.lengths(lead))
     )
-    first, equal = known.informative[0], known.unbeaten
+    first, equal = known.informative[0], [key for key in known.unbeaten if key in known.present]
     if len(known.candidates) == 1:
         return [f"At {where}, {known.called(lead)} has {values}."]
-    values_of_equal = [first.value(key, longest) for key in equal if key in first.measured(longest)]
+    values_of_equal = [first.value(key, first.longest) for key in equal if first.lengths(key)]
     if values_of_equal and not any(map(math.isfinite, values_of_equal)):
         return [f"At {where}, {first.name} is not finite for {listed(map(known.called, equal))}."]
-    if len(equal) > 1 and (lead == known.loaded or set(equal) == set(known.candidates)):
+    if len(equal) > 1 and (lead == known.loaded or known.all_alike):
         return [f"At {where}, {_alike(known, first, equal, longest)}."]
-    sentences = [f"Best at {where}: {known.called(lead)}, {values}{_of_unpatched(known, lead)}."]
-    if others := [key for key in equal[1:] if key in first.measured(longest) or not first.lengths(key)]:
+    sentences = [f"Best at {where}: {known.called(lead)}, {values}{_of_unpatched(known, lead, longest)}."]
+    if others := equal[1:]:
         sentences.append(f"No significant difference: {_with_values(known, others, longest, lead)}.")
-    if beaten := [key for key in known.best(first, longest) if key not in equal]:
+    if beaten := [key for key in known.best(first, first.longest) if key not in equal]:
         sentences.append(f"By {first.name} alone, no significant difference: {_with_values(known, beaten, longest)}.")
     return sentences
 
 
-def _alike(known: Findings, first: Measure, equal: Sequence[str], length: int) -> str:
+def _elsewhere(length: int, longest: int) -> str:
+    """Return " at 1,024" for a value that is not of the longest length; empty for one that is."""
+    return "" if length == longest else f" at {length:,}"
+
+
+def _alike(known: Findings, first: Measure, equal: Sequence[str], longest: int) -> str:
     """Say that no method is better than the unpatched model, or than another."""
-    measured = sorted((key for key in equal if key in first.measured(length)), key=lambda k: _place(first, k, length))
+    length, at = first.longest, _elsewhere(first.longest, longest)
+    measured = sorted((key for key in equal if first.lengths(key)), key=lambda key: _place(first, key, length))
     texts = [first.text(first.value(key, length)) for key in measured]
     if equal[0] == known.loaded:
         own = first.text(first.value(known.loaded, length)) if known.loaded in measured else "not measured"
-        here = f"{first.name} {own}"
         nearest = f"; best value: {known.called(measured[0])}, {texts[0]}" if texts and texts[0] != own else ""
-        return f"no method is significantly better than the unpatched model ({here}{nearest})"
+        return f"no method is significantly better than the unpatched model ({first.name} {own}{nearest}{at})"
     if len(equal) <= _MOST_NAMED:
         names = listed(map(known.called, measured))
-        return f"no significant difference between {names} ({first.name} {listed(texts)})"
-    return f"no significant difference between any two of {len(equal)} methods ({first.name} {texts[0]} to {texts[-1]})"
+        return f"no significant difference between {names} ({first.name} {listed(texts)}{at})"
+    values = f"{first.name} {texts[0]} to {texts[-1]}{at}"
+    return f"no significant difference between any two of {len(equal)} methods ({values})"
 
 
-def _of_unpatched(known: Findings, lead: str) -> str:
+def _of_unpatched(known: Findings, lead: str, longest: int) -> str:
     """Return the values of the unpatched model in brackets, by the measures and at the lengths of the best method."""
     values = []
     for measure in known.informative:
-        if (lengths := measure.lengths(lead)) and known.loaded in measure.measured(max(lengths)):
-            values.append(measure.text(measure.value(known.loaded, max(lengths))))
+        length = max(measure.lengths(lead), default=0)
+        if known.loaded in measure.measured(length):
+            values.append(measure.text(measure.value(known.loaded, length)) + _elsewhere(length, longest))
     return f" (unpatched {listed(values)})" if values and lead != known.loaded else ""
 
 
@@ -372,19 +393,20 @@ def _beyond(known: Findings, lead: str) -> list[str]:
 
 def _missing(known: Findings) -> list[str]:
     """Name the methods that have no value at the longest length."""
-    first = known.informative[0]
-    absent = [key for key in known.candidates if first.lengths(key) and key not in first.measured(first.longest)]
-    return [f"Not measured at {first.longest:,} tokens: {listed(map(known.called, absent))}."] if absent else []
+    absent = [known.called(key) for key in known.candidates if key not in known.present]
+    return [f"Not measured at {known.informative[0].longest:,} tokens: {listed(absent)}."] if absent else []
 
 
-def _with_values(known: Findings, keys: Sequence[str], length: int, lead: str | None = None) -> str:
+def _with_values(known: Findings, keys: Sequence[str], longest: int, lead: str | None = None) -> str:
     """Return methods with their values by the first measure: "rerope (1.91) and self-extend (1.93)".
 
     Beside `lead`, under which short inputs are not worse, it is said of which methods they are.
     """
     first, texts = known.informative[0], list[str]()
     for key in keys:
-        notes = [first.text(first.value(key, length))] if key in first.measured(length) else []
+        notes = []
+        if first.lengths(key):
+            notes.append(first.text(first.value(key, first.longest)) + _elsewhere(first.longest, longest))
         if lead is not None and _costs_short_inputs(known, key) and not _costs_short_inputs(known, lead):
             notes.append("short inputs get worse")
         texts.append(known.called(key) + (f" ({'; '.join(notes)})" if notes else ""))

@@ -280,6 +280,41 @@ def test_positions_in_longer_inputs_say_nothing_of_short_inputs() -> None:
     )
 
 
+def test_positions_in_longer_inputs_name_no_method_that_costs_short_inputs() -> None:
+    rows: dict[str, Row] = {
+        "loaded": LOADED,
+        "a": {64: 1.2, 256: [1.49, 1.4, 1.6, 1.5, 1.5]},
+        "b": {64: 1.0, 256: [1.51, 1.39, 1.62, 1.49, 1.5]},
+    }
+    made = concluded(perplexities(rows, of_positions=True))
+    assert made.equal == ("a", "b")  # by their values alone
+    assert "hort inputs" not in made.text
+
+
+def test_measures_up_to_different_lengths_are_each_given_at_their_own() -> None:
+    """Answers up to 128 tokens, perplexity up to 256: what is said of answers is of 128 tokens."""
+    right = {"loaded": {64: 40, 128: 0}, "a": {64: 40, 128: 38}, "b": {64: 40, 128: 37}}
+    same = [1.5, 1.4, 1.6, 1.5, 1.5]
+    rows: dict[str, Row] = {"loaded": LOADED, "a": {64: 1.0, 256: same}, "b": {64: 1.0, 256: same[::-1]}}
+    made = concluded(answers(right), perplexities(rows))
+    assert str(made).startswith(
+        "Best at 256 tokens (4x): a, exact match 95.0% at 128 and perplexity 4.48 (unpatched 0.0% at 128 and 148). No "
+        "significant difference: b (92.5% at 128). Short inputs"
+    )
+    alike = concluded(answers(dict.fromkeys(("a", "b"), right["a"])), perplexities({key: {256: same} for key in "ab"}))
+    assert alike.text == (
+        "At 256 tokens (4x), no significant difference between a and b (exact match 95.0% and 95.0% at 128)."
+    )
+
+
+def test_a_model_that_was_not_measured_at_the_longest_length_is_not_compared_there() -> None:
+    rows: dict[str, Row] = {"loaded": {64: 1.0}, "a": {64: 1.0, 256: 1.5}, "b": {64: 1.0, 256: 3.0}}
+    made = concluded(perplexities(rows))
+    assert made.best == "a"
+    assert made.text.startswith("Best at 256 tokens (4x): a, perplexity 4.48.")
+    assert made.text.endswith("Not measured at 256 tokens: the unpatched model.")
+
+
 FORMS = (
     r"Best at 256 tokens \(4x\): ((the unpatched model|m\d), perplexity [\d.,]+( \(unpatched [\d.,]+\))?)",
     r"No significant difference: .+ \([\d.,]+(; short inputs get worse)?\)",
