@@ -69,6 +69,12 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
     return download(source, revision, weights=True) if weights else download(source, revision, patterns=_CONFIG_FILES)
 
 
+def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple[Path, str | None]:
+    """Return `model_folder` of a name, with weights, and its id on the Hub; None: it names a folder."""
+    folder = model_folder(name, revision=revision)
+    return folder, None if folder == Path(model_source(name)) else str(name)
+
+
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
     if _is_folder(Path(model_source(name))):
         return None

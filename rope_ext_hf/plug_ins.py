@@ -5,7 +5,7 @@ A package that has a method of its own, for example, states it in its pyproject.
     [project.entry-points."rope_ext_hf.methods"]
     my-method = "my_package.my_method:MyMethod"
 
-The tool box of this package (`rope_ext_hf.tools`) joins in the same way, so that nothing else names it.
+The tool box of this package joins in the same way, so that nothing else names it.
 
 | group | what the name is | what the entry point names |
 |---|---|---|
@@ -56,7 +56,7 @@ def plug_in_names(group: str) -> list[str]:
 
 
 def plug_in(group: str, name: str) -> Any:
-    """Return the object of a name in a group; None: there is no such name.
+    """Return the object that a name in a group stands for; None if the group has no such name.
 
     Raises:
         RopeExtError: the package that has the name cannot be loaded; the message names it.

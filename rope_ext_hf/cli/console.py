@@ -190,8 +190,8 @@ class TimeLeft:
     """Say how much time is left, and again whenever that turns out wrong.
 
     A pass of a few seconds is enough; shorter ones are taken together. The first pass counts only until there is a
-    second one, because loading kernels and allocating belong to it. Nothing is said
-    before a pass with at least half of the work of the largest one was timed: short passes say little of long ones.
+    second one, because loading kernels and allocating belong to it. Nothing is said before a pass with at least half
+    of the work of the largest one was timed, because short passes say little about long ones.
 
     Attributes:
         total: all work, in any unit; the clock counts seconds.

@@ -156,15 +156,14 @@ def write_patched(
 ) -> Description:
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.downloads import mistral_format_files
-    from rope_ext_hf.hub import foreign_errors, model_folder, model_source
+    from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
     from rope_ext_hf.patches.patching import apply_choice
     from rope_ext_hf.patches.saving import save_patched_folder
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
-        folder = model_folder(model, revision=source.revision)
-        hub_id = None if folder == Path(model_source(model)) else model
+        folder, hub_id = folder_and_hub_id(model, revision=source.revision)
         of_card = {"name": out.name, "source": folder, "base_model": hub_id, "model": empty}
         finish = partial(write_cards, runs=runs, trust_remote_code=source.trust_remote_code, **of_card)
         with progress_bar("copying", unit="bytes") as bar:

@@ -64,7 +64,7 @@ class CommandSettings:
 
 
 CONTINUES = "the same command continues where it stopped"
-"""What `CommandSettings.interrupted` of a command says whose results are kept as they come."""
+"""The text of `CommandSettings.interrupted` for a command that keeps its results as they come."""
 
 
 def command(panel: str, *, interrupted: str = "", repeats: bool = False) -> Callable[[C], C]:

@@ -1,4 +1,4 @@
-"""How well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
+"""Measure how well a model reads at long context lengths: perplexity, retrieval, lm-evaluation-harness.
 
 from rope_ext_hf.eval import Perplexity, measure
 from rope_ext_hf.eval import passkey, perplexity, sweep

@@ -174,7 +174,7 @@ class Perplexity(LengthsQuestion):
             return plan
         choose = plug_in("token_choices", "keys_by")
         if choose is None:
-            raise MethodError("keys_by needs the tool box of this package, rope_ext_hf.tools, which is not installed")
+            raise MethodError("keys_by needs the tool box of this package, which is not installed")
         chosen: RunPlan[Any] = choose(plan, self, measure_with)
         return chosen
 

@@ -62,10 +62,11 @@ def rope_settings(text: Config) -> dict[str, Any]:
 
 
 def unread_settings(text: Config) -> str | None:
-    """How `rope_parameters` of a text config differs from `rope_scaling` beside it, which is read in its place.
+    """Return how `rope_parameters` of a text config differs from `rope_scaling` beside it, which is read in its place.
 
-    None: it does not, or stands alone. transformers 5 takes `rope_scaling` whole, and theta from top-level
-    `rope_theta`, else the default of the model's class: convert_rope_params_to_dict of modeling_rope_utils.py.
+    None if they do not differ, or only one of them is there. transformers 5 takes `rope_scaling` whole, and theta from
+    top-level `rope_theta`, else the default of the model's class: convert_rope_params_to_dict of
+    modeling_rope_utils.py.
     """
     if not (text.get("rope_scaling") and text.get("rope_parameters")):
         return None

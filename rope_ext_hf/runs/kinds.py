@@ -509,7 +509,7 @@ def run_kind(name: str) -> RunKind:
     """Return the kind of run of this name, loading the entry point that names it where needed.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: no kind of run has this name; the message names the nearest one.
     """
     if name not in _KINDS:
         plug_in("run_kinds", name)  # its module registers it

@@ -38,7 +38,7 @@ _DECODE = {
     "turned when read": TURNED_WHEN_READ,
     "biased": _BIASED,
 }
-"""What guidance.toml writes for the sentences above."""
+"""The words of guidance.toml, and the sentences above that they stand for."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which engines run a saved config.json as transformers does."""
+"""Find out which engines run a saved config.json as transformers does."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import yaml
 from rope_ext_hf import __version__
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, printable, short
 from rope_ext_hf.files import PlainLoader, disk_errors, list_files, resolve_inside, write_text
-from rope_ext_hf.hub import foreign_errors, load_empty, load_model, model_folder, model_source
+from rope_ext_hf.hub import folder_and_hub_id, foreign_errors, load_empty, load_model
 from rope_ext_hf.patches.adapters import find_adapter
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.fingerprint import fingerprint_of
@@ -51,9 +51,8 @@ _ROWS = ("method", "over", "context length", "extended length", "saved as", "pub
 
 
 def made_from(model: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """What `write_card` is told of a source by its name; of one on the Hub, its card and licence are downloaded."""
-    folder = model_folder(model, revision=revision)
-    base_model = None if folder == Path(model_source(model)) else str(model)
+    """Return the arguments of `write_card` for a source by its name; one on the Hub is downloaded, with its licence."""
+    folder, base_model = folder_and_hub_id(model, revision=revision)
     return {"source": folder, "base_model": base_model, "trust_remote_code": trust_remote_code}
 
 
