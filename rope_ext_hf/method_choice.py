@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.bounds import MOST_TOKENS, listed, parse_length
 from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, short
-from rope_ext_hf.questions import Question, asked
+from rope_ext_hf.questions import Question, argument
 
 _REGISTRY = "rope_ext_hf.methods.registry"
 _REMOVED = {"profiles": "0.1.0", "string": "0.1.0"}
@@ -103,7 +103,7 @@ class MethodChoice(Question):
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
-    method: tuple[Any, ...] | Any = asked(
+    method: tuple[Any, ...] | Any = argument(
         (),
         "Names, separated by commas; describe, patch and lm-eval take one.",
         names=("--method", "-m"),
@@ -111,7 +111,7 @@ class MethodChoice(Question):
         repeated=True,
         metavar="NAMES",
     )
-    factor: tuple[float, ...] | Any = asked(
+    factor: tuple[float, ...] | Any = argument(
         (),
         "Extended length divided by context length, e.g. 8; 4,8 compares two.",
         parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
@@ -119,26 +119,26 @@ class MethodChoice(Question):
         metavar="NUMBERS",
         instead_of=("target_length",),
     )
-    target_length: int | Any | None = asked(
+    target_length: int | Any | None = argument(
         None,
         "The extended length in tokens, e.g. 32k. An alternative to --factor.",
         parse=parse_length,
         metavar="TOKENS",
         instead_of=("factor",),
     )
-    over: str = asked(
+    over: str = argument(
         "own",
         "What is extended. own: the model as loaded, with the scaling it was trained under. original: the model "
         "without that scaling. patched: the model with its present patch, if it was trained under that.",
         metavar="WHAT",
     )
-    context_length: int | Any | None = asked(
+    context_length: int | Any | None = argument(
         None,
         "The length that the model as loaded is for, instead of what its config states.",
         parse=parse_length,
         metavar="TOKENS",
     )
-    parameters: dict[str, Any] | Any = asked(None, "", parse=lambda given: dict(given or {}), option=False)
+    parameters: dict[str, Any] | Any = argument(None, "", parse=lambda given: dict(given or {}), option=False)
 
     @property
     def underneath(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class PatchChoice(MethodChoice):
 class LayerChoice(PatchChoice):
     """One method with one factor, for the layers that attend to everything or for others."""
 
-    layers: tuple[str | int, ...] | Any = asked(
+    layers: tuple[str | int, ...] | Any = argument(
         (),
         "Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
         "everything. Layers that share a rotary embedding change together.",

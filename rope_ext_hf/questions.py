@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True, kw_only=True)
     class Passkey(Question):
-        trials: int = asked(10, "Prompts per length and depth.", least=1, most=10_000)
+        trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
 Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.options` makes them) and
 a part of the settings of a run. Each is written once, with its help and its limits.
@@ -28,7 +28,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 
 @dataclass(frozen=True)
-class Asked:
+class Argument:
     """How one field of a question is asked for."""
 
     help: str  # what it is, in the help of the command
@@ -65,9 +65,9 @@ class Asked:
         raise MethodError(f"{name} must be {_KINDS[kind]}{limits}, got {short(repr(value))}")
 
 
-def asked(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argparse and typer have it
-    """A field of a question, by its default (`MISSING`: it must be given) and the attributes of `Asked`."""
-    return field(default=default, metadata={"asked": Asked(help, **how)})
+def argument(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argparse and typer have it
+    """A field of a question, by its default (`MISSING`: it must be given) and the attributes of `Argument`."""
+    return field(default=default, metadata={"argument": Argument(help, **how)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,38 +85,38 @@ class Question:
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the docstring list the fields, with their help."""
         super().__init_subclass__(**options)
-        own = [(name, value.metadata["asked"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
+        own = [(name, value.metadata["argument"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
         cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nFields:", *(f"    {name}: {text}" for name, text in own)])
 
     def check_early(self) -> None:
         """Refuse what cannot be right whatever the model is, before anything heavy is imported; commands call it."""
 
     def __post_init__(self) -> None:
-        for each, how in self.how_asked():
+        for each, how in self.described_fields():
             object.__setattr__(self, each.name, how.value(each, getattr(self, each.name)))
 
     @classmethod
     @cache
-    def how_asked(cls) -> list[tuple[Field[Any], Asked]]:
+    def described_fields(cls) -> list[tuple[Field[Any], Argument]]:
         """Its fields, and how each is asked for."""
-        return [(each, each.metadata["asked"]) for each in dataclasses.fields(cls)]
+        return [(each, each.metadata["argument"]) for each in dataclasses.fields(cls)]
 
     @classmethod
     def apart(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """The arguments that are fields, and the others."""
-        names = {each.name for each, _ in cls.how_asked()}
+        names = {each.name for each, _ in cls.described_fields()}
         fields = {name: given[name] for name in given if name in names}
         return fields, {name: given[name] for name in given if name not in names}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each, _ in self.how_asked()}
+        return {each.name: getattr(self, each.name) for each, _ in self.described_fields()}
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that a command must be given to ask the same, by their names in Python; see `command_line`."""
         given: dict[str, Any] = {}
-        for each, how in self.how_asked():
+        for each, how in self.described_fields():
             value, default = getattr(self, each.name), each.default if how.typed is ... else how.typed
             if how.option and value != default:
                 name = how.names[0].lstrip("-").replace("-", "_") if how.names else each.name
@@ -144,7 +144,7 @@ def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, 
                 default=inspect.Parameter.empty if each.default is MISSING else each.default,
                 annotation=each.type,
             )
-            for each, _ in question.how_asked()
+            for each, _ in question.described_fields()
             if each.name not in {parameter.name for parameter in own}
         ]
         parameters = sorted([*own, *of_question], key=lambda each: each.kind)

@@ -348,8 +348,8 @@ def wording() -> None:
     assert "Read with care." in asked[0].prompt
 
 
-NOTE = """    note: str | None = asked(None, "A remark for whoever reads the results.", metavar="TEXT")
-    data_name: str | None = asked(
+NOTE = """    note: str | None = argument(None, "A remark for whoever reads the results.", metavar="TEXT")
+    data_name: str | None = argument(
 """
 
 
@@ -494,7 +494,7 @@ METHODS, PATCHES, EVAL, TOOLS = (f"rope_ext_hf/{folder}" for folder in ("methods
 NEWS = '"source": "nobody/tiny-7b, config.json", "method": "default", "context_length": 512, "original_length": 512'
 TINY = '{"model_type": "llama", "head_dim": 8, "max_position_embeddings": 512, "rope_theta": 5000.0}'
 INT8 = '"inv_freq": 2e-5, "magnitude": 1e-6, "angle": 5e-6, "cos_sin": 8e-3, "logits": 1.0, "reason": "as bfloat16"'
-QUIETLY = '    quietly: bool = asked(False, "Print nothing."),\n'
+QUIETLY = '    quietly: bool = argument(False, "Print nothing."),\n'
 AUDIT = ') -> None:\n    """Compare what serving engines compute'
 PRINT = "    print_text(json_text(result.to_dict()) if as_json else str(result))\n    if not result.agrees"
 LIMITS = "    from rope_ext_hf.bounds import limits as limits\n"
@@ -567,13 +567,13 @@ CHANGES = (
         "an option of a measurement",
         f"{EVAL}/questions.py",
         question_field,
-        [("    data_name: str | None = asked(\n", NOTE)],
+        [("    data_name: str | None = argument(\n", NOTE)],
     ),
     Change(
         "the default of an option",
         f"{TOOLS}/training/questions.py",
         default,
-        [('asked(16, "Rank of the adapters."', 'asked(24, "Rank of the adapters."')],
+        [('argument(16, "Rank of the adapters."', 'argument(24, "Rank of the adapters."')],
     ),
     Change("a colour of charts", "rope_ext_hf/pictures/drawing.py", colour, [("#3151ff", "#123456")]),
     Change(

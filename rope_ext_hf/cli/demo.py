@@ -13,7 +13,7 @@ from rope_ext_hf.cli.evaluation import shown_progress
 from rope_ext_hf.cli.options import CONTINUES, Json, Out, command
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.eval.questions import Passkey, Perplexity
-from rope_ext_hf.questions import asked
+from rope_ext_hf.questions import argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ _TRY = "rope-ext ppl MODEL --method yarn --factor 4 --lengths 4k,16k --data 'boo
 @command("Start here", interrupted=CONTINUES)
 def demo(
     out: Out = Path("rope-ext-results"),
-    texts: int = asked(8, "Texts that are read; more take longer and show smaller differences.", least=3),
-    questions: int = asked(40, "Questions per length, each in a text of its own; a multiple of 5.", least=5),
-    device: str = asked("cpu", "cpu, cuda, mps, ..."),
+    texts: int = argument(8, "Texts that are read; more take longer and show smaller differences.", least=3),
+    questions: int = argument(40, "Questions per length, each in a text of its own; a multiple of 5.", least=5),
+    device: str = argument("cpu", "cpu, cuda, mps, ..."),
     as_json: Json = False,
 ) -> None:
     """Try four methods on the bundled model, offline.

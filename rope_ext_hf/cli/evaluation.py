@@ -20,7 +20,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
-from rope_ext_hf.questions import Question, asked
+from rope_ext_hf.questions import Question, argument
 from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class ProcessOptions(Question):
 
     PANEL = "Processes and engines"
 
-    processes: int | None = asked(
+    processes: int | None = argument(
         None, "Expected number of processes of torchrun; stop if there are others.", least=1, metavar="N"
     )
 
@@ -80,12 +80,12 @@ class ProcessOptions(Question):
 class ReaderOptions(ProcessOptions):
     """The processes, and the engine that reads in place of transformers."""
 
-    engine: str | None = asked(
+    engine: str | None = argument(
         None,
         "What reads the text in place of transformers, once both agree on the first span of each length, e.g. vllm.",
         metavar="NAME",
     )
-    gpus: int | None = asked(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
+    gpus: int | None = argument(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
@@ -156,8 +156,8 @@ def report(
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
-    out: Path | None = asked(None, "The page of several runs. Default: comparison.html beside the first folder."),
-    unit: str | None = asked(
+    out: Path | None = argument(None, "The page of several runs. Default: comparison.html beside the first folder."),
+    unit: str | None = argument(
         None,
         "How losses are shown: perplexity, nats (per token) or bits (per byte). Default: perplexity.",
         metavar="UNIT",

@@ -12,7 +12,7 @@ from rope_ext_hf.errors import FileError, MethodError, short
 from rope_ext_hf.files import disk_errors, json_text
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.questions import asked
+from rope_ext_hf.questions import argument
 
 _TEMPLATE = {"auto": None, "always": True, "never": False}
 
@@ -22,21 +22,21 @@ def lm_eval(
     model: Model,
     methods: LayerChoice,
     load: LoadOptions,
-    tasks: str = asked(MISSING, "Names, groups or YAML files, with commas, e.g. rope_ruler.", metavar="NAMES"),
-    include_path: Path | None = asked(None, "A folder with task definitions of your own.", metavar="FOLDER"),
-    limit: float | None = asked(None, "Documents per task; below 1, a fraction of them.", least=0),
-    num_fewshot: int | None = asked(None, "Worked examples in each prompt.", least=0),
-    batch_size: str = asked("1", "A number, or auto."),
-    max_length: int | None = asked(
+    tasks: str = argument(MISSING, "Names, groups or YAML files, with commas, e.g. rope_ruler.", metavar="NAMES"),
+    include_path: Path | None = argument(None, "A folder with task definitions of your own.", metavar="FOLDER"),
+    limit: float | None = argument(None, "Documents per task; below 1, a fraction of them.", least=0),
+    num_fewshot: int | None = argument(None, "Worked examples in each prompt.", least=0),
+    batch_size: str = argument("1", "A number, or auto."),
+    max_length: int | None = argument(
         None, "Longest input, e.g. 16k. Default: the extended length.", parse=parse_length, metavar="TOKENS"
     ),
-    chat_template: str = asked(
+    chat_template: str = argument(
         "auto", "auto: the tokenizer's, for suites of long inputs; always; never.", among=tuple(_TEMPLATE)
     ),
-    output_path: Path | None = asked(
+    output_path: Path | None = argument(
         None, "Keep the results there, as lm-eval does.", names=("--output-path", "-o"), metavar="PATH"
     ),
-    log_samples: bool = asked(
+    log_samples: bool = argument(
         False, "Also keep every prompt with its answers and scores.", names=("--log-samples", "-s")
     ),
     as_json: Json = False,

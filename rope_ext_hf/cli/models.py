@@ -17,7 +17,7 @@ from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.questions import asked
+from rope_ext_hf.questions import argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -118,10 +118,14 @@ def patch(
     methods: LayerChoice,
     source: SourceOptions,
     publish: PublishOptions,
-    out: Path = asked(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
-    native: bool = asked(False, "Save in transformers' own form even where transformers then computes other results."),
-    as_code: bool = asked(False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."),
-    keep_mistral_format: bool = asked(
+    out: Path = argument(MISSING, "The patched folder; must not exist yet.", metavar="FOLDER"),
+    native: bool = argument(
+        False, "Save in transformers' own form even where transformers then computes other results."
+    ),
+    as_code: bool = argument(
+        False, "Add code, so that plain transformers loads the folder with trust_remote_code=True."
+    ),
+    keep_mistral_format: bool = argument(
         False, "Also copy params.json and consolidated*.safetensors, from which vLLM runs the model without the method."
     ),
     as_json: Json = False,
@@ -204,17 +208,19 @@ def convert(
     source_folder: Annotated[str, typer.Argument(metavar="SRC", help="Hub id or folder; Meta's own format too.")],
     new_folder: Annotated[Path, typer.Argument(metavar="DST", help="The converted folder; must not exist yet.")],
     source: SourceOptions,
-    to: str = asked(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
-    source_pairing: str | None = asked(
+    to: str = argument(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
+    source_pairing: str | None = argument(
         None,
         "The present pairing of the weights. Default: what the config or the model family says.",
         names=("--from",),
     ),
-    force: bool = asked(False, "Convert although the config says that the weights are in that pairing already."),
-    resume: bool = asked(False, "Continue after an interruption."),
-    verify: bool = asked(False, "Compare attention scores (and logits, if memory allows) of the copy with the source."),
-    model_parallel: int = asked(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
-    context_length: str | None = asked(
+    force: bool = argument(False, "Convert although the config says that the weights are in that pairing already."),
+    resume: bool = argument(False, "Continue after an interruption."),
+    verify: bool = argument(
+        False, "Compare attention scores (and logits, if memory allows) of the copy with the source."
+    ),
+    model_parallel: int = argument(1, "Number of files to write with --to meta: consolidated.00.pth, ...", least=1),
+    context_length: str | None = argument(
         None, "The context length of weights in Meta's format. Default: by the size of the model.", metavar="TOKENS"
     ),
     as_json: Json = False,
@@ -254,7 +260,7 @@ def convert(
 def detect(
     model: Model,
     source: SourceOptions,
-    text: Path | None = asked(
+    text: Path | None = argument(
         None, "A text file whose loss is compared under both pairings; this loads the model.", metavar="FILE"
     ),
     as_json: Json = False,

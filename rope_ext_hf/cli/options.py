@@ -3,7 +3,7 @@
 A command takes groups of options as dataclasses; `expand_options` turns every field into an option of the command:
 
     @expand_options
-    def describe(model: Model, methods: LayerChoice, colour: bool = asked(False, "In colours.")) -> None: ...
+    def describe(model: Model, methods: LayerChoice, colour: bool = argument(False, "In colours.")) -> None: ...
 
 The fields of a `Question` say how they are asked for, as options of a command alone do; others are annotated for typer.
 """
@@ -30,7 +30,7 @@ from rope_ext_hf.errors import MethodError, short, size_text
 from rope_ext_hf.files import list_files
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_ins
-from rope_ext_hf.questions import Asked, Question, asked, command_line, kind_of, option_text
+from rope_ext_hf.questions import Argument, Question, argument, command_line, kind_of, option_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -88,8 +88,8 @@ class SourceOptions(Question):
 
     PANEL = "Model"
 
-    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME")
-    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model.")
+    revision: str | None = argument(None, "Branch, tag or commit on the Hub.", metavar="NAME")
+    trust_remote_code: bool = argument(False, "Run the Python code that comes with the model.")
 
     @property
     def version(self) -> dict[str, Any]:
@@ -112,9 +112,9 @@ class SourceOptions(Question):
 class LoadOptions(SourceOptions):
     """How weights are loaded, and where the model runs."""
 
-    dtype: str = asked("auto", "auto (as saved), float32, bfloat16 or float16.", metavar="DTYPE")
-    device: str = asked("auto", "auto, cpu, cuda, cuda:1, mps, ...", metavar="DEVICE")
-    device_map: str | None = asked(None, "auto: spread a large model over all devices.", metavar="MAP")
+    dtype: str = argument("auto", "auto (as saved), float32, bfloat16 or float16.", metavar="DTYPE")
+    device: str = argument("auto", "auto, cpu, cuda, cuda:1, mps, ...", metavar="DEVICE")
+    device_map: str | None = argument(None, "auto: spread a large model over all devices.", metavar="MAP")
 
     def model(self, model: str) -> PreTrainedModel:
         from rope_ext_hf.hub import load_model
@@ -126,10 +126,10 @@ class LoadOptions(SourceOptions):
 class EvalOptions(LoadOptions):
     """How a model is loaded and how it reads."""
 
-    tokens_per_pass: int | None = asked(
+    tokens_per_pass: int | None = argument(
         None, "Tokens that go through the model at a time. Default: as many as memory allows.", least=16, metavar="N"
     )
-    offload_cache: bool = asked(False, "Keep keys and values in main memory instead of on the GPU.")
+    offload_cache: bool = argument(False, "Keep keys and values in main memory instead of on the GPU.")
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -141,11 +141,11 @@ class EvalOptions(LoadOptions):
 class PublishOptions(Question):
     """Whether the folder that a command writes is uploaded."""
 
-    push_to_hub: str | None = asked(
+    push_to_hub: str | None = argument(
         None, "Also upload the folder to the Hugging Face Hub, after asking; private.", metavar="OWNER/NAME"
     )
-    public: bool = asked(False, "Make the uploaded repository public.")
-    yes: bool = asked(False, "Do not ask.", names=("--yes", "-y"))
+    public: bool = argument(False, "Make the uploaded repository public.")
+    yes: bool = argument(False, "Do not ask.", names=("--yes", "-y"))
 
     def check(self) -> None:
         """Refuse, before any work, what would stop the upload."""
@@ -200,7 +200,7 @@ def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [context, *(each for each in _options_of(command) if each.name != "context")]
 
-    instead = {each.name: how.instead_of for group in questions_of(command) for each, how in group.how_asked()}
+    instead = {each.name: how.instead_of for group in questions_of(command) for each, how in group.described_fields()}
 
     @wraps(command)
     def run(context: typer.Context, **values: Any) -> Any:
@@ -234,7 +234,7 @@ def questions_of(group: Any) -> list[type[Question]]:
 def _options_of(group: Any) -> list[inspect.Parameter]:
     """The options of a command or a dataclass, in the order of its parameters."""
     if isinstance(group, type) and issubclass(group, Question):
-        return [_option(group, each, how) for each, how in group.how_asked() if how.option]
+        return [_option(group, each, how) for each, how in group.described_fields() if how.option]
     types = get_type_hints(group, include_extras=True)
     own = {each.name: each for each in _options_of(_question_alone(group))}
     parameters: list[inspect.Parameter] = []
@@ -260,7 +260,7 @@ def _question_alone(command: Callable[..., Any]) -> type[Question]:
 _TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}
 
 
-def _option(group: type[Question], field: Field[Any], how: Asked) -> inspect.Parameter:
+def _option(group: type[Question], field: Field[Any], how: Argument) -> inspect.Parameter:
     """The option of one field of a question; what is parsed comes as text."""
     holders = (each for each in group.__mro__ if field.name in vars(each).get("__annotations__", ()))
     panel = getattr(next(holders), "PANEL", None)
@@ -297,7 +297,9 @@ def _questions_in(values: Iterable[Any]) -> Iterator[Question]:
 def _call(group: Any, values: dict[str, Any]) -> Any:
     """Make a question, or another dataclass, with its options from the values."""
     if isinstance(group, type) and issubclass(group, Question):
-        names = [each.name for each, _ in group.how_asked()]  # one that is no option may be another group's, as model
+        names = [
+            each.name for each, _ in group.described_fields()
+        ]  # one that is no option may be another group's, as model
         given = {name: values[name] for name in names if values.get(name) is not None}
         if issubclass(group, MethodChoice):
             given["parameters"] = given.get("parameters", {}) | parse_parameters(values["context"].args)
@@ -305,7 +307,7 @@ def _call(group: Any, values: dict[str, Any]) -> Any:
             return group(**given)
         except MethodError as error:  # its fields stand as options
             fields = "|".join(
-                sorted((each.name for each, how in group.how_asked() if how.option), key=len, reverse=True)
+                sorted((each.name for each, how in group.described_fields() if how.option), key=len, reverse=True)
             )
             words = rf"^({fields})(?= (must|takes|is))|(?<=; give )({fields})(?=,)|(?<= what )({fields})(?= names)"
             raise MethodError(re.sub(words, lambda m: f"--{m[0].replace('_', '-')}", str(error))) from error

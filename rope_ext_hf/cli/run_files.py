@@ -15,7 +15,7 @@ import typer
 from rope_ext_hf.cli.console import print_note
 from rope_ext_hf.cli.options import CONTINUES, FROM_FILE, command, method_parameters, questions_of
 from rope_ext_hf.errors import FileError, MethodError, did_you_mean, short
-from rope_ext_hf.questions import Asked, command_words, kind_of
+from rope_ext_hf.questions import Argument, command_words, kind_of
 
 if TYPE_CHECKING:
     from rope_ext_hf.runs.run_file import RunFile
@@ -94,7 +94,7 @@ def _model(typed: Sequence[str], model: Any) -> tuple[Any, list[str]]:
 
 def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]) -> dict[str, Any]:
     """The options of a file but those typed, each checked as its command asks for it, parameters of methods apart."""
-    asked = [one for each in questions_of(function) for one in each.how_asked()]
+    asked = [one for each in questions_of(function) for one in each.described_fields()]
     makers: dict[str, Callable[[Any], Any]] = {"out": Path}
     makers |= {each.name: partial(_value, each, how) for each, how in asked if each.name != "parameters"}
     names = {name.lstrip("-").replace("-", "_"): each.name for each, how in asked for name in how.names}
@@ -119,7 +119,7 @@ def _checked(file: RunFile, function: Callable[..., Any], typed: Collection[str]
     return given | ({"parameters": parameters} if takes_methods else {})
 
 
-def _value(field: dataclasses.Field[Any], how: Asked, value: Any) -> Any:
+def _value(field: dataclasses.Field[Any], how: Argument, value: Any) -> Any:
     """A value of a file, as the field of a question takes it; checked."""
     from rope_ext_hf.runs.run_file import IN_MEMORY
 

@@ -17,7 +17,7 @@ from rope_ext_hf.bounds import parse_length, parse_lengths
 from rope_ext_hf.errors import MethodError, short
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.plug_ins import plug_in
-from rope_ext_hf.questions import Question, anything, asked, several
+from rope_ext_hf.questions import Question, anything, argument, several
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 
@@ -67,7 +67,7 @@ class LengthsQuestion(Question):
 
     kind: ClassVar[str]  # the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`
 
-    lengths: tuple[int, ...] | Any = asked(
+    lengths: tuple[int, ...] | Any = argument(
         MISSING,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).",
         parse=lambda given: tuple(parse_lengths(given)),
@@ -107,7 +107,7 @@ class Perplexity(LengthsQuestion):
     kind = "perplexity"
     command = "ppl"
 
-    data: Any = asked(
+    data: Any = argument(
         "stdlib",
         "The text that is read. 'stdlib' (modules of Python's library that the bundled model was not trained on), a "
         "text, JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question "
@@ -116,17 +116,17 @@ class Perplexity(LengthsQuestion):
         parse=anything,
         metavar="TEXT",
     )
-    protocol: str = asked("matched", f"Which tokens are read and scored. {protocol_help()}.", metavar="NAME")
-    targets: int | Any | None = asked(
+    protocol: str = argument("matched", f"Which tokens are read and scored. {protocol_help()}.", metavar="NAME")
+    targets: int | Any | None = argument(
         None,
         "Tokens scored per span under matched. Default: half the shortest length.",
         parse=parse_length,
         metavar="TOKENS",
     )
-    stride: int = asked(
+    stride: int = argument(
         256, "Tokens between the starts of spans, under a protocol with a stride.", least=1, metavar="TOKENS"
     )
-    max_spans: int | Any | None = asked(
+    max_spans: int | Any | None = argument(
         None,
         "Read at most N spans per length, spread evenly over the text; all: the whole text.",
         typed=64,
@@ -134,29 +134,29 @@ class Perplexity(LengthsQuestion):
         show=lambda most: str(most or "all"),
         metavar="N",
     )
-    bos: bool | None = asked(
+    bos: bool | None = argument(
         None, "Begin each span with the BOS token. Default: as the tokenizer or the protocol does."
     )
-    keys_by: str | Any | None = asked(
+    keys_by: str | Any | None = argument(
         None,
         "Also measure LongPPL: a model that chooses the key tokens, or the keys.json of an earlier run.",
         parse=lambda given: None if given is None else str(given),
         metavar="MODEL|FILE",
     )
-    key_window: int | Any | None = asked(
+    key_window: int | Any | None = argument(
         None,
         "Length of the short context by which key tokens are chosen. Default: an eighth of the longest length, at most "
         "4k.",
         parse=parse_length,
         metavar="TOKENS",
     )
-    unit: str = asked(
+    unit: str = argument(
         LOSS_UNITS[0],
         "Losses in tables, pictures and sentences: as perplexity, in nats (per token) or in bits (per byte).",
         parse=_loss_unit,
         metavar="UNIT",
     )
-    data_name: str | None = asked(
+    data_name: str | None = argument(
         None, "What the text is called in results. Default: its name where it is given by one.", option=False
     )
 
@@ -207,7 +207,7 @@ class Passkey(LengthsQuestion):
     kind = "passkey"
     command = "passkey"
 
-    depths: tuple[float, ...] | Any = asked(
+    depths: tuple[float, ...] | Any = argument(
         (0.0, 0.25, 0.5, 0.75, 1.0),
         "Where the statement stands: 0 at the start, 1 at the end.",
         parse=several(float),
@@ -215,22 +215,22 @@ class Passkey(LengthsQuestion):
         most=1,
         metavar="SHARES",
     )
-    trials: int = asked(10, "Prompts per length and depth.", least=1, most=10_000)
-    keys: int = asked(
+    trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
+    keys: int = argument(
         1,
         "Statements in every prompt, of which one is asked for. As many as depths: each prompt is read once.",
         least=1,
         most=1_000,
     )
-    distractors: int = asked(19, "Wrong answers that the right one is ranked among.", least=1, most=1_000)
-    task: str | None = asked(
+    distractors: int = argument(19, "Wrong answers that the right one is ranked among.", least=1, most=1_000)
+    task: str | None = argument(
         None,
         "passkey, needle, key-value, assignment, quote or copy. Default: passkey; for the bundled model key-value.",
     )
-    haystack: Any = asked(
+    haystack: Any = argument(
         None, "Text to hide it in, named as in --data of ppl. Default: the task's own.", parse=anything
     )
-    seed: int = asked(0, "For names, values and the text around them.")
+    seed: int = argument(0, "For names, values and the text around them.")
 
     def check_early(self) -> None:
         check_name(self.haystack)

@@ -105,7 +105,7 @@ def run_file(
 def _stated(question: Question) -> dict[str, Any]:
     """The fields of a question as YAML holds them; what is None is left out where that is the default."""
     stated: dict[str, Any] = {}
-    for each, how in question.how_asked():
+    for each, how in question.described_fields():
         value = getattr(question, each.name)
         if each.name == "parameters":
             stated |= {name: _plain(given) for name, given in value.items()}

@@ -75,7 +75,7 @@ def check_help(questions: set[type[Question]]) -> None:
     """The docstring of each kind of question must have the help of each of its fields once."""
     for question in questions:
         text = question.__doc__ or ""
-        for each, how in question.how_asked():
+        for each, how in question.described_fields():
             if each.name in vars(question).get("__annotations__", ()):
                 assert text.count(f"    {each.name}: {how.help}") == 1, each.name
 

@@ -25,7 +25,7 @@ from rope_ext_hf.cli.options import (
 from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import parse_numbers
-from rope_ext_hf.questions import asked, command_line
+from rope_ext_hf.questions import argument, command_line
 from rope_ext_hf.terminal import broken_command, wrapped
 from rope_ext_hf.tools.serving.questions import Extending
 
@@ -40,13 +40,13 @@ def extend(
     load: EvalOptions,
     question: Extending,
     publish: PublishOptions,
-    purpose: str = asked(
+    purpose: str = argument(
         "serve", "With --dry-run: what a method is recommended for: serve, python or train.", metavar="WHAT"
     ),
-    batch: str | None = asked(
+    batch: str | None = argument(
         None, "With --dry-run: inputs at a time that memory is computed for. Default: 1,8.", metavar="NUMBERS"
     ),
-    everything: bool = asked(
+    everything: bool = argument(
         False,
         "With --dry-run: all methods with what was measured and reported of them, engines, memory and commands.",
         names=("--all",),

@@ -12,7 +12,7 @@ from rope_ext_hf.cli.console import print_text, progress_bar
 from rope_ext_hf.cli.options import Json, LoadOptions, command
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import json_text
-from rope_ext_hf.questions import asked
+from rope_ext_hf.questions import argument
 
 if TYPE_CHECKING:
     from rope_ext_hf.tools.servers.answers import BaselineReport
@@ -27,27 +27,29 @@ def check_server(
         str | None,
         typer.Argument(metavar="[MODEL]", help="The folder or Hub id that was measured; not needed with a record."),
     ] = None,
-    lengths: str | None = asked(
+    lengths: str | None = argument(
         None,
         "Lengths of the prompts. Default: from half the context length to the extended length, as far as a prompt "
         "takes ten minutes.",
         metavar="LENGTHS",
     ),
-    data: str = asked("stdlib", "The text that prompts are cut from, as in `rope-ext ppl`.", metavar="TEXT"),
-    served_name: str | None = asked(
+    data: str = argument("stdlib", "The text that prompts are cut from, as in `rope-ext ppl`.", metavar="TEXT"),
+    served_name: str | None = argument(
         None, "What the server calls the model. Default: the first it lists.", metavar="NAME"
     ),
-    seconds: float = asked(300.0, "How many seconds an answer may take.", least=1.0),
-    weight_bits: int = asked(
+    seconds: float = argument(300.0, "How many seconds an answer may take.", least=1.0),
+    weight_bits: int = argument(
         8, "Bits of a weight on the server, which says how much rounding is allowed.", least=2, most=32, metavar="N"
     ),
-    kv_bits: int = asked(16, "Bits of keys and values on the server: 16, 8 or 4.", metavar="N"),
-    strict: bool = asked(False, "Take more prompts, until an error of 1% in the softmax scale would be noticed."),
-    record: Path | None = asked(None, "Write the server's answers into this file; reads no weights.", metavar="FILE"),
-    against: Path | None = asked(
+    kv_bits: int = argument(16, "Bits of keys and values on the server: 16, 8 or 4.", metavar="N"),
+    strict: bool = argument(False, "Take more prompts, until an error of 1% in the softmax scale would be noticed."),
+    record: Path | None = argument(
+        None, "Write the server's answers into this file; reads no weights.", metavar="FILE"
+    ),
+    against: Path | None = argument(
         None, "Compare with the answers in this file of --record; reads no weights.", metavar="FILE"
     ),
-    from_file: Path | None = asked(
+    from_file: Path | None = argument(
         None, "Compare the answers in this file of --record with the model; the server is not asked.", metavar="FILE"
     ),
     as_json: Json = False,

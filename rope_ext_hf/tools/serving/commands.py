@@ -12,7 +12,7 @@ from rope_ext_hf.cli.console import print_text
 from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
-from rope_ext_hf.questions import asked
+from rope_ext_hf.questions import argument
 from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.serving.questions import GPUServer
 
@@ -26,9 +26,9 @@ def serve_config(
     methods: PatchChoice,
     source: SourceOptions,
     server: GPUServer,
-    engine: str = asked(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
-    engine_version: str | None = asked(None, "The version of the engine, if you know it.", metavar="VERSION"),
-    plugin: bool = asked(False, "The engine loads a plug-in of this package."),
+    engine: str = argument(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
+    engine_version: str | None = argument(None, "The version of the engine, if you know it.", metavar="VERSION"),
+    plugin: bool = argument(False, "The engine loads a plug-in of this package."),
     as_json: Json = False,
 ) -> None:
     """Print the command that starts a serving engine with a method.
@@ -49,7 +49,7 @@ def gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", help="The copy; must not exist yet.")],
     methods: PatchChoice,
     source: SourceOptions,
-    model: str = asked(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
+    model: str = argument(MISSING, "The folder or Hub id that the file was made from.", metavar="MODEL"),
     as_json: Json = False,
 ) -> None:
     """Write a copy of a GGUF file with a method.
@@ -69,7 +69,7 @@ def gguf(
 @command("Tool box: serve")
 def audit(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A folder or Hub id, a config.json or a GGUF file.")],
-    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
+    revision: str | None = argument(None, "Branch, tag or commit on the Hub.", metavar="NAME"),
     as_json: Json = False,
 ) -> None:
     """Compare what serving engines compute from a config or GGUF.
@@ -104,8 +104,8 @@ def card(
             metavar="[RUN]...", help="Folders of runs that measured it. Default: keep the results in the card."
         ),
     ] = None,
-    base_model: str | None = asked(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
-    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model."),
+    base_model: str | None = argument(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
+    trust_remote_code: bool = argument(False, "Run the Python code that comes with the model."),
     as_json: Json = False,
 ) -> None:
     """Write the model card of a folder, with the results of runs.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.bounds import MOST_TOKENS, parse_bytes, parse_length
-from rope_ext_hf.questions import Question, anything, asked
+from rope_ext_hf.questions import Question, anything, argument
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.tools.engines.base import find_engine, list_engines, usual_server
 
@@ -18,14 +18,14 @@ class GPUServer(Question):
 
     PANEL = "GPUs of the server"
 
-    gpus: int | None = asked(
+    gpus: int | None = argument(
         None, "GPUs of the server; its options are computed to fit.", least=1, most=4096, metavar="N"
     )
-    gpu_memory: int | Any = asked(
+    gpu_memory: int | Any = argument(
         80 * 10**9, "Memory of each, e.g. 80GB or 80GiB.", parse=parse_bytes, show=lambda size: f"{size / 1e9:.10g}GB",
         least=1, most=MOST_TOKENS, metavar="SIZE",
     )  # fmt: skip
-    weight_bits: int | None = asked(
+    weight_bits: int | None = argument(
         None, "Bits of a weight there. Default: 16, of weights that are not quantised.", least=2, most=32, metavar="N"
     )
 
@@ -36,33 +36,33 @@ class Extending(GPUServer):
 
     command = "extend"
 
-    target_length: int | Any = asked(
+    target_length: int | Any = argument(
         MISSING, "The length that you need, e.g. 128k.", parse=parse_length, metavar="TOKENS"
     )
-    engine: str = asked(usual_server(), f"What will serve it: one of {', '.join(list_engines())}.", metavar="NAME")
-    out: Path | Any | None = asked(
+    engine: str = argument(usual_server(), f"What will serve it: one of {', '.join(list_engines())}.", metavar="NAME")
+    out: Path | Any | None = argument(
         None,
         "The folder to write. Default: MODEL-TOKENS.",
         parse=lambda given: None if given is None else Path(given),
         metavar="FOLDER",
     )
-    data: Any = asked(
+    data: Any = argument(
         None,
         "The text that is read, as in `rope-ext ppl`; it takes three documents of the target length. Default: "
         "'stdlib', joined to documents that are long enough, which it has for up to 32k tokens.",
         parse=anything,
         metavar="TEXT",
     )
-    max_spans: int = asked(16, "Spans of text that are read per length.", least=1, metavar="N")
-    measure: bool = asked(True, "Measure the loss at short inputs and at the target length.")
-    over: str = asked("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT")
-    context_length: int | Any | None = asked(
+    max_spans: int = argument(16, "Spans of text that are read per length.", least=1, metavar="N")
+    measure: bool = argument(True, "Measure the loss at short inputs and at the target length.")
+    over: str = argument("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT")
+    context_length: int | Any | None = argument(
         None,
         "The length that the model is for. Default: as published, else as its config states.",
         parse=parse_length,
         metavar="TOKENS",
     )
-    anyway: bool = asked(False, "Write the folder also where the measurement speaks against it.")
+    anyway: bool = argument(False, "Write the folder also where the measurement speaks against it.")
 
     @property
     def server(self) -> GPUServer:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rope_ext_hf.bounds import parse_lengths
 from rope_ext_hf.eval.questions import LengthsQuestion
-from rope_ext_hf.questions import anything, asked, several
+from rope_ext_hf.questions import anything, argument, several
 from rope_ext_hf.reading.corpora import check_name
 from rope_ext_hf.tools.suites.base import check_suite, suite_names
 
@@ -30,26 +30,28 @@ class Tasks(LengthsQuestion):
     kind = "tasks"
     command = "tasks"
 
-    suite: str = asked("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
-    tasks: tuple[str, ...] | Any | None = asked(
+    suite: str = argument("ruler", f"{', '.join(suite_names())}; short is a guard for short inputs.")
+    tasks: tuple[str, ...] | Any | None = argument(
         None, "Tasks of the suite, by commas. Default: all.", parse=several(str), metavar="NAMES"
     )
-    samples: int = asked(20, "Prompts per task and length.", least=1, most=10_000)
-    haystack: Any = asked(
+    samples: int = argument(20, "Prompts per task and length.", least=1, most=10_000)
+    haystack: Any = argument(
         "stdlib", "The text that facts are hidden in, named as in --data of ppl; some tasks use none.", parse=anything
     )
-    score: str | None = asked(
+    score: str | None = argument(
         None,
         "generate: the share of right answers generated; rank: the right one among 19 others. Default: generate; of "
         "short rank.",
     )
-    chat_template: str = asked(
+    chat_template: str = argument(
         "auto", "auto: the tokenizer's chat template, where it has one; never.", among=("auto", "never")
     )
-    extra_tokens: int = asked(
+    extra_tokens: int = argument(
         0, "Tokens to generate beyond each task's budget, for models that reason first.", least=0, most=2**20
     )
-    seed: int | None = asked(None, "Of the prompts. Default: the suite's own, 42 for ruler.", least=0, most=2**32 - 1)
+    seed: int | None = argument(
+        None, "Of the prompts. Default: the suite's own, 42 for ruler.", least=0, most=2**32 - 1
+    )
 
     def check_early(self) -> None:
         check_name(self.haystack)
@@ -66,21 +68,21 @@ class Gain(LengthsQuestion):
     kind = "gain"
     command = "gain"
 
-    data: Any = asked(
+    data: Any = argument(
         "docstrings",
         "'docstrings' (of modules of Python's library that the bundled model was not trained on), or rows with the "
         "columns context, evidence (a part of context), question and answer: JSON lines, parquet, hf:OWNER/NAME.",
         parse=anything,
         metavar="ROWS",
     )
-    distances: tuple[int, ...] | Any | None = asked(
+    distances: tuple[int, ...] | Any | None = argument(
         None,
         "Tokens between evidence and answer, e.g. 1k,4k. Default: half of each length.",
         parse=lambda given: None if given is None else tuple(parse_lengths(given)),
         metavar="LENGTHS",
     )
-    samples: int = asked(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
-    haystack: Any = asked(
+    samples: int = argument(32, "Rows that are read at most, spread evenly over all that fit.", least=1, most=10_000)
+    haystack: Any = argument(
         None,
         "Text that fills prompts where a context is too short, named as in --data of ppl. Default: the other contexts.",
         parse=anything,

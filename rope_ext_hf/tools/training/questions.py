@@ -10,7 +10,7 @@ from typing import Any
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.method_choice import PatchChoice
-from rope_ext_hf.questions import anything, asked
+from rope_ext_hf.questions import anything, argument
 from rope_ext_hf.reading.corpora import check_name
 
 _LOGGERS = ("none", "tensorboard", "trackio", "wandb")
@@ -23,48 +23,48 @@ class Finetuning(PatchChoice):
     PANEL = None
     command = "finetune"
 
-    model: str = asked(MISSING, "A folder, a Hub id or 'reference'.", option=False)
-    dtype: str = asked(
+    model: str = argument(MISSING, "A folder, a Hub id or 'reference'.", option=False)
+    dtype: str = argument(
         "float32", "Of the weights.", option=False, parse=lambda given: "float32" if given == "auto" else given
     )
-    device: str = asked("auto", "Where the model runs.", option=False)
-    revision: str | None = asked(None, "Branch, tag or commit on the Hub.", option=False)
-    trust_remote_code: bool = asked(False, "Run the Python code that comes with the model.", option=False)
-    data: Any = asked(
+    device: str = argument("auto", "Where the model runs.", option=False)
+    revision: str | None = argument(None, "Branch, tag or commit on the Hub.", option=False)
+    trust_remote_code: bool = argument(False, "Run the Python code that comes with the model.", option=False)
+    data: Any = argument(
         MISSING, "The text to train on, as in `rope-ext ppl`; 'stdlib' is for a trial.", parse=anything, metavar="TEXT"
     )
-    minutes: float | None = asked(
+    minutes: float | None = argument(
         None, "How long is trained, measurements left out.", least=0, metavar="N", instead_of=("steps",)
     )
-    steps: int | None = asked(None, "Steps instead of minutes.", least=1, metavar="N", instead_of=("minutes",))
-    eval_data: Any = asked(
+    steps: int | None = argument(None, "Steps instead of minutes.", least=1, metavar="N", instead_of=("minutes",))
+    eval_data: Any = argument(
         None, "What is measured. Default: a tenth of --data that is not trained on.", parse=anything, metavar="TEXT"
     )
-    train_all: bool = asked(False, "Train all weights. Default: adapters, norms and embeddings.")
-    rank: int = asked(16, "Rank of the adapters.", least=1, metavar="N")
-    learning_rate: float = asked(
+    train_all: bool = argument(False, "Train all weights. Default: adapters, norms and embeddings.")
+    rank: int = argument(16, "Rank of the adapters.", least=1, metavar="N")
+    learning_rate: float = argument(
         2e-4, "Its peak; for large models whose weights are all trained commonly 2e-5.", metavar="RATE"
     )
-    batch: int = asked(1, "Long rows in a pass.", least=1, metavar="N")
-    accumulate: int = asked(4, "Passes in a step.", least=1, metavar="N")
-    guard: float = asked(
+    batch: int = argument(1, "Long rows in a pass.", least=1, metavar="N")
+    accumulate: int = argument(4, "Passes in a step.", least=1, metavar="N")
+    guard: float = argument(
         1.0,
         "How strongly short inputs are held to the model before; 0: not, and no second model is in memory.",
         least=0,
         metavar="WEIGHT",
     )
-    control: bool = asked(False, "Also train the model without the patch for as long, and compare.")
-    retrieval: str | None = asked(
+    control: bool = argument(False, "Also train the model without the patch for as long, and compare.")
+    retrieval: str | None = argument(
         None, "Measure a task of `rope-ext passkey` at the extended length, e.g. needle.", metavar="TASK"
     )
-    max_spans: int = asked(48, "Spans of text measured at each length.", least=1, metavar="N")
-    report_to: str = asked(
+    max_spans: int = argument(48, "Spans of text measured at each length.", least=1, metavar="N")
+    report_to: str = argument(
         "none",
         f"Where the training is logged, with losses by length: {', '.join(_LOGGERS)}.",
         among=_LOGGERS,
         metavar="NAME",
     )
-    seed: int = asked(0, "Of what is drawn.", metavar="N")
+    seed: int = argument(0, "Of what is drawn.", metavar="N")
 
     def __post_init__(self) -> None:
         super().__post_init__()
