@@ -1,6 +1,6 @@
-"""The logits of one GGUF file by llama.cpp, run in an environment of its own by tests/llama_cpp_engine.py.
+"""The logits of one GGUF file by llama.cpp, run in an environment of its own by checks/llama_cpp_engine.py.
 
-    python tests/llama_cpp_logits.py JOB.json
+    python checks/llama_cpp_logits.py JOB.json
 
 The job, or each job of a list, names the file, the token ids and the positions to allocate, and the flags of `llama-
 server` in the fields that those set: `context` of llama_context_params, `overrides` of metadata (name -> [type,

@@ -1,6 +1,6 @@
 """llama.cpp's own converter on folders without a tokenizer.
 
-    python tests/llama_cpp_convert.py SOURCE JOBS.json
+    python checks/llama_cpp_convert.py SOURCE JOBS.json
 
 SOURCE holds llama.cpp's `conversion` and `gguf-py`; each of the jobs names a folder and the GGUF file to write. Files
 have no vocabulary, weights in float32, and no layers that draft tokens; the error of one that cannot be written goes to

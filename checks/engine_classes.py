@@ -1,7 +1,7 @@
 """Do the rotary classes of vLLM, SGLang and ExLlamaV3 compute what rope_ext_hf.tools.engines says they do?
 
     make test-engines
-    python -m tests.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
+    python -m checks.engine_classes --vllm FOLDER --sglang FOLDER --exllamav3 FOLDER
 
 FOLDER holds an unpacked wheel. Only its rotary classes are imported; everything else of the engine is replaced by
 stand-ins, so that no GPU is needed. Every method of every family in docs/engines.md is configured with serving_config,

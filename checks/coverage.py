@@ -1,7 +1,7 @@
 """What a patch does to every language model class of the installed transformers, each built tiny, and how it is read.
 
     make coverage
-    python -m tests.coverage [--only llama,qwen3] [--again]
+    python -m checks.coverage [--only llama,qwen3] [--again]
 
 Each class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes,
 and a run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not

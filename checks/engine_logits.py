@@ -1,6 +1,6 @@
-"""The logits of saved models by another program, run in an environment of its own by tests/other_engines.py.
+"""The logits of saved models by another program, run in an environment of its own by checks/other_engines.py.
 
-    python tests/engine_logits.py transformers FOLDER     # or: mlx_lm
+    python checks/engine_logits.py transformers FOLDER     # or: mlx_lm
 
 FOLDER holds token ids, `short.npy` and `long.npy` (1, length), and one folder for every model; beside each of those
 appears NAME.PROGRAM.npy, the logits of both inputs one after the other, (positions, vocabulary) float32, or

@@ -1,6 +1,6 @@
-"""Rotary classes of vLLM with the plug-in's tables, run in an environment of its own by tests/vllm_engine.py.
+"""Rotary classes of vLLM with the plug-in's tables, run in an environment of its own by checks/vllm_engine.py.
 
-    python tests/vllm_tables.py CASES.json ANSWERS.json
+    python checks/vllm_tables.py CASES.json ANSWERS.json
 
 Each case has the arguments of vLLM's `get_rope`, positions, and queries; its answer is the rotated queries.
 """

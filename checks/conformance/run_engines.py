@@ -1,7 +1,7 @@
 """Which programs agree with conformance/: all of them held to it, the result in docs/results/conformance.json.
 
     make test-conformance
-    python -m tests.conformance.run_engines --engines FOLDER --mlx-lm PYTHON --llama-cpp PYTHON --transformers-4 PYTHON
+    python -m checks.conformance.run_engines --engines FOLDER --mlx-lm PYTHON --llama-cpp PYTHON --transformers-4 PYTHON
 
 FOLDER holds the unpacked wheels of vLLM, SGLang and ExLlamaV3; the others are interpreters of environments with the
 program. The smallest configs that show a deviation are run as well, and compared with the papers' formulas.
@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from tests import live_servers
-from tests.conformance import engine_ports, formulas, models
+from checks import live_servers
+from checks.conformance import engine_ports
+from tests.conformance import formulas, models
 from tests.conformance.generate import KIT
 
 ROOT = KIT.parent

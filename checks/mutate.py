@@ -1,8 +1,8 @@
 """Mutation of the pure modules with cosmic-ray: does a test notice when one operator or number is another?
 
-    python tests/mutate.py                                      # a sample over all modules
-    python tests/mutate.py --sample 20 rope_ext_hf/methods/static.py
-    python tests/mutate.py --all rope_ext_hf/reading/protocols.py
+    python checks/mutate.py                                      # a sample over all modules
+    python checks/mutate.py --sample 20 rope_ext_hf/methods/static.py
+    python checks/mutate.py --all rope_ext_hf/reading/protocols.py
 
 The mutations are made in a copy of this checkout. Each runs the tests of its module in TESTS, the fast ones first,
 until the first failure; without a mutation they must pass. Survivors are printed as patches; the exit status is 1 where

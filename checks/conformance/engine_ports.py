@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
+from checks.engine_classes import Finder, exllamav3_rope
+from checks.llama_cpp_engine import write_gguf
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.tools.engines.base import ServingConfig, engine_table, find_engine
 from rope_ext_hf.tools.engines.exllamav3 import ExLlamaV3
@@ -26,8 +28,6 @@ from rope_ext_hf.tools.engines.llama_cpp import ARCHITECTURES, LlamaCpp, convert
 from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES
 from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.conformance import models
-from tests.engine_classes import Finder, exllamav3_rope
-from tests.llama_cpp_engine import write_gguf
 
 Config = dict[str, Any]
 TABLE = 1 << 17

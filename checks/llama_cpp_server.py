@@ -1,6 +1,6 @@
-"""llama.cpp's HTTP server on the loopback address, run in an environment of its own by tests/live_servers.py.
+"""llama.cpp's HTTP server on the loopback address, run in an environment of its own by checks/live_servers.py.
 
-    python tests/llama_cpp_server.py FILE.gguf LENGTH [BITS]
+    python checks/llama_cpp_server.py FILE.gguf LENGTH [BITS]
 
 LENGTH is the context that is allocated, `-c` of llama-server, and BITS are those of keys and values, 8 or 4, as
 `-ctk q8_0 -ctv q8_0` sets them; everything else is as llama-server sets it. It prints its address, and serves until its

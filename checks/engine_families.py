@@ -1,7 +1,7 @@
 """Do llama.cpp and mlx-lm compute what rope_ext_hf.tools.engines says they do, for every family that their tables hold?
 
     make test-engine-families
-    python -m tests.engine_families --llama-cpp PYTHON --source FOLDER --mlx-lm PYTHON [--only llama,qwen3] [--again]
+    python -m checks.engine_families --llama-cpp PYTHON --source FOLDER --mlx-lm PYTHON [--only llama,qwen3] [--again]
 
 FOLDER holds the sources of llama.cpp, whose own converter writes the GGUF file of a small random model of each family;
 the file, or flags, are then changed as serving_config prints it, and so are the folders that mlx-lm reads. Logits over
@@ -35,11 +35,11 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
 import rope_ext_hf as rope
+from checks.llama_cpp_engine import read_flags
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.tools.engines.base import ServingConfig, find_engine
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from rope_ext_hf.tools.serving.gguf_files import rewrite
-from tests.llama_cpp_engine import read_flags
 from tests.support import every_model
 from tests.support.models import ROTATING, build_known, logits, without_window
 
@@ -444,12 +444,12 @@ def convert(families: Sequence[str], source: Path) -> None:
     """Write a GGUF file of each family."""
     jobs = WORK / "conversions.json"
     jobs.write_text(json.dumps([[str(WORK / each / "hf"), str(WORK / each / "model.gguf")] for each in families]))
-    command = [sys.executable, str(ROOT / "tests" / "llama_cpp_convert.py"), str(source), str(jobs)]
+    command = [sys.executable, str(ROOT / "checks" / "llama_cpp_convert.py"), str(source), str(jobs)]
     subprocess.run(command, capture_output=True, check=True)
 
 
 def llama_cpp_job(case: Case, times: int) -> Any:
-    """What tests/llama_cpp_logits.py is asked for."""
+    """What checks/llama_cpp_logits.py is asked for."""
     file, out = case.folder / "model.gguf", case.out(times)
     job: dict[str, Any] = {"context": {}, "overrides": {}}
     if case.config is not None and case.config.gguf_keys:
@@ -463,7 +463,7 @@ def llama_cpp_job(case: Case, times: int) -> Any:
 
 
 def mlx_job(case: Case, times: int) -> Any:
-    """What tests/engine_logits.py is asked for."""
+    """What checks/engine_logits.py is asked for."""
     out = case.out(times)
     served = out.with_suffix("")
     shutil.copytree(case.folder / "hf", served)
@@ -501,7 +501,7 @@ def measure(engine: str, python: str, cases: Sequence[Case]) -> None:
             continue
         asked += [(case, times) for times in case.times]
         jobs += made
-    done = run_all(python, [str(ROOT / "tests" / script), *words], jobs, WORK)
+    done = run_all(python, [str(ROOT / "checks" / script), *words], jobs, WORK)
     for (case, times), (there, complaint) in zip(asked, done, strict=True):
         if there is None:
             case.row["not run"] = complaint

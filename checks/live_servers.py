@@ -1,7 +1,7 @@
 """Does check-server call a right server right, and a wrong one by its mistake? Against live servers of two programs.
 
     make test-servers
-    python -m tests.live_servers --llama-cpp ENV/bin/python --vllm ENV/bin/python
+    python -m checks.live_servers --llama-cpp ENV/bin/python --vllm ENV/bin/python
 
 Small models are patched and saved. llama.cpp's server runs them from GGUF files in float32, bfloat16, Q8_0 and Q4_0,
 vLLM's from folders in float32 and bfloat16, each as `serving_config` says, and then with mistakes that people make. One
@@ -41,6 +41,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging
 
 import rope_ext_hf as rope
+from checks.llama_cpp_engine import as_phi3, write_gguf
+from checks.vllm_engine import SIZES, WINDOWS
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
@@ -51,9 +53,7 @@ from rope_ext_hf.tools.engines.base import ServingConfig
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude
 from rope_ext_hf.tools.servers.answers import compare_server, record_server
 from rope_ext_hf.tools.serving.gguf_files import rewrite
-from tests.llama_cpp_engine import as_phi3, write_gguf
 from tests.tools.support.model_servers import listening
-from tests.vllm_engine import SIZES, WINDOWS
 
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "server-files"
@@ -433,7 +433,7 @@ class LlamaCpp:
 
     @contextmanager
     def serve(self, file: Path, length: int, keys: int = 16) -> Iterator[str]:
-        script = ROOT / "tests" / "llama_cpp_server.py"
+        script = ROOT / "checks" / "llama_cpp_server.py"
         with running([self.python, script, file, length, *([keys] if keys < 16 else [])]) as process:
             ready, _, _ = select.select([process.stdout], [], [], STARTS_WITHIN)
             words = process.stdout.readline().split() if ready else []
@@ -456,7 +456,7 @@ class VLLM:
 
     def __init__(self, python: Path, ends: ExitStack) -> None:
         """`ends` ends its process."""
-        script = ROOT / "tests" / "vllm_server.py"
+        script = ROOT / "checks" / "vllm_server.py"
         self.process: Any = ends.enter_context(running([python, script], **self.settings))
 
     @contextmanager

@@ -1,6 +1,6 @@
-"""Log-probabilities by vLLM, run in an environment of its own by tests/vllm_engine.py.
+"""Log-probabilities by vLLM, run in an environment of its own by checks/vllm_engine.py.
 
-    python tests/vllm_logprobs.py JOBS.json ANSWERS.jsonl
+    python checks/vllm_logprobs.py JOBS.json ANSWERS.jsonl
 
 Each job names a folder, the overrides of its config, and the token ids. Each answer is a line, written as soon as
 it is there: the log-probabilities of all tokens but the first, or the error.

@@ -1,7 +1,7 @@
 """Do transformers 4 and mlx-lm run a patched folder as it was measured?
 
     make test-other-engines
-    python -m tests.other_engines --transformers ENV/bin/python --mlx-lm ENV/bin/python
+    python -m checks.other_engines --transformers ENV/bin/python --mlx-lm ENV/bin/python
 
 Saves the bundled model, and small random models of the families in TRIED_FAMILIES, under every method; has both
 programs, each in an environment of its own, compute logits over 600 tokens, and over 100 inside the original length,
@@ -183,7 +183,7 @@ def main() -> None:
     versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
     rows, contradictions = [], []
     for program, python in (("transformers", given.transformers), ("mlx_lm", given.mlx_lm)):
-        worker = [python, str(ROOT / "tests" / "engine_logits.py"), program, str(WORK / "models")]
+        worker = [python, str(ROOT / "checks" / "engine_logits.py"), program, str(WORK / "models")]
         done = subprocess.run(worker, capture_output=True, text=True, check=True)
         name = f"{program.replace('_', '-')} {done.stdout.split()[-1]}"
         more_rows, more = compare(program, saved)

