@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
+# make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | gpu | bench | dist | check-dist | check-tag:
@@ -10,19 +10,27 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 # Without the modules that pytest compiles, kept beside the tests, each run would compile 150 of them anew.
-test test-fast test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
+test-library test test-slow test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
+PYTEST = OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
 
+# What to run while you change the library: its fast tests, without the tool box; three minutes on two cores.
+LIBRARY := attention checkpoints cli eval methods patches pictures reading rotary runs
+test-library: .venv/ready
+	$(PYTEST) -m "not slow" $(LIBRARY:%=tests/%)
+
+# What to run before you send a change: all fast tests; under eight minutes on two cores.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
+	$(PYTEST) -m "not slow" --durations=10 --durations-min=1
 
-test-fast: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" --durations=10 --durations-min=1
+# What CI runs beside `make test`: processes killed, browsers, compilers, other families; a quarter of an hour.
+test-slow: .venv/ready
+	$(PYTEST) -m slow
 
 # The fast tests on the newest releases of all that this package depends on, as `pip install` brings them today. torch is
 # pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one.
@@ -95,9 +103,9 @@ build/kernels/ready: constraints.txt
 	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels
 	touch $@
 
-# Every method on every family and all the rest: half an hour, before a release.
+# Every method on every family and all the rest: about an hour, before a release.
 test-all: .venv/ready
-	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
+	ROPE_EXT_TESTS=all $(PYTEST)
 
 # The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
