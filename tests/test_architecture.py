@@ -408,6 +408,7 @@ OF_THE_WHOLE = frozenset(
         "adding_in_a_copy",
         "adding_things",
         "architecture",
+        "skill",
         "coverage",
         "docs",
         "examples",
