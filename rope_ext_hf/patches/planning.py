@@ -46,20 +46,12 @@ from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import (
-    ConfigSwap,
-    PatchedSlot,
-    PatchState,
-    Slot,
-    check_filled,
-    patch_state,
-    patched_slots,
-    present_specs,
-)
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, patch_state, patched_slots, present_specs
 
 M = TypeVar("M", bound=nn.Module)
 
