@@ -39,13 +39,14 @@ from rope_ext_hf.patches.continuation_probe import (
     try_continuation,
     was_tried,
 )
+from rope_ext_hf.patches.continuous_batching import check_batching
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
 from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
+from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
