@@ -24,7 +24,8 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import stop_recording
 from rope_ext_hf.patches.angle_tables import check_method, fill_slot
-from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
+from rope_ext_hf.patches.attention_function import register
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
