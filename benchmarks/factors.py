@@ -1,4 +1,4 @@
-"""What every method costs and gains without training, by factor and length: the tables of docs/choosing.md.
+"""Gain and cost of every method without training, by factor and length: the tables of docs/choosing.md.
 
     python benchmarks/factors.py --model reference --data stdlib
     python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'

@@ -61,7 +61,7 @@ def frequencies(method: str, **given: Any) -> list[float]:
 
 
 def printed(*words: str) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     from typer.testing import CliRunner
 
     from rope_ext_hf.cli.app import app

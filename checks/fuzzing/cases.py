@@ -248,7 +248,7 @@ class _Maker:
         return ["--json"] if self.draw.random() < 0.2 and command not in ("none", "resume") else []
 
     def new_folder(self, source: str) -> Path:
-        """Where a new folder is asked for: in `out`, or where none can be made."""
+        """Return a path for a new folder: in `out`, or in a place where no folder can be made."""
         draw = self.draw
         path = self.out / "new"
         if draw.random() < 0.85:
@@ -270,7 +270,7 @@ class _Maker:
         return path
 
     def no_place(self) -> str:
-        """Where nothing can be written, not even by root."""
+        """Return a path where nothing can be written, not even by root."""
         draw, secret = self.draw, self.elsewhere / "secret"
         link, pipe, long = self.out / "link", self.out / "pipe", self.out / ("n" * 300)
         link.symlink_to("/dev/null")

@@ -435,7 +435,7 @@ def damage_file(draw: random.Random, path: Path, elsewhere: Path) -> str:
     data = path.read_bytes()
     try:
         data, what = _damage_content(draw, path.suffix, data, elsewhere)
-    except Exception:  # it was damaged before, and is no file of its kind any more
+    except Exception:  # an earlier damage made it unreadable as a file of its kind
         data, what = damage_bytes(draw, data)
     path.unlink()
     path.write_bytes(data)

@@ -41,7 +41,7 @@ MEASURED = ["--lengths", "16,32", "--method", "yarn", "--factor", "4"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What cases are made from.
+    """Models, texts and folders that cases are made from.
 
     Attributes:
         models: folders of checkpoints by kind; some in Meta's format or of adapters.
