@@ -24,7 +24,7 @@ from rope_ext_hf.attention.tile_batches import KernelCall, MergedSoftmax, Zones,
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition
 from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 _MAX_QUERY_BLOCK = 2048  # queries rotated at a time, in tokens, unless that makes more than `_MAX_BLOCKS` blocks

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.methods.base import constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 

@@ -16,9 +16,9 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, takes_tokens
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
+from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
 from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, push, running
-from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a forward, by position and by name
 

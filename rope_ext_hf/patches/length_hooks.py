@@ -1,7 +1,7 @@
 """Length-dependent methods in a live model: row lengths for the rotary modules, and a cache whose keys follow.
 
 A rotary module is given positions only. Which of them are padding, and what the cache holds, is known one level up, so
-hooks stand around the decoder's forward while its method depends on the length (`rotary/kv_cache.py` describes how the
+hooks stand around the decoder's forward while its method depends on the length (`rotary/rotating_cache.py` describes how the
 cache is kept).
 """
 
@@ -27,23 +27,19 @@ from rope_ext_hf.patches.decoder_arguments import (
 from rope_ext_hf.patches.forward_context import ForwardContext, row_lengths, several_inputs
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, forward_without_hooks
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
-from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
-from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import (
+from rope_ext_hf.rotary.cache_state import (
     CacheState,
-    KeyLayout,
-    KeyRotation,
-    Layers,
     RowState,
     check_origin,
     discard_state,
     follow_rows,
     has_origin,
-    infer_key_layout,
     packed_error,
-    rotate_cached_keys_,
-    rotate_keys_on_read,
 )
+from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
+from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation, infer_key_layout
+from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
 
 _REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
 
