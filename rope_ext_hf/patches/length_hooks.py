@@ -1,8 +1,8 @@
 """Length-dependent methods in a live model: row lengths for the rotary modules, and a cache whose keys follow.
 
 A rotary module is given positions only. Which of them are padding, and what the cache holds, is known one level up, so
-hooks stand around the decoder's forward while its method depends on the length (`rotary/rotating_cache.py` describes how the
-cache is kept).
+hooks stand around the decoder's forward while its method depends on the length (`rotary/rotating_cache.py` describes
+how the keys of the cache follow).
 """
 
 from __future__ import annotations

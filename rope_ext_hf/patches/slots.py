@@ -110,8 +110,8 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
     def length_dependent(self) -> bool:
         return False  # the rule may follow the length of a row, which the attention looks at; frequencies do not
 
-    def _at(self, length: int | None) -> Frequencies:
-        inv_freq, attention_factor = super()._at(length)
+    def _frequencies_at(self, length: int | None) -> Frequencies:
+        inv_freq, attention_factor = super()._frequencies_at(length)
         divisor = self.method.stored_position(torch.zeros((), dtype=torch.int64)).divisor
         return Frequencies(inv_freq / divisor, attention_factor)
 
@@ -130,7 +130,7 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
         self.__dict__["_learned"] = (source, buffer)  # no submodule: the slot holds it
         super().__init__(*args, **kwargs)
 
-    def _multiplied(self, inv_freq: Tensor) -> Tensor:
+    def _multiply(self, inv_freq: Tensor) -> Tensor:
         source, buffer = self.__dict__["_learned"]
         learned: Tensor = getattr(source, buffer)
         return inv_freq * learned.to(inv_freq.device, torch.float64).exp()
@@ -138,8 +138,8 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
         if self.length_dependent:
             return super()._frequency_of_call(position_ids, device)
-        inv_freq, attention_factor = self._at(self.fixed_length)
-        return fixed_point(self._multiplied(inv_freq)).to(device), attention_factor
+        inv_freq, attention_factor = self._frequencies_at(self.fixed_length)
+        return fixed_point(self._multiply(inv_freq)).to(device), attention_factor
 
 
 def _table(slot: Slot, axis_of_pair: tuple[int, ...] | None, method: RopeMethod, rotary: Rotary) -> RotaryEmbedding:
