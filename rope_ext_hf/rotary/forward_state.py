@@ -29,8 +29,9 @@ class ForwardState:
     owner: object  # the module whose forward it is, or another object that began it
     tables: tuple[nn.Module, ...] = ()  # the rotary modules inside that read this state
     row_lengths: Tensor | None = None
-    """The lengths in tokens whose frequencies the rows get, (rows,) or (rows, tokens) integers. None: each row's largest
-    position + 1.
+    """The lengths in tokens whose frequencies the rows get, (rows,) or (rows, tokens) integers.
+
+    None: each row's largest position + 1.
     """
     frequency: Tensor | None = None  # fixed point, int64 (dim // 2,), in place of the method's frequencies
     attention_factor: float = 1.0  # the factor of cos and sin that goes with `frequency`
