@@ -24,7 +24,7 @@ import torch
 from stock import usual_dtype
 from timing import seconds_of
 
-from rope_ext_hf.rotary import kv_cache
+from rope_ext_hf.rotary import key_rotation
 
 ROOT = Path(__file__).parent.parent
 ASKED = {
@@ -159,7 +159,7 @@ def rotated_by(device: str) -> str:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         # As it stands there, where a simulated device replaces it.
-        fused = kv_cache.can_fuse(torch.zeros(1, 1, 1, 2, device=device))  # type: ignore[attr-defined]
+        fused = key_rotation.can_fuse(torch.zeros(1, 1, 1, 2, device=device))  # type: ignore[attr-defined]
     reasons = "; ".join(str(each.message) for each in seen)
     return "one Triton kernel" if fused else f"torch's operators{f': {reasons}' if reasons else ''}"
 

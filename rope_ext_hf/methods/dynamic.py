@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +34,6 @@ class DynamicNTK(RopeMethod):
 
     length_dependent = True
 
-    least: ClassVar = {"factor": 1, "initial": 1}
-    choices: ClassVar = {"growth": get_args(_Growth)}
-
     growth: _Growth = "paper"
     factor: float | None = None
     initial: float = 1.0
@@ -44,6 +41,7 @@ class DynamicNTK(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_least(1, "initial")
         if self.growth == "hf" and self.factor is None:
             raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
         if self.growth != "hf" and self.factor is not None:

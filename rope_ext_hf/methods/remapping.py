@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -141,19 +141,20 @@ class RemappingMethod(RopeMethod, AttentionRule):
     """Values that `to_dict` leaves out, because folders of before have no such keys."""
     moves_keys: ClassVar[bool] = True
     """Whether any key is seen at another relative position than its own."""
-    unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
     default_temperature: ClassVar[str] = "llama4"
-    least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
-    choices: ClassVar = {"temperature": tuple(_TEMPERATURES)}
     composable = False
 
-    max_distance: int | None = None
+    # Not in the label: it follows from the model, and where it was given, the other parameters follow from it.
+    max_distance: int | None = field(default=None, metadata={"in_label": False})
     temperature: str | None = None
     frequency: RopeMethod | None = None
     beyond_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_least(1, "max_distance", "window", "group", "chunk")
+        if self.temperature is not None:
+            self.check_choice("temperature", tuple(_TEMPERATURES))
         of_frequencies = isinstance(self.frequency, RopeMethod) and not isinstance(self.frequency, RemappingMethod)
         if self.frequency is not None and (not of_frequencies or self.frequency.length_dependent):
             raise MethodError(
@@ -357,9 +358,11 @@ class LeakyReRoPE(WindowedRemapping):
     `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
     """
 
-    least: ClassVar = RemappingMethod.least | {"k": 1}
-
     k: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least(1, "k")
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = super().with_defaults(limit, target_length)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -35,7 +35,6 @@ class Stairs(RemappingMethod):
 
     # keys are cached at their own positions, which is where they stand in the nearest zone
     local_zone_exact = False
-    least: ClassVar = RemappingMethod.least | {"start": 1}
 
     window: int | None = None
     start: int | None = None
@@ -43,6 +42,7 @@ class Stairs(RemappingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_least(1, "start")
         if self.start is not None and self.window is not None and self.start > self.window:
             raise MethodError(f"{self.name}: start must be at most window = {self.window}, got {self.start}")
 

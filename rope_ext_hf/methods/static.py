@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -189,8 +189,6 @@ class RampedMethod(BandedMethod):
     (Kimi K2).
     """
 
-    choices: ClassVar = {"ramp": ("dimension", "cycles")}
-
     ramp: Literal["dimension", "cycles"] = "dimension"
     truncate: bool = True
 
@@ -316,8 +314,6 @@ class MrRoPE(BandedMethod):
     s^(t(t+1)/(N(N+1))), so that the factors grow as well ("progressive"). cos and sin are multiplied by
     `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
     """
-
-    choices: ClassVar = {"radix": ("progressive", "uniform")}
 
     factor: float
     radix: Literal["progressive", "uniform"] = "progressive"

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.attention.blockwise import attend
-from rope_ext_hf.attention.rules import LocalAttention, PairScales, ScoreModifiers, TokenPositions
+from rope_ext_hf.attention.blockwise import attend, query_key_product
+from rope_ext_hf.attention.rules import LocalAttention, ScoreModifiers, TokenPositions
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 
 
@@ -151,6 +151,27 @@ class XPos(nn.Module):
         scaled = (x[..., : self.dim] * both).to(x.dtype)
         return scaled if x.shape[-1] == self.dim else torch.cat([scaled, x[..., self.dim :]], -1)
 
+    def product(self, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scale: float) -> Tensor:
+        """Return the scores of scaled queries and keys, (rows, heads, queries, keys) float32.
+
+        Scales grow with the position, so they are counted from an origin near each block of keys. Counted from 0 they
+        would overflow, and a cache of scaled keys would hold numbers of any size.
+
+        Args:
+            query, key: (rows, heads or kv_heads, tokens, head_dim).
+            m, n: positions of queries and keys, (rows or 1, tokens).
+            scale: the factor of scores.
+        """
+        parts = []
+        for start in range(0, key.shape[-2], self.block_size):
+            block = slice(start, start + self.block_size)
+            origin = n[:, block].amin(-1, keepdim=True)
+            # A query before the whole block sees none of it: its scale, which could overflow, is not needed.
+            scaled_query = self.scale_pairs(query, (m - origin).clamp(min=0))
+            scaled_key = self.scale_pairs(key[:, :, block], origin - n[:, block])
+            parts.append(query_key_product(scaled_query, scaled_key, scale))
+        return torch.cat(parts, dim=-1)
+
 
 class HybridAttention(nn.Module):
     """An attention function for transformers' attention interface, with a bias and scales by distance.
@@ -164,7 +185,7 @@ class HybridAttention(nn.Module):
     padding, packed rows, sliding windows and static caches are what the model's own mask makes of them.
     """
 
-    def __init__(self, *, bias: nn.Module | None = None, scales: PairScales | None = None) -> None:
+    def __init__(self, *, bias: nn.Module | None = None, scales: XPos | None = None) -> None:
         super().__init__()
         self.bias = bias
         self.scales = scales
@@ -210,7 +231,8 @@ class HybridAttention(nn.Module):
         n = torch.arange(count, device=query.device)[None]
         m = n[:, count - tokens :] if attention_mask is None or not causal else _last_visible(attention_mask)
         positions = TokenPositions(m, n, None if attention_mask is not None else (0,) * query.shape[0], None)
-        modifiers = ScoreModifiers(softcap, s_aux, attention_mask, dropout, self.bias, self.scales)
+        product = None if self.scales is None else self.scales.product
+        modifiers = ScoreModifiers(softcap, s_aux, attention_mask, dropout, self.bias, product)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out = attend(LocalAttention(), None, positions, query, key, value, scale, modifiers)
         return out.transpose(1, 2).contiguous(), None

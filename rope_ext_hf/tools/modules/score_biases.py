@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -102,9 +102,11 @@ class ALiBi(_ScoreBias):
     `strength`: the factor of the slopes of the paper.
     """
 
-    above_zero = ("strength",)
-
     strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_above_zero("strength")
 
     def bias(self, distance: Tensor, heads: int) -> Tensor:
         slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=distance.device)
@@ -120,9 +122,7 @@ class Kerple(_ScoreBias):
     0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
     """
 
-    choices: ClassVar = RemappingMethod.choices | {"kernel": ("log", "power")}
-
-    kernel: str = "log"
+    kernel: Literal["log", "power"] = "log"
     r1: tuple[float, ...] = (1.0,)
     r2: tuple[float, ...] = (1.0,)
 
