@@ -1,6 +1,7 @@
-"""Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
+"""The choice of the methods that a model is measured or patched with, as plain values.
 
-`rope_ext_hf.patches.patching` makes methods of it. Nothing here imports torch, so that --help answers at once.
+A choice names methods, factors or a target length, and what the methods extend; `rope_ext_hf.runs.chosen_methods` makes
+method objects of it. Nothing here imports torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
