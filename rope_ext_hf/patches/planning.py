@@ -27,7 +27,7 @@ from rope_ext_hf.patches.angle_tables import check_method, fill_slot
 from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
-from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
+from rope_ext_hf.patches.config_writing import ConfigEncoding, config_encoding, softmax_scale, write_rope
 from rope_ext_hf.patches.continuation_probe import (
     TOKENS,
     NotTriedError,
@@ -46,6 +46,7 @@ from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving

@@ -28,12 +28,13 @@ from rope_ext_hf.errors import CheckpointError, warn_caller
 from rope_ext_hf.files import atomic_folder, copy_files, file_stamps, list_files, read_json, write_json
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.patches.adapters import ADAPTER_CONFIG, find_adapter, modules_with_adapters, record_patch, with_record
-from rope_ext_hf.patches.config import PATCH_KEY, UNKNOWN_TYPE
+from rope_ext_hf.patches.config import UNKNOWN_TYPE
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.generation_length import GENERATION_CONFIG, extend_generation_file
+from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
 
 if TYPE_CHECKING:

@@ -15,9 +15,11 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import Frequencies, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.class_angles import built_anew, same_frequencies
-from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, ConfigEncoding, ConfigRope, PatchSpec
+from rope_ext_hf.patches.config import ConfigRope
+from rope_ext_hf.patches.config_writing import ConfigEncoding
 from rope_ext_hf.patches.engine_keys import EngineAgreement
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
+from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, PatchSpec
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
 from rope_ext_hf.rotary.phase import fixed_point
 
