@@ -161,7 +161,7 @@ def write_patched(
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
-    from rope_ext_hf.patches.saving import save_patched_folder
+    from rope_ext_hf.patches.folder_copies import save_patched_folder
     from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
