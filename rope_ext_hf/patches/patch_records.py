@@ -102,8 +102,8 @@ def checked_specs(record: Any, owner: str) -> list[PatchSpec]:
         return saved_specs(record)
     except UnknownMethodError as error:
         raise CheckpointError(
-            f"{owner} records a patch with a method that is not registered here: {error}. Import the module that "
-            f"registers it; or, where rope_type is one of transformers' own, delete the {PATCH_KEY!r} key"
+            f"{owner} records a patch whose method cannot be used here: {error}. If a module of yours registers the "
+            f"method, import it first; if rope_type is one of transformers' own, you may delete the {PATCH_KEY!r} key"
         ) from error
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         reason = str(error) if isinstance(error, MethodError) else repr(error)
