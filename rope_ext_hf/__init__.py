@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
     from rope_ext_hf.patches.loading import from_pretrained as from_pretrained
+    from rope_ext_hf.patches.loading_code import write_loading_code as write_loading_code
     from rope_ext_hf.patches.patching import fixed_length as fixed_length
     from rope_ext_hf.patches.patching import patch as patch
     from rope_ext_hf.patches.patching import patched as patched
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
     from rope_ext_hf.patches.planning import apply_plan as apply_plan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
-    from rope_ext_hf.patches.saving import write_loading_code as write_loading_code
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.rotary.standalone import NTKAwareRoPE as NTKAwareRoPE
     from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb as apply_rotary_pos_emb

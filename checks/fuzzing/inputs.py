@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.console import quiet_transformers
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from rope_ext_hf.reference import path as reference_folder
 from tests.support.models import build, own_config
 

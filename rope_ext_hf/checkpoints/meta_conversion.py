@@ -57,7 +57,7 @@ from rope_ext_hf.files import (
     write_json,
 )
 from rope_ext_hf.hub import model_folder
-from rope_ext_hf.patches.config import PATCH_KEY
+from rope_ext_hf.patches.patch_records import PATCH_KEY
 
 MAX_SHARD_BYTES = 5_000_000_000  # transformers' own default for years
 

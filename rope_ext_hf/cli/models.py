@@ -102,7 +102,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
     empty = source.empty_model(model)
@@ -161,8 +161,8 @@ def write_patched(
     """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
     from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
-    from rope_ext_hf.patches.saving import save_patched_folder
+    from rope_ext_hf.patches.folder_copies import save_patched_folder
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):

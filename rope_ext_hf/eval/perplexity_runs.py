@@ -21,12 +21,12 @@ from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, 
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
+from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key

@@ -12,9 +12,10 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.config import read_rope, recorded_specs
+from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, check_pairing
+from rope_ext_hf.patches.patch_records import recorded_specs
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note

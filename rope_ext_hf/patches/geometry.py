@@ -13,21 +13,12 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import CheckpointError, MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import (
-    PAIRING_KEY,
-    PATCH_KEY,
-    ConfigRope,
-    PatchSpec,
-    original_settings,
-    read_rope,
-    recorded_specs,
-    rope_dict,
-    written_keys,
-)
+from rope_ext_hf.patches.config import PAIRING_KEY, ConfigRope, read_rope, rope_dict
 from rope_ext_hf.patches.config_keys import rotated_dims, text_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import class_pairing, stated_rotary
 from rope_ext_hf.patches.layer_types import AttentionLayers, LayerType
+from rope_ext_hf.patches.patch_records import PATCH_KEY, PatchSpec, original_settings, recorded_specs, written_keys
 from rope_ext_hf.patches.recipes import published_length
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, present_specs

@@ -30,8 +30,8 @@ from rope_ext_hf import __version__
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.geometry import base_rope_of_model
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import prefix_tokens

@@ -25,11 +25,11 @@ from rope_ext_hf.errors import MethodError, did_you_mean, printable, short
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict, rotary_from_dict
-from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
+from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.journal import Cell, RunContents, Value
 from rope_ext_hf.runs.labels import MethodResult, labels, method_key, short_labels
 from rope_ext_hf.runs.measures import Measure

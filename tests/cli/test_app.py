@@ -27,9 +27,9 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.grouped import SelfExtend
-from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.chosen_methods import resolve_choice
 from tests.support.models import build
 
 runner = CliRunner()

@@ -26,11 +26,11 @@ from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.patching import over_rotary
 from rope_ext_hf.reading import preflight
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
+from rope_ext_hf.runs.chosen_methods import over_rotary
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
 from rope_ext_hf.runs.labels import label, method_key

@@ -21,11 +21,11 @@ from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
 from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
 from rope_ext_hf.patches.layer_types import SLIDING
 from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line

@@ -13,8 +13,8 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
+from rope_ext_hf.patches.folder_copies import unlike_copies
 from rope_ext_hf.patches.recipes import find_recipe
-from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.questions import command_line, command_words, shell_line
 from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key

@@ -18,11 +18,11 @@ from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
-from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
 from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
 from rope_ext_hf.patches.slots import first_scaled
 from rope_ext_hf.questions import command_line

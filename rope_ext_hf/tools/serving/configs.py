@@ -26,19 +26,12 @@ from rope_ext_hf.methods.registry import list_methods, registered_name, resolve_
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
-from rope_ext_hf.patches.config import (
-    SAVED_KEYS,
-    PatchSpec,
-    config_encoding,
-    recorded_specs,
-    saved_specs,
-    softmax_scale,
-    write_settings,
-)
+from rope_ext_hf.patches.config_writing import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, bind_to, rope_of_config, stated_length
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec, recorded_specs, saved_specs
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
-from rope_ext_hf.patches.patching import apply_choice
 from rope_ext_hf.reading.preflight import (
     Forecast,
     MemoryEstimate,
@@ -17,6 +16,7 @@ from rope_ext_hf.reading.preflight import (
     measure_flops,
     widest_activation,
 )
+from rope_ext_hf.runs.chosen_methods import apply_choice
 from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,
     check_packages,

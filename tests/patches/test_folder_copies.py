@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import FileError
 from rope_ext_hf.hub import load_empty, load_tokenizer
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import build
 
 
@@ -74,15 +74,15 @@ def test_a_folder_that_exists_is_left_alone(source: Path, tmp_path: Path) -> Non
 def test_a_source_that_changes_while_it_is_copied_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rope_ext_hf.patches import saving
+    from rope_ext_hf.patches import folder_copies
 
-    copy = saving.copy_files  # type: ignore[attr-defined]
+    copy = folder_copies.copy_files  # type: ignore[attr-defined]
 
     def changed(*arguments: Any) -> None:
         copy(*arguments)
         (source / "code" / "extra.txt").write_text("changed meanwhile", encoding="utf-8")
 
-    monkeypatch.setattr(saving, "copy_files", changed)
+    monkeypatch.setattr(folder_copies, "copy_files", changed)
     with pytest.raises(FileError, match="changed"):
         save_patched_folder(patched(source), source, tmp_path / "out")
     assert not (tmp_path / "out").exists()

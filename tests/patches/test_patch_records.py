@@ -10,7 +10,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.static import Linear
-from rope_ext_hf.patches.config import PatchSpec
+from rope_ext_hf.patches.patch_records import PatchSpec
 
 
 @pytest.mark.parametrize(
