@@ -451,7 +451,7 @@ def that_is_no_json(folder: Path) -> None:
         (of_a_missing_folder, r"the model that the adapter '.*' was trained on could not be found: no such model"),
         (of_itself, "could not be found: .* is an adapter itself; merge it"),
         (of_another_model, "for 16 rotated dims per head, this model has 32"),
-        (of_a_type_that_is_none, "an adapter of type 'LORAX', unknown to PEFT"),
+        (of_a_type_that_is_none, "an adapter of type 'LORAX', which the installed PEFT does not know"),
         (with_a_module_to_import, r"names a module to import \(megatron_core\)"),
         (with_an_unknown_method, "records a patch whose method cannot be used here"),
         (with_a_damaged_record, "the 'rope_ext_hf' record of the adapter .* is damaged"),
@@ -487,7 +487,7 @@ def test_no_code_of_an_adapter_runs(base: Path, tmp_path: Path) -> None:
 def test_peft_is_asked_for(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted(plain(base)).save_pretrained(tmp_path / "adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(CheckpointError, match="is a PEFT adapter; install peft"):
+    with pytest.raises(CheckpointError, match="PEFT is not installed: pip install peft"):
         rope.from_pretrained(tmp_path / "adapter")
 
 
