@@ -128,7 +128,7 @@ def test_bfloat16_in_chunks_is_near_one_shot() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).eval()
     rope.patch(model, "yarn", factor=4)
-    (document,) = tokenize(load("stdlib", max_documents=1), AutoTokenizer.from_pretrained(path()))
+    (document,) = tokenize(load("stdlib")[:1], AutoTokenizer.from_pretrained(path()))
     scorer = TokenScorer(model, chunk=100)
     assert scorer.chunked
     gaps = []

@@ -221,7 +221,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
     command = ["sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
     command += ["--lengths", "128,256", "--max-spans", "8", "--dtype", "float32"]
-    command += ["--data", "stdlib?max_documents=4", "--out"]
+    command += ["--data", "stdlib", "--out"]
     whole = tmp_path / "whole"
     assert CliRunner().invoke(app, [*command, str(whole)]).exit_code == 0
     (expected,) = whole.iterdir()
@@ -243,7 +243,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
 
 SHARED = ["sweep", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--max-spans", "8"]
-SHARED += ["--dtype", "float32", "--data", "stdlib?max_documents=4", "--out"]
+SHARED += ["--dtype", "float32", "--data", "stdlib", "--out"]
 ASKED = ["passkey", "reference", "--lengths", "256", "--depths", "0,1", "--trials", "3", "--dtype", "float32", "--out"]
 
 
