@@ -34,7 +34,7 @@ from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import Slot, patched_slots
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError, reading_in_chunks
 from rope_ext_hf.reading.head_losses import HeadLosses, negative_log_likelihoods_, power_of_two
-from rope_ext_hf.reading.preflight import budgets, widest_activation
+from rope_ext_hf.reading.memory import budgets, widest_activation
 from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TokenScorer:
 
     Args:
         model: patched or not, in any dtype, on any device. Patching and unpatching it later is fine.
-        chunk: tokens per pass of the decoder; default: by the free memory, see `preflight.budgets`.
+        chunk: tokens per pass of the decoder; default: by the free memory, see `memory.budgets`.
         head_bytes: memory for logits; default: likewise.
         offload_cache: keys and values wait in main memory; those of one layer at a time are on its device.
         longest: tokens of the longest span to come, for which the cache is allocated at once; pinned memory that was

@@ -14,9 +14,9 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
-from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -248,6 +248,18 @@ def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: in
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
+
+
+def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
+    """Return a warning if spans of `longest` tokens are longer than the sliding window of some layers, else None."""
+    config = model.config.get_text_config()
+    attention = AttentionLayers(config)
+    if not attention.sliding or attention.window is None or attention.window >= longest:
+        return None
+    return (
+        f"{attention.sliding} of {config.num_hidden_layers} layers attend to the last {attention.window:,} tokens "
+        f"only; spans of {longest:,} tokens are longer"
+    )
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:

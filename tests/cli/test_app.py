@@ -171,7 +171,7 @@ def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: s
         (["describe", "reference", "--method", " , "], "--method names no method"),
         (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
-        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
+        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' does not name a text"),
     ],
 )
 def test_an_option_with_nothing_in_it_is_refused(
@@ -526,9 +526,9 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf.reading import preflight
+    from rope_ext_hf.reading import memory as reading_memory
 
-    monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
+    monkeypatch.setattr(reading_memory, "available", lambda device: 2_000_000_000)
     monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))
     (text := tmp_path / "text.txt").write_text("x" * 530_000, encoding="utf-8")
     options = ["--dtype", "float32", "--data", str(text), "--out", str(tmp_path)]
@@ -593,7 +593,7 @@ def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytes
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    monkeypatch.setattr("rope_ext_hf.reading.preflight.available", lambda device: 40_000_000)
+    monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device: 40_000_000)
     options = ["--max-spans", "4", "--data", ONE_MODULE, "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
     assert code == 2

@@ -27,7 +27,7 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.patches.patching import over_rotary
-from rope_ext_hf.reading import preflight
+from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
@@ -141,7 +141,7 @@ def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
     whole = run(tmp_path / "whole")
     chunks = (whole.folder / "chunks.json").read_text(encoding="utf-8")
     half = run(tmp_path / "cut", methods=METHODS[:1])
-    monkeypatch.setattr(preflight, "available", lambda device: 1_000_000)
+    monkeypatch.setattr(reading_memory, "available", lambda device: 1_000_000)
     again = run(tmp_path / "cut")
     assert again.folder == half.folder
     assert (again.folder / "chunks.json").read_text(encoding="utf-8") == chunks

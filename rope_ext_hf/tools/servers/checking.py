@@ -24,7 +24,8 @@ from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, ServingError, duration
 from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.reading.preflight import check_memory, estimate_flops, measure_flops
+from rope_ext_hf.reading.memory import check_memory
+from rope_ext_hf.reading.operations import estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.terminal import Rows, ShownAsTables
 from rope_ext_hf.tools.servers.answers import (

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.reading.preflight import cached_bytes, estimate_flops, estimate_memory
+from rope_ext_hf.reading.cache_size import cached_bytes
+from rope_ext_hf.reading.memory import estimate_memory
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.coverage import RESULT
 from tests.support.every_model import build, data, entries, inputs, tiny
