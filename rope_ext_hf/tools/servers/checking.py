@@ -309,12 +309,11 @@ def _explained(
     """The report with the dtype whose rounding explains what is left, and with what slight errors would show."""
 
     def changed(bits: int | None = None) -> list[Tensor]:
-        scorer.cache = None  # the model may have another dtype than before
-        scorer.stored = None if bits is None else partial(_in_bits, bits=bits)
+        scorer.store_through(None if bits is None else partial(_in_bits, bits=bits))
         try:
             return [read(group) - values for group, values in zip(groups, exact, strict=True)]
         finally:
-            scorer.stored = None
+            scorer.store_through(None)
 
     model: Any = scorer.model
     effects = []  # of 1% on the shortest prompts
