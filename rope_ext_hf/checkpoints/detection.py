@@ -20,7 +20,7 @@ from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import LayerScore, PairingReport, TextLosses
 from rope_ext_hf.checkpoints.pairing_scores import confidence, mean_score, pairing_correlations
 from rope_ext_hf.checkpoints.rotated_weights import RotatedWeights, weights_from_model, weights_from_source
-from rope_ext_hf.checkpoints.row_layouts import evenly_spaced
+from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.text_losses import compare_losses
 from rope_ext_hf.errors import CheckpointError
 
