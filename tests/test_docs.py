@@ -20,6 +20,7 @@ from checks.additions import CHANGES
 from docs import links, make_figures, site
 from rope_ext_hf import errors
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
+from tests.support.texts import ONE_MODULE, TWO_MODULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -127,8 +128,8 @@ def test_an_entry_with_an_impossible_value_loads_and_a_patch_refuses_it() -> Non
 
 # --- what pages show runs -------------------------------------------------------------------------------------------
 
-FEW = ["--max-spans", "2", "--data", "stdlib?max_documents=2"]
-ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", "stdlib?max_documents=1"]
+FEW = ["--max-spans", "2", "--data", TWO_MODULES]
+ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", ONE_MODULE]
 QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
@@ -332,9 +333,7 @@ def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     """What `make tables` does, for the bundled model."""
     from docs.figures.real_models import section
 
-    small = (
-        "--lengths 384 --methods yarn --data stdlib?max_documents=2 --spans 2 --targets 64 --task key-value --trials 1"
-    )
+    small = f"--lengths 384 --methods yarn --data {TWO_MODULES} --spans 2 --targets 64 --task key-value --trials 1"
     files = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results.jsonl")]
     script = ROOT / "benchmarks" / "real_models.py"
     run_forked(run_script, script, "--model", "reference", *small.split(), *files, folder=tmp_path)

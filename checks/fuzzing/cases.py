@@ -202,7 +202,7 @@ class _Maker:
             self.what.append(damage_file(draw, path, self.elsewhere))
         suffix = ""
         if self.odd_options and draw.random() < 0.5:
-            key = draw.choice(("column", "join", "min_bytes", "max_documents", "seed", "max_expansion", "nope"))
+            key = draw.choice(("column", "join", "config", "split", "nope"))
             suffix = f"?{key}={draw.choice(('1', 'text', 'name', 'true', *_ODD_TEXTS))}"
         return f"{path if draw.random() < 0.8 else path.parent}{suffix}"
 

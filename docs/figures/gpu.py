@@ -85,7 +85,7 @@ def fitting_memory() -> tuple[Row, ...]:
     sys.path.append(str(ROOT / "benchmarks"))
     from gpu_shapes import random_model
 
-    from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_memory
+    from rope_ext_hf.reading.memory import GPU_WORKING_BYTES, estimate_memory
 
     model = random_model("8B", "meta", torch.bfloat16)
     rows = []

@@ -174,7 +174,7 @@ def _alike(texts: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _memory(config: Any, shortest: int, longest: int) -> str:
-    from rope_ext_hf.reading.preflight import cached_bytes
+    from rope_ext_hf.reading.cache_size import cached_bytes
 
     lengths = sorted({shortest // 4, shortest // 2, shortest, longest // 2, longest})
     rows = [

@@ -17,9 +17,10 @@ from pathlib import Path
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.checkpoints.detection import consumers, weights_from_source
+from rope_ext_hf.checkpoints.detection import detect_in_consumers
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
@@ -140,7 +141,7 @@ class _PairingConversion(Conversion):
         self.warnings += tuple(
             f"the weights of the {each.path} of {str(source.folder)!r} look {each.pairing}, but were read as "
             f"{each.stated}; `{command_line('detect', source.folder)}` shows the scores"
-            for each in consumers(weights, other_pairing(to))
+            for each in detect_in_consumers(weights, other_pairing(to))
             if each.contradiction
         )
         _, kept = weights.indexers()

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rope_ext_hf.checkpoints.detection import detect_weights, weights_from_model
+from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.reordering import reorder
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_model
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -51,7 +52,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
         raise MethodError("this model is patched: unpatch it, convert it, and patch it again")
     weights = weights_from_model(model)
     settled = settle_pairing(
-        detect_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
+        detect_in_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
     )
     if settled.pairing == to:
         raise CheckpointError(settled.already("the weights", _call(to, other_pairing(to))))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.rotary.pairing import other_pairing
 

@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES, mistral_format_files
 from rope_ext_hf.errors import CheckpointError

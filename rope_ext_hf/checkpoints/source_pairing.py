@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_ext_hf.checkpoints.detection import PairingReport, detect_weights, weights_from_source
+from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.pairing_report import PairingReport
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -169,13 +171,13 @@ def _shown_by(source: Source | MetaSource) -> PairingReport:
     """Detect the pairing of a source; that of an adapter is the pairing of the model beside which it was trained."""
     path = str(source.folder)
     if isinstance(source, MetaSource) or source.adapter is None:
-        return detect_weights(weights_from_source(source, path))
+        return detect_in_weights(weights_from_source(source, path))
     base = source.adapter.base
     if source.adapter.pairing is not None:  # the folder was converted, and the model that it names was perhaps not
         return PairingReport(path, reason="it is an adapter, which was converted apart from its model")
     if Path(base).is_dir():
         try:
-            return detect_weights(weights_from_source(open_checkpoint(base), base))
+            return detect_in_weights(weights_from_source(open_checkpoint(base), base))
         except RopeExtError as unreadable:
             return PairingReport(path, reason=f"it is an adapter, and its model cannot be read: {unreadable}")
     return PairingReport(path, reason=f"it is an adapter; `{command_line('detect', base)}` reads its model")

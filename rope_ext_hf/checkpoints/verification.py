@@ -17,8 +17,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from rope_ext_hf.checkpoints.head_blocks import ScaleBlocks
 from rope_ext_hf.checkpoints.reordering import reorder
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, ScaleBlocks, evenly_spaced
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json

@@ -26,7 +26,7 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.reading.preflight import Forecast
+    from rope_ext_hf.reading.forecast import Forecast
     from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
@@ -270,7 +270,9 @@ def _preflight(
     import torch
 
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.preflight import Forecast, check_memory, estimate_memory, measure_flops
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.memory import check_memory, estimate_memory
+    from rope_ext_hf.reading.operations import measure_flops
     from rope_ext_hf.runs.labels import label
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
@@ -324,7 +326,7 @@ def print_forecast(forecast: Forecast, as_json: bool) -> None:
 
 def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
     """Floating-point operations of some of a measurement's passes, and of what is read after each."""
-    from rope_ext_hf.reading.preflight import estimate_flops
+    from rope_ext_hf.reading.operations import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)

@@ -272,9 +272,10 @@ def detect(
 
     Example: `rope-ext detect reference`
     """
-    from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
+    from rope_ext_hf.checkpoints.detection import detect_pairing
+    from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
     from rope_ext_hf.hub import foreign_errors, model_source
-    from rope_ext_hf.reading.documents import read_beginning
+    from rope_ext_hf.reading.text_files import read_beginning
 
     sample = None
     if text is not None:

@@ -14,9 +14,9 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
-from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -130,9 +130,8 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_spans: int | None = None,
-    left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans, as `perplexity` does; `left_out` documents were too short before."""
+    """Cut tokenised documents into spans, as `perplexity` does."""
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
@@ -159,7 +158,7 @@ def make_plan(
         # A span scores no token of the prefix, nor its own first token, before which nothing stands.
         read = [s._replace(score_from=max(s.score_from, s.start + max(1, before), 0)) for s in moved]
         cut.append((document, [span for span in read if span.score_from < span.score_to]))
-    left_out += sum([not spans for _, spans in cut])
+    left_out = sum(not spans for _, spans in cut)
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
     reading_order = attrgetter("context", "start", "stop", "score_from")
@@ -239,7 +238,7 @@ def prepare(
     check_vocabulary(model, without_text)  # before the tokenizer decodes them
     documents += without_text if tokenizer is None else tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
-    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
+    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
     check_prompts(model, (), max(plan.passes))
     return plan
 
@@ -249,6 +248,18 @@ def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: in
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
+
+
+def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
+    """Return a warning if spans of `longest` tokens are longer than the sliding window of some layers, else None."""
+    config = model.config.get_text_config()
+    attention = AttentionLayers(config)
+    if not attention.sliding or attention.window is None or attention.window >= longest:
+        return None
+    return (
+        f"{attention.sliding} of {config.num_hidden_layers} layers attend to the last {attention.window:,} tokens "
+        f"only; spans of {longest:,} tokens are longer"
+    )
 
 
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:

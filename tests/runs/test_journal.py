@@ -33,6 +33,7 @@ from rope_ext_hf.runs.journal import (
     read_records,
 )
 from rope_ext_hf.runs.report import write_files
+from tests.support.texts import TWO_MODULES
 
 CONTENTS = RunContents(("a", "b"), {(64,): 2, (128,): 2})
 YARN = {"method": "yarn", "factor": 4.0}
@@ -318,7 +319,7 @@ def test_a_disk_that_is_really_full_is_one_error_wherever_it_fills(small_disk: P
 @pytest.mark.slow
 def test_a_full_disk_under_a_command_is_called_that(small_disk: Path) -> None:
     (small_disk / "fill").write_bytes(b"x" * 14 * 4096)
-    command = ["ppl", "reference", "--lengths", "128,256", "--max-spans", "2", "--data", "stdlib?max_documents=2"]
+    command = ["ppl", "reference", "--lengths", "128,256", "--max-spans", "2", "--data", TWO_MODULES]
     done = CliRunner().invoke(app, [*command, "--out", str(small_disk / "out")])
     assert done.exit_code == 2
     assert "could not be measured" not in done.output

@@ -25,6 +25,7 @@ from rope_ext_hf.reference import path
 from rope_ext_hf.runs.kinds import Run, run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.report import Comparison
+from tests.support.texts import ONE_MODULE, TWO_MODULES
 
 METHODS = {"unpatched": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
 METHODS["ntk"] = NTK(factor=4.0).to_dict()
@@ -150,7 +151,7 @@ def test_measures_of_one_name_and_text_are_named_by_length_or_number(tmp_path: P
 @pytest.mark.slow
 def test_a_unit_that_no_run_has_is_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path())
-    run = perplexity(model, "stdlib?max_documents=1", lengths=[64], max_spans=1, out=tmp_path).run
+    run = perplexity(model, ONE_MODULE, lengths=[64], max_spans=1, out=tmp_path).run
     assert compare_runs([run.folder, run.folder], "bits").measures[0].unit == "bits per byte"
     with pytest.raises(MethodError, match="'perplexity', 'nats' and 'bits'"):
         compare_runs([run.folder, run.folder], "bytes")
@@ -208,8 +209,8 @@ def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(path())
-    loss = perplexity(model, "stdlib?max_documents=2", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
-    short: dict[str, Any] = {"lengths": [128], "depths": [0.5], "trials": 1, "haystack": "stdlib?max_documents=1"}
+    loss = perplexity(model, TWO_MODULES, lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    short: dict[str, Any] = {"lengths": [128], "depths": [0.5], "trials": 1, "haystack": ONE_MODULE}
     keys = passkey(model, task="key-value", out=tmp_path, **short).run.folder
     invoked = CliRunner().invoke(app, ["report", str(loss), str(keys)])
     assert invoked.exit_code == 0, invoked.output
@@ -217,7 +218,7 @@ def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
     assert (tmp_path / "comparison.html").is_file()
     assert str(compare_runs([keys, loss]).conclusion) == str(compare_runs([loss, keys]).conclusion)
     model.get_input_embeddings().weight.data[0, 0] += 1
-    other = perplexity(model, "stdlib?max_documents=2", lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
+    other = perplexity(model, TWO_MODULES, lengths=[64, 128], max_spans=2, out=tmp_path).run.folder
     with pytest.raises(FileError, match="run of another model"):
         compare_runs([loss, other])
 
@@ -225,7 +226,7 @@ def test_real_runs_of_one_model_and_of_another(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_without_results_is_refused(tmp_path: Path) -> None:
     folder = perplexity(
-        AutoModelForCausalLM.from_pretrained(path()), "stdlib?max_documents=1", lengths=[64], max_spans=1, out=tmp_path
+        AutoModelForCausalLM.from_pretrained(path()), ONE_MODULE, lengths=[64], max_spans=1, out=tmp_path
     ).run.folder
     for journal in folder.glob("*.jsonl"):
         journal.write_text("")

@@ -26,7 +26,7 @@ from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.reading import preflight
+from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
@@ -141,7 +141,7 @@ def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
     whole = run(tmp_path / "whole")
     chunks = (whole.folder / "chunks.json").read_text(encoding="utf-8")
     half = run(tmp_path / "cut", methods=METHODS[:1])
-    monkeypatch.setattr(preflight, "available", lambda device: 1_000_000)
+    monkeypatch.setattr(reading_memory, "available", lambda device: 1_000_000)
     again = run(tmp_path / "cut")
     assert again.folder == half.folder
     assert (again.folder / "chunks.json").read_text(encoding="utf-8") == chunks
@@ -221,7 +221,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
     command = ["sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
     command += ["--lengths", "128,256", "--max-spans", "8", "--dtype", "float32"]
-    command += ["--data", "stdlib?max_documents=4", "--out"]
+    command += ["--data", "stdlib", "--out"]
     whole = tmp_path / "whole"
     assert CliRunner().invoke(app, [*command, str(whole)]).exit_code == 0
     (expected,) = whole.iterdir()
@@ -243,7 +243,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
 
 SHARED = ["sweep", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--max-spans", "8"]
-SHARED += ["--dtype", "float32", "--data", "stdlib?max_documents=4", "--out"]
+SHARED += ["--dtype", "float32", "--data", "stdlib", "--out"]
 ASKED = ["passkey", "reference", "--lengths", "256", "--depths", "0,1", "--trials", "3", "--dtype", "float32", "--out"]
 
 

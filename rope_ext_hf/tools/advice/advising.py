@@ -29,7 +29,8 @@ from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.recipes import find_recipe, recipe_note
 from rope_ext_hf.patches.stand_in import refusal, stand_in
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
+from rope_ext_hf.reading.cache_size import cached_bytes, cached_layers
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, reported, signed
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
 from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs

@@ -24,7 +24,8 @@ from rope_ext_hf.bounds import Length
 from rope_ext_hf.errors import MethodError, ServingError, duration
 from rope_ext_hf.hub import find_device, find_dtype, load_model, load_tokenizer
 from rope_ext_hf.patches.slots import present_specs
-from rope_ext_hf.reading.preflight import check_memory, estimate_flops, measure_flops
+from rope_ext_hf.reading.memory import check_memory
+from rope_ext_hf.reading.operations import estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.terminal import Rows, ShownAsTables
 from rope_ext_hf.tools.servers.answers import (
@@ -308,12 +309,11 @@ def _explained(
     """The report with the dtype whose rounding explains what is left, and with what slight errors would show."""
 
     def changed(bits: int | None = None) -> list[Tensor]:
-        scorer.cache = None  # the model may have another dtype than before
-        scorer.stored = None if bits is None else partial(_in_bits, bits=bits)
+        scorer.store_through(None if bits is None else partial(_in_bits, bits=bits))
         try:
             return [read(group) - values for group, values in zip(groups, exact, strict=True)]
         finally:
-            scorer.stored = None
+            scorer.store_through(None)
 
     model: Any = scorer.model
     effects = []  # of 1% on the shortest prompts

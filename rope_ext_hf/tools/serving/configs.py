@@ -36,7 +36,7 @@ from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.preflight import cached_bytes
+from rope_ext_hf.reading.cache_size import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, ServingConfig, Target, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory

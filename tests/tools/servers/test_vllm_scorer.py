@@ -22,8 +22,9 @@ from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools.servers.vllm_scorer import _first_spans
+from tests.support.texts import ONE_MODULE
 
-TEXT = "stdlib?max_documents=1"
+TEXT = ONE_MODULE
 READ = ("--lengths", "64,512", "--max-spans", "2", "--data", TEXT, "--dtype", "float32", "--json")
 COMMAND = ("ppl", "reference", *READ)
 

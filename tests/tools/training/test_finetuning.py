@@ -43,6 +43,7 @@ from tests.support.commands import run as command
 from tests.support.forks import kill_when
 from tests.support.inputs import write_inputs, write_model
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.texts import ONE_MODULE
 from tests.support.wrapped_text import unwrapped
 
 LONG = 4 * TRAINED
@@ -99,7 +100,7 @@ def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_pa
 def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path, tmp_path: Path) -> None:
     said: list[str] = []
     report = finetune(
-        small, tmp_path / "run", data="stdlib?max_documents=1", method="yarn", factor=4, steps=3, max_spans=2,
+        small, tmp_path / "run", data=ONE_MODULE, method="yarn", factor=4, steps=3, max_spans=2,
         learning_rate=1e-3, train_all=train_all, control=True, report=said.append,
     )  # fmt: skip
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
@@ -130,7 +131,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
     with pytest.raises(FileError, match="holds a run with other settings: seed"):
         finetune(
-            small, tmp_path / "run", data="stdlib?max_documents=1", method="yarn", factor=4, steps=3, max_spans=2,
+            small, tmp_path / "run", data=ONE_MODULE, method="yarn", factor=4, steps=3, max_spans=2,
             learning_rate=1e-3, train_all=train_all, control=True, seed=1,
         )  # fmt: skip
 
@@ -168,7 +169,7 @@ def test_a_training_is_logged_with_losses_by_length(
     (tmp_path / "libraries" / "trackio.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "libraries")
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "trackio", Recorder)
-    asked: dict[str, Any] = {"data": "stdlib?max_documents=1", "method": "yarn", "factor": 4, "train_all": True}
+    asked: dict[str, Any] = {"data": ONE_MODULE, "method": "yarn", "factor": 4, "train_all": True}
     report = finetune(
         small, tmp_path / "run", steps=20, max_spans=1, accumulate=1, guard=0, **asked, report_to="trackio"
     )
@@ -209,7 +210,7 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
 def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path) -> None:
     """Its attention goes through the fused kernels and their backward; no plain folder states it."""
     asked: dict[str, Any] = {
-        "data": "stdlib?max_documents=1", "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
+        "data": ONE_MODULE, "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
     }  # fmt: skip
     report = finetune(small, tmp_path / "run", steps=3, **asked)
     with pytest.raises((ValueError, KeyError), match="rope_ext_hf"):
@@ -223,7 +224,7 @@ def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path
     assert report.training["trained"]["steps"] == 3
     assert finetune(small, tmp_path / "run", steps=3, **asked) == report
     with pytest.raises(MethodError, match="rerope states no length to train at; give factor or target_length"):
-        finetune(small, tmp_path / "no length", data="stdlib?max_documents=1", method="rerope", steps=3)
+        finetune(small, tmp_path / "no length", data=ONE_MODULE, method="rerope", steps=3)
 
 
 ASKED: dict[str, Any] = {
@@ -446,4 +447,4 @@ def test_an_adapter_is_refused(small: Path, tmp_path: Path) -> None:
 def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4} | given
     with pytest.raises(MethodError, match=said):
-        finetune(small, tmp_path / "run", data="stdlib?max_documents=1", **arguments)
+        finetune(small, tmp_path / "run", data=ONE_MODULE, **arguments)

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from checks.coverage import RESULT
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.reading.preflight import cached_bytes, estimate_flops, estimate_memory
+from rope_ext_hf.reading.cache_size import cached_bytes
+from rope_ext_hf.reading.memory import estimate_memory
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.reading.scorer import TokenScorer
 from tests.support.every_model import build, data, entries, inputs, tiny
 
@@ -42,9 +44,9 @@ WIDER = {"moshi", "qwen3_omni_moe_thinker"}
 
 def held(scorer: TokenScorer) -> tuple[int, int]:
     """Bytes of keys and values, and of other states, after a span."""
-    assert scorer.cache is not None
+    assert scorer.reader.cache is not None
     keys = states = 0
-    for layer in scorer.cache.layers:
+    for layer in scorer.reader.cache.layers:
         kept = [each for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
         # a layer with a window leaves out the token that the next one pushes out
         left_out = 1 if getattr(layer, "sliding_window", None) else 0

@@ -11,19 +11,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import passkey, perplexity
-from rope_ext_hf.reading import preflight
+from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Tokens
-from rope_ext_hf.reading.preflight import (
-    EFFICIENCY,
-    MemoryEstimate,
-    budgets,
-    check_memory,
-    estimate_flops,
-    estimate_memory,
-    measure_flops,
-    sliding_window_warning,
-)
+from rope_ext_hf.reading.memory import MemoryEstimate, budgets, check_memory, estimate_memory
+from rope_ext_hf.reading.operations import EFFICIENCY, estimate_flops, measure_flops
 from rope_ext_hf.reading.scorer import TokenScorer
+from rope_ext_hf.reading.spans import sliding_window_warning
 from tests.support.models import build
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,7 +32,7 @@ def on_meta(name: str, **options: Any) -> Any:
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Free bytes by kind of device, of two GPUs and a CPU; to be changed by a test."""
     free = {"cpu": 100 * GB, "cuda": 100 * GB}
-    monkeypatch.setattr(preflight, "available", lambda device: free[device.type])
+    monkeypatch.setattr(reading_memory, "available", lambda device: free[device.type])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return free
 
@@ -100,7 +93,7 @@ def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytes
                 now += 2 * len(args[0]) ** 3 / speed
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr("rope_ext_hf.reading.preflight.time.perf_counter", lambda: now)
+    monkeypatch.setattr("rope_ext_hf.reading.operations.time.perf_counter", lambda: now)
     with Products():  # type: ignore[no-untyped-call]
         assert measure_flops(CPU, torch.float32) == pytest.approx(EFFICIENCY * speed)
     assert now < 1.0
@@ -150,7 +143,7 @@ def test_memory_that_the_allocator_holds_unused_is_free(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * GB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * GB)
-    assert preflight.available(GPU) == 40 * GB
+    assert reading_memory.available(GPU) == 40 * GB
 
 
 def test_offloading_from_a_cpu_is_refused() -> None:
