@@ -32,8 +32,11 @@ from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import kinds
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Results, Run, RunKind, RunPlan, register_run_kind, run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind, run_kind
 from rope_ext_hf.runs.labels import MethodResult, label
+from rope_ext_hf.runs.measurement import Measurement, RunPlan
+from rope_ext_hf.runs.results import Results
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
 
@@ -206,7 +209,7 @@ def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
         for (method, length), loss in zip(places, losses, strict=False)
     ]
     settings = {"kind": "perplexity", "context_length": 64, "over": "own", "loaded": None, "model": "m", "data": "<d>"}
-    return Run(None, settings, results)
+    return Run(None, settings, results, kind)
 
 
 def test_a_notebook_shows_conclusion_chart_and_table() -> None:

@@ -32,10 +32,12 @@ from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.measures import perplexity_text
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from tests.support.forks import kill_when, run_command

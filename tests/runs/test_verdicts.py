@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
+from rope_ext_hf.runs.outcomes import Outcome
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.runs.verdicts import Conclusion, Findings, Outcome, conclude, verdict
+from rope_ext_hf.runs.verdicts import verdict
 
 BETTER, WORSE, NO_DIFFERENCE, NOT_MEASURED = Outcome
 FEW = "lower by 3.000 nats per token ({} too few for a confidence interval)"
