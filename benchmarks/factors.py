@@ -35,7 +35,7 @@ from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.runner import carry_out
 
 SCALES = (1, 2, 4, 8, 16, 32)

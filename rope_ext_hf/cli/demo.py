@@ -18,9 +18,9 @@ from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.runs.findings import Findings
     from rope_ext_hf.runs.measures import Measure
     from rope_ext_hf.runs.report import Comparison
-    from rope_ext_hf.runs.verdicts import Findings
 
 _METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -137,7 +137,7 @@ class Demonstration:
 
     def table(self) -> str:
         """Return the values of both measures at both lengths, the best at the longer one marked."""
-        from rope_ext_hf.runs.verdicts import BEST_MARK
+        from rope_ext_hf.runs.tables import BEST_NOTE
 
         known, (short, long) = self.findings, (self.short, self.long)
         width = max(map(len, known.names.values())) + 1
@@ -155,7 +155,7 @@ class Demonstration:
                 f" {name:{width}} {values[0]:>8} {values[1]:>8}{marks[0]}  {counts[0]:>9} {counts[1]:>9}{marks[1]}"
             )
         if any(stars):
-            lines.append(f" {BEST_MARK}")
+            lines.append(f" {BEST_NOTE}")
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -164,7 +164,7 @@ class Demonstration:
         return [self._unpatched(), *self._well(), *self._portable()]
 
     def _unpatched(self) -> str:
-        from rope_ext_hf.runs.verdicts import Outcome
+        from rope_ext_hf.runs.outcomes import Outcome
 
         known, key = self.findings, self.findings.loaded
         if known.outcome_against_short(self.perplexity, key, self.long) is not Outcome.WORSE:
@@ -176,7 +176,7 @@ class Demonstration:
         return f"Unpatched, it fails beyond {self.short:,}: perplexity {high} times as high, {answers} found."
 
     def _well(self) -> list[str]:
-        from rope_ext_hf.runs.verdicts import listed
+        from rope_ext_hf.runs.wording import listed
 
         known = self.findings
         well = [key for key in known.names if key != known.loaded and known.reads_as_well(key, self.long)]

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.reading.forecast import Forecast
-    from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.runs.kinds import RunPlan
+    from rope_ext_hf.runs.measurement import Measurement, RunPlan
+    from rope_ext_hf.runs.run import Run
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
-    from rope_ext_hf.runs.kinds import Run
+    from rope_ext_hf.runs.run import Run
 
 
 @command("Patch a model")

@@ -24,7 +24,8 @@ from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rope_ext_hf.runs.kinds import Run, RunPlan
+    from rope_ext_hf.runs.measurement import RunPlan
+    from rope_ext_hf.runs.run import Run
 
 
 class MeasureWith(Protocol):

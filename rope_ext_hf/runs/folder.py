@@ -11,8 +11,9 @@ from typing import Any
 from rope_ext_hf.errors import FileError, one_line, short
 from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
-from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
+from rope_ext_hf.runs.kinds import RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.run import Run
 
 SETTINGS = "run.json"
 
@@ -38,7 +39,7 @@ def read_run(folder: str | Path) -> Run[Any]:
     kind = run_kind(settings["kind"])
     records = read_records(folder, contents, kind.parse)
     setting = kind.setting(**settings["setting"])
-    return Run(folder, settings, results_from_records(kind, setting, contents, records))
+    return Run(folder, settings, results_from_records(kind, setting, contents, records), kind)
 
 
 def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:

@@ -26,13 +26,17 @@ from rope_ext_hf.errors import FileError, multiple_text, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
+from rope_ext_hf.runs.charts import line_chart
+from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import plain_files, read_plain
-from rope_ext_hf.runs.kinds import Run, findings_of_runs
 from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.merging import findings_of_runs
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import how_to_repeat
-from rope_ext_hf.runs.tables import BEYOND, results_table
-from rope_ext_hf.runs.verdicts import BEST_MARK, Conclusion, Findings, capital, conclude
+from rope_ext_hf.runs.tables import BEST_NOTE, BEYOND, BEYOND_NOTE, results_table
+from rope_ext_hf.runs.wording import capital
 
 _SAME = ("weights", "basis", "over", "context_length", "loaded")  # settings in which runs of a model agree
 
@@ -190,8 +194,8 @@ class Comparison:
         columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
         marks = "".join(cell for _, cells in columns for cell in cells.values())
         notes = {
-            BEST_MARK: "*" in marks,
-            f"{BEYOND} beyond the length that this method was set for": BEYOND in marks,
+            BEST_NOTE: "*" in marks,
+            BEYOND_NOTE: BEYOND in marks,
             "in parentheses: 95% confidence interval": detailed,
         }
         caption = "\n".join(note for note, shown in notes.items() if shown)
@@ -257,7 +261,7 @@ class Comparison:
     def write_page(self, path: str | Path) -> Path:
         """Write one self-contained HTML page, which fetches nothing; FileError: anything the disk refuses."""
         lengths = sorted({length for run in self.runs for length in run.lengths})
-        charts = [self.findings.chart(measure) for measure in self.measures]
+        charts = [line_chart(self.findings, measure) for measure in self.measures]
         alone = len(charts) == 1
         read = "; ".join(dict.fromkeys(map(_what_was_read, self.runs)))
         page = html.html_page(
@@ -294,9 +298,9 @@ class Comparison:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        charts = map(self.findings.chart, self.findings.informative or self.measures)
+        charts = [line_chart(self.findings, measure) for measure in self.findings.informative or self.measures]
         sentence = re.split(r"(?<=\.) ", str(self.conclusion), maxsplit=1)[0]
-        return draw_side_by_side(list(charts), path, title or self._title, sentence)
+        return draw_side_by_side(charts, path, title or self._title, sentence)
 
 
 def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:

@@ -510,13 +510,13 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
     from rope_ext_hf.reading.spans import Setting
-    from rope_ext_hf.runs.kinds import Run
+    from rope_ext_hf.runs.run import Run
 
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}
     result = PerplexityRuns().result(method, setting, (256,), [DocumentLoss("a", 1.0, 1, 1, 1)])
     settings = {"kind": "perplexity", "context_length": 256, "over": "own", "loaded": None}
-    table = Run(None, settings, [result]).table()
+    table = Run(None, settings, [result], PerplexityRuns()).table()
     assert table is not None
     console.print_table(table)
     out = capsys.readouterr().out

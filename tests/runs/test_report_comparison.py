@@ -22,9 +22,10 @@ from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.kinds import Run, run_kind
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
 from rope_ext_hf.runs.report import Comparison
+from rope_ext_hf.runs.run import Run
 from tests.support.texts import ONE_MODULE, TWO_MODULES
 
 METHODS = {"unpatched": None, "yarn": Yarn(factor=4.0).to_dict(), "linear": Linear(factor=4.0).to_dict()}
@@ -40,7 +41,7 @@ def losses(folder: Path, values: dict[str, dict[int, float]], speeds: dict[str, 
             documents = [DocumentLoss(f"d{i}", 10 * (loss + 0.01 * i), 10, 12, 1) for i in range(9)]
             cost = Cost(100, 100 / (speeds or {}).get(name, 50.0), 0)
             results.append(kind.result(METHODS[name], setting, (n,), documents, [cost] * 9))
-    return Run(folder, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)
+    return Run(folder, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results, kind)
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
@@ -51,7 +52,7 @@ def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> 
         for name, row in values.items()
         for n, right in row.items()
     ]
-    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)} | changed, results)
+    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)} | changed, results, kind)
 
 
 def retrieval(folder: Path, values: dict[str, dict[int, int]]) -> Run[Any]:
@@ -62,7 +63,7 @@ def retrieval(folder: Path, values: dict[str, dict[int, int]]) -> Run[Any]:
         for n, right in row.items()
         for depth in (0.0, 1.0)
     ]
-    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)}, results)
+    return Run(folder, COMMON | {"kind": "passkey", "setting": vars(setting)}, results, kind)
 
 
 LOSSES = {
@@ -96,7 +97,9 @@ def test_answers_decide_before_losses(tmp_path: Path) -> None:
 def run_of(name: str, folder: Path, values: dict[str, dict[int, float]], text: str, **settings: Any) -> Run[Any]:
     run = losses(folder / name, values, settings.pop("speeds", None))
     cells = {json.dumps([n]): f"{text} {n}" for n in (64, 256)}
-    return Run(run.path, run.settings | {"text": text, "cell_texts": cells, "data": text} | settings, run.results)
+    return Run(
+        run.path, run.settings | {"text": text, "cell_texts": cells, "data": text} | settings, run.results, run.kind
+    )
 
 
 ONE = {"unpatched": LOSSES["unpatched"], "linear": LOSSES["linear"]}
@@ -180,7 +183,7 @@ def test_retrieval_is_over_all_depths(tmp_path: Path) -> None:
 def test_ranks_count_where_nothing_is_answered_exactly(tmp_path: Path) -> None:
     kind, setting = run_kind("passkey"), RetrievalSetting("needle", 1, 19, 0)
     scores = [TrialScore(False, 1.0 if i < 15 else 3.0) for i in range(20)]
-    run = Run(tmp_path, COMMON | {"kind": "passkey"}, [kind.result(None, setting, (64, 0.5), scores, [Cost()])])
+    run = Run(tmp_path, COMMON | {"kind": "passkey"}, [kind.result(None, setting, (64, 0.5), scores, [Cost()])], kind)
     (measure,) = kind.measures(run)
     assert (measure.name, measure.chance) == ("top-1 accuracy (needle)", 0.05)
     assert measure.value(method_key(None), 64) == 0.75
@@ -198,7 +201,7 @@ def test_key_tokens_are_a_measure_of_their_own(tmp_path: Path) -> None:
         )
         for name, loss, nats in (("unpatched", 1.0, 3.0), ("yarn", 1.1, 0.5))
     ]
-    comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results)])
+    comparison = Comparison([Run(tmp_path, COMMON | {"kind": "perplexity", "setting": vars(setting)}, results, kind)])
     assert [measure.name for measure in comparison.measures] == ["LongPPL", "perplexity"]
     assert comparison.measures[0].value(method_key(METHODS["yarn"]), 256) == pytest.approx(math.exp(0.5))
     text = str(comparison.conclusion)

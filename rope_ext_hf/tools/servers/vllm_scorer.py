@@ -26,8 +26,8 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.tools.engines.vllm import VLLM
 from rope_ext_hf.tools.serving.configs import serving_config
 

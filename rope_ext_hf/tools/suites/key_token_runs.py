@@ -31,8 +31,10 @@ from rope_ext_hf.reading.protocols import Span
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import check_vocabulary, prefix_tokens, tokenize, with_prefix
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
+from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.tables import length_table
 
 if TYPE_CHECKING:

@@ -23,12 +23,16 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer, check_numbers
 from rope_ext_hf.reading.spans import check_prompts, encode, own_tokenizer, prefix_tokens, text_of
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, method_key
+from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import EffectiveLength, Evidence, Measure
+from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate_share
 from rope_ext_hf.runs.tables import beyond_mark, length_table
-from rope_ext_hf.runs.verdicts import Outcome, listed, verdict
+from rope_ext_hf.runs.verdicts import verdict
+from rope_ext_hf.runs.wording import listed
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, count_tokens
 from rope_ext_hf.tools.suites.base import suite as find_suite
 from rope_ext_hf.tools.suites.questions import Tasks

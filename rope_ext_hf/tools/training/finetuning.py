@@ -34,8 +34,8 @@ from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
-from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.measures import exponential, perplexity_text
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
 from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
