@@ -17,7 +17,7 @@ from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.serving.questions import GPUServer
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.engines.base import ServingConfig
+    from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 
 @command("Tool box: serve")

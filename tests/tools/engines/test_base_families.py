@@ -10,7 +10,8 @@ import pytest
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import compare_engines
-from rope_ext_hf.tools.engines.base import ConfigEngine, find_engine, list_engines
+from rope_ext_hf.tools.engines.base import find_engine, list_engines
+from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import FAMILIES, build_config, known_config, small_config
