@@ -24,7 +24,7 @@ REMAPPING_KEY = "remapping"
 
 
 def check_sliding_layers(text: Config, every: int, engine: str) -> None:
-    """Refuse a Gemma 3 in which not every `every`-th layer has full attention, because an engine takes that for given."""
+    """Refuse a Gemma 3 whose full-attention layers are not exactly every `every`-th layer, as an engine assumes."""
     if text.get("model_type") != "gemma3_text":
         return
     layers = text.get("layer_types")
@@ -163,7 +163,7 @@ class RopeKeys:
 
     @property
     def latent_scale(self) -> float:
-        """The number that DeepSeek's models multiply their softmax scale by: the squared magnitude by mscale_all_dim."""
+        """The multiple of the softmax scale in DeepSeek's models: the squared magnitude by mscale_all_dim."""
         if not self.settings.get("mscale_all_dim"):
             return 1.0
         return yarn_magnitude(self.number("factor"), needed(self.settings, "mscale_all_dim")) ** 2
@@ -173,5 +173,5 @@ class RopeKeys:
         return formulas.divided(self.theta, self.dim, rope_divisors(self.settings, key, self.dim))
 
     def computed(self, inv_freq: Sequence[float], magnitude: float = 1.0, *notes: str) -> Computed:
-        """Return the result: these frequencies and magnitude with the length and the notes of the keys, and more notes."""
+        """Return these frequencies and magnitude with the length and the notes of the keys, and further notes."""
         return Computed(tuple(inv_freq), magnitude, self.length, self.table, self.softmax_scale, (*self.notes, *notes))

@@ -1,4 +1,4 @@
-"""llama.cpp, and the programs that run its GGUF files; `gguf_rules` has the source, and the rules by which files run."""
+"""llama.cpp, and the other programs that run its GGUF files; `gguf_rules` names the source and has the rules."""
 
 from __future__ import annotations
 

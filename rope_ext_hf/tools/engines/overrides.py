@@ -1,4 +1,4 @@
-"""The base of the engines that take overrides of the config on their command line, and load a plug-in of this package."""
+"""The base of the engines that take overrides of the config on their command line, and can load a plug-in."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ class TensorRTLLM(FormerSpellingEngine):
     def yarn(self, rope: RopeKeys) -> Computed:
         if rope.model_type != "deepseek_v3":
             raise ServingError(
-                "its table for YaRN holds every angle twice except for latent attention (duplicate_data), so position p "
-                "gets the angles of floor(p / 2)"
+                "its table for YaRN holds every angle twice, except for latent attention (duplicate_data), so position "
+                "p gets the angles of floor(p / 2)"
             )
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=True)

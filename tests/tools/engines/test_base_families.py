@@ -126,7 +126,7 @@ def test_no_engine_is_known_to_read_a_folder_right_by_its_source_alone() -> None
     ("family", "method", "params", "reason"),
     [
         ("llama", "yarn", {"factor": 4.0}, "floor(p / 2)"),
-        ("llama", "factors", {"factors": [2.0] * 8, "attention_factor": 1.1}, "must be a whole number"),
+        ("llama", "factors", {"factors": [2.0] * 8, "attention_factor": 1.1}, "takes a whole number"),
         ("qwen2", "linear", {"factor": 4.0}, "stops at the rope type 'linear'"),
     ],
 )
