@@ -13,7 +13,8 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_table, print_text, progress_bar
-from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command, write_cards
+from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
+from rope_ext_hf.cli.publishing import PublishOptions, write_cards
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice

@@ -155,7 +155,7 @@ def test_a_divisor_that_no_frequency_can_have_is_found(source: Path, tmp_path: P
     rewrite(source, tmp_path / "out.gguf", config)
     result = serving.audit(tmp_path / "out.gguf")
     assert not result.agrees
-    assert f"{name} divides the frequency of pair 5 by {value:g}, which makes every output meaningless" in unwrapped(result)
+    assert f"{name} divides the frequency of pair 5 by {value:g}, which makes every output" in unwrapped(result)
     assert result.to_dict()["engines"][0]["computed"] is None
 
 
