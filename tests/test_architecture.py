@@ -312,7 +312,8 @@ def test_no_private_name_crosses_modules() -> None:
 @functools.cache
 def taken_outside() -> set[tuple[str, str | None]]:
     """What tests, benchmarks, examples and the scripts of the pages take from modules."""
-    files = [path for folder in ("tests", "benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("tests", "checks", "benchmarks", "examples", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return {
         (each.target, each.name)
         for path in files
@@ -407,6 +408,7 @@ OF_THE_WHOLE = frozenset(
         "adding_in_a_copy",
         "adding_things",
         "architecture",
+        "skill",
         "coverage",
         "docs",
         "examples",
@@ -451,10 +453,11 @@ def of_the_whole(path: Path) -> bool:
 
 
 def test_tests_of_the_library_need_no_tool() -> None:
-    """Neither they nor what they import from tests/."""
+    """Neither they nor what they import from tests/ and checks/."""
     trees = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): (path, ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for folder in ("tests", "checks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
     }
     imports = {
         name: {
@@ -464,7 +467,11 @@ def test_tests_of_the_library_need_no_tool() -> None:
         }
         for name, (_, tree) in trees.items()
     }
-    needed = {name for name, (path, _) in trees.items() if path.name.startswith("test_") and not of_the_whole(path)}
+    needed = {
+        name
+        for name, (path, _) in trees.items()
+        if name.startswith("tests.") and path.name.startswith("test_") and not of_the_whole(path)
+    }
     waiting = [*needed, "tests.conftest"]
     while waiting:
         new = imports[waiting.pop()] & trees.keys() - needed

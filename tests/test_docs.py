@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
+from checks.additions import CHANGES
 from docs import links, make_figures, site
 from rope_ext_hf import errors
-from tests.additions import CHANGES
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
 
 ROOT = Path(__file__).parent.parent

@@ -16,7 +16,7 @@ from rope_ext_hf.errors import UnsupportedModelError, one_line
 from rope_ext_hf.methods.base import UNBOUNDED, Rotary
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
+from rope_ext_hf.patches.attention_function import attend_from_kwargs
 from rope_ext_hf.patches.attention_interface import (
     PROBE_NAME,
     PROBE_RECORDS,

@@ -26,7 +26,7 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.attention_interface import Layer, evaluating
 from rope_ext_hf.patches.attention_probe import is_partitioned
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
-from rope_ext_hf.patches.length_hooks import CacheCannotFollowError
+from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
 
 TOKENS = 24

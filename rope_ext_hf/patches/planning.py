@@ -24,7 +24,8 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import stop_recording
 from rope_ext_hf.patches.angle_tables import check_method, fill_slot
-from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
+from rope_ext_hf.patches.attention_function import register
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME, Layer
 from rope_ext_hf.patches.attention_probe import probe_layers
 from rope_ext_hf.patches.config import ConfigEncoding, PatchSpec, config_encoding, softmax_scale, write_rope
@@ -39,27 +40,20 @@ from rope_ext_hf.patches.continuation_probe import (
     try_continuation,
     was_tried,
 )
+from rope_ext_hf.patches.continuous_batching import check_batching
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
 from rope_ext_hf.patches.generation_length import extend_generation
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
+from rope_ext_hf.patches.length_hooks import LengthHooks
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.reference_models import check_trainers_above
 from rope_ext_hf.patches.saving import attach_saving
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import (
-    ConfigSwap,
-    PatchedSlot,
-    PatchState,
-    Slot,
-    check_filled,
-    patch_state,
-    patched_slots,
-    present_specs,
-)
+from rope_ext_hf.patches.slots import PatchedSlot, Slot, check_filled, patch_state, patched_slots, present_specs
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -34,7 +34,8 @@ from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, fo
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.generation_length import GENERATION_CONFIG, extend_generation_file
-from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
+from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

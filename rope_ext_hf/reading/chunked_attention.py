@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
-from rope_ext_hf.patches.attention_hooks import attend_from_kwargs
+from rope_ext_hf.patches.attention_function import attend_from_kwargs
 from rope_ext_hf.patches.attention_interface import (
     UNSUPPORTED_KWARGS,
     attending,

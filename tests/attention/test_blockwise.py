@@ -359,6 +359,7 @@ def test_what_the_kernels_of_cuda_take(
 @pytest.mark.parametrize("name", ["rerope", "leaky-rerope", "self-extend", "stairs", "dca"])
 @pytest.mark.parametrize("windows", [True, False])
 @pytest.mark.thorough
+@pytest.mark.sampled(7)
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
     name: str, heads: int, kv_heads: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def naive(model: Any, prompt: Tensor, answers: Tensor) -> tuple[bool, float]:
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
 @pytest.mark.parametrize("method", [None, pytest.param("yarn", marks=pytest.mark.thorough), "dynamic-ntk"])
 @pytest.mark.parametrize("keys", [1, 2])
+@pytest.mark.sampled(3)
 def test_equals_decoding_and_whole_forwards(method: str | None, tokenizer: Callable[[], Any], keys: int) -> None:
     model, words = build("llama", vocab_size=420), tokenizer()
     params = {"factor": 2.0} if method == "yarn" else {}

@@ -13,7 +13,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
-from rope_ext_hf.patches import attention_hooks
+from rope_ext_hf.patches import attention_function
 from rope_ext_hf.rotary.forward_state import running
 from tests.support.models import TRAINED, build, build_known, logits, tokens
 
@@ -76,7 +76,7 @@ def test_attention_outside_a_forward_is_refused() -> None:
     model = rope.patch(build("llama"), "dca")
     x, attention = torch.zeros(1, 4, 2, 16), model.model.layers[0].self_attn
     with pytest.raises(UnsupportedModelError, match="outside a forward of its decoder"):
-        attention_hooks.remapped_attention(attention, x, x, x, None)
+        attention_function.remapped_attention(attention, x, x, x, None)
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
@@ -91,15 +91,15 @@ def test_transformers_own_masks_take_the_fast_path(
         masks.append(attention_mask)
         return plain(module, query, key, value, attention_mask, **kwargs)
 
-    plain = attention_hooks.remapped_attention
-    monkeypatch.setattr(attention_hooks, "remapped_attention", spy)
+    plain = attention_function.remapped_attention
+    monkeypatch.setattr(attention_function, "remapped_attention", spy)
     model, ids = rope.patch(build(name, **overrides), "dca"), tokens(100, batch=2)
     padding = torch.ones_like(ids)
     padding[1, :30] = 0
     for mask in (None, padding):
         logits(model, ids, attention_mask=mask)
     monkeypatch.undo()
-    attention_hooks.register()
+    attention_function.register()
     assert any(mask is not None for mask in masks)
     assert all(mask is None or mask.ndim == 2 for mask in masks)
 

@@ -303,7 +303,7 @@ def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.Mo
                 model(ids[:, -1:], past_key_values=cache)
         assert not [layer for layer in cache.layers if "update" in vars(layer)]
         assert not list(running())
-        with pytest.raises(LengthError, match="something else has added keys"):
+        with pytest.raises(LengthError, match="other code has added keys"):
             model(ids[:, -1:], past_key_values=cache)
         cache.crop(-1)
         actual = model(ids[:, -1:], past_key_values=cache).logits[:, -1]

@@ -155,7 +155,7 @@ def test_a_rotary_module_that_cannot_be_built_anew_is_not_given_back(
     cls: type, method: str, params: dict[str, Any], name: str
 ) -> None:
     model, given = later(cls, name, method, params)
-    refused = r"lost its frequencies.* load the model anew with its weights"
+    refused = r"lost its frequencies.* Load the model anew with its weights"
     with pytest.raises(UnsupportedModelError, match=refused):
         rope.unpatch(model)
     with pytest.raises(UnsupportedModelError, match=refused):

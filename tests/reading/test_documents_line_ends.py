@@ -85,6 +85,7 @@ def test_a_byte_order_mark_is_of_the_file_and_not_of_the_text(form: str, tmp_pat
     assert document.text == (text if form in FILES else MARK + text)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_file_is_that_of_its_text(tmp_path: Path) -> None:
     text = stdlib_held_out()[1].text[:1500].replace("\n", "\r\n")
     (tmp_path / "a.txt").write_bytes(text.encode())

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from checks.coverage import RESULT
 from rope_ext_hf.errors import RopeExtError
 from rope_ext_hf.reading.preflight import cached_bytes, estimate_flops, estimate_memory
 from rope_ext_hf.reading.scorer import TokenScorer
-from tests.coverage import RESULT
 from tests.support.every_model import build, data, entries, inputs, tiny
 
 TOKENS = 160

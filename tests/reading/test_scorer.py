@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
+from checks.coverage import EQUAL, RESULT, measured
 from rope_ext_hf.reading import scorer as scorer_module
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
-from tests.coverage import EQUAL, RESULT, measured
 from tests.support.every_model import Entry, build, data, entries, tiny
 from tests.support.models import build as build_family
 from tests.support.tiers import ALL

@@ -5,7 +5,7 @@ Source: ggml-org/llama.cpp, b11549.
 Read: src/llama-context.cpp (constructor of llama_context), src/llama-model.cpp (load_hparams, get_rope_factors),
 src/models/llama.cpp, phi3.cpp, gemma3.cpp, deepseek2.cpp, grok.cpp, mistral3.cpp, hunyuan-vl.cpp, and
 `ggml_rope_yarn_corr_dims` and `rope_yarn` of ggml; conversion/base.py and hunyuan.py write the keys. Llama, Phi-3 and
-Qwen3 were compared with a build: tests/llama_cpp_engine.py.
+Qwen3 were compared with a build: checks/llama_cpp_engine.py.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def assert_short(text: str) -> None:
 
 @pytest.mark.parametrize("times", [1, 2, 8, 64])
 @pytest.mark.parametrize("name", ["reference", *PUBLISHED])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(13)
 def test_advice_is_25_lines_of_80_columns(
     name: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,6 +87,7 @@ def attention_factor(name: str, which: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
+@pytest.mark.sampled(5)
 def test_vllm_and_sglang_read_the_attention_factor(name: str, which: str, saved: Lookup) -> None:
     folder, expected = saved("static", name, which).folder, attention_factor(name, which)
     settings, length = saved_rope(folder), saved_config(folder)["max_position_embeddings"]
