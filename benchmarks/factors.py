@@ -28,8 +28,8 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load

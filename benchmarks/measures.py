@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
-from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.training import RandomPositionsCollator

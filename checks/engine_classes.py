@@ -37,7 +37,9 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbe
 from transformers.utils import logging
 
 from rope_ext_hf.errors import RopeExtError
-from rope_ext_hf.tools.engines.base import Engine, ServingConfig, Target, find_engine
+from rope_ext_hf.tools.engines.base import Engine, find_engine
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, INTERLEAVED_FAMILIES, VLLM
 from rope_ext_hf.tools.plugins import sglang, vllm
 from rope_ext_hf.tools.serving.configs import Model, make_target

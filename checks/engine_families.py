@@ -37,7 +37,8 @@ from transformers.utils import logging
 import rope_ext_hf as rope
 from checks.llama_cpp_engine import read_flags
 from rope_ext_hf.errors import RopeExtError, ServingError
-from rope_ext_hf.tools.engines.base import ServingConfig, find_engine
+from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.support import every_model

@@ -1,4 +1,4 @@
-"""Does llama.cpp compute what rope_ext_hf.tools.engines.llama_cpp says it does?
+"""Does llama.cpp compute what rope_ext_hf.tools.engines.gguf_rules says it does?
 
     make test-llama-cpp
     python -m checks.llama_cpp_engine --python ENV/bin/python
@@ -37,8 +37,9 @@ from rope_ext_hf.errors import CheckpointError, ServingError
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path as reference_folder
-from rope_ext_hf.tools.engines.base import ServingConfig, find_engine
-from rope_ext_hf.tools.engines.llama_cpp import ARCHITECTURES, converted, file_computes
+from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, converted, file_computes
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import make_target, open_model
 from rope_ext_hf.tools.serving.gguf_files import read_file_rope, rewrite
 from tests.support.models import build, logits

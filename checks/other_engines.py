@@ -35,7 +35,7 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
-from rope_ext_hf.tools.engines.base import other_engines
+from rope_ext_hf.tools.engines.config_engine import other_engines
 from tests.support.models import build, logits
 
 ROOT = Path(__file__).parent.parent

@@ -4,7 +4,7 @@
     class Passkey(Question):
         trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
-Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.options` makes them) and
+Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.expansion` makes them) and
 a part of the settings of a run. Each is written once, with its help and its limits.
 """
 

@@ -22,7 +22,7 @@ from rope_ext_hf import CheckpointError, MethodError, __version__, hub
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli import console
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.options import parse_parameters
+from rope_ext_hf.cli.parameters import parse_parameters
 from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.method_choice import MethodChoice

@@ -34,7 +34,8 @@ from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, reported, signed
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
 from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs
-from rope_ext_hf.tools.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
+from rope_ext_hf.tools.engines.base import find_engine, list_engines, reference_engine, usual_server
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import Model, make_target, open_model
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.tools.serving.questions import GPUServer
@@ -396,7 +397,7 @@ class _Planner:
             asked = {"method": name or None, "target_length": length, **self.options}
             config, known = configs[engine], find_engine(engine)
             if server is not None and on_gpus is not None and known.on_gpus:
-                options = known.options_on(on_gpus.options)
+                options = known.gpu_options(on_gpus.options)
                 config = replace(config, command=(*config.command, *options) if on_gpus.kv_bits else ())
                 asked |= server.options
             lines = [command_line("serve-config", model, **asked, engine=engine)]

@@ -180,7 +180,7 @@ def plan_extension(
     advice = advice or ask(engines=[engine])
     chosen = _choose(advice, engine, ask)
     if advice.on_gpus is not None:
-        find_engine(engine).options_on(advice.on_gpus.options)
+        find_engine(engine).gpu_options(advice.on_gpus.options)
         if advice.on_gpus.kv_bits is None:
             raise ServingError(str(advice.on_gpus))
     reason = ""

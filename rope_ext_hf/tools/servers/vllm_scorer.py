@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
     from rope_ext_hf.reading.spans import EvalPlan
-    from rope_ext_hf.tools.engines.base import ServingConfig
+    from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 _EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 """The root mean square difference of losses in nats per token that counts as the same model.

@@ -27,17 +27,10 @@ from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
 from rope_ext_hf.patches.slots import first_scaled
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
-from rope_ext_hf.tools.engines.base import (
-    Engine,
-    Expected,
-    NotCheckedError,
-    expected_of,
-    list_engines,
-    reference_engine,
-    runs_otherwise,
-)
+from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine
+from rope_ext_hf.tools.engines.comparison import Expected, engine_difference, expected_numbers
+from rope_ext_hf.tools.engines.gguf_rules import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.keys import Computed, length_setting
-from rope_ext_hf.tools.engines.llama_cpp import ARCHITECTURES, OF_SLIDING_LAYERS, file_computes
 from rope_ext_hf.tools.engines.vllm import HF_FORMAT, of_mistral_params
 from rope_ext_hf.tools.serving.configs import refuse_adapter
 from rope_ext_hf.tools.serving.gguf_files import read_file_rope
@@ -166,7 +159,7 @@ def audit_config(config: Mapping[str, Any], name: str = "config.json") -> Audit:
     reference, expected, most, note = _reference(config)
     reports = [_report(engine, config, expected, most) for engine in engines]
     differing = [engine for engine, report in zip(engines, reports, strict=True) if report.differs]
-    plugins = [engine.name for engine in differing if type(engine).with_plugin is not Engine.with_plugin]
+    plugins = [engine.name for engine in differing if engine.has_plugin()]
     commands = [command_line("serve-config", "MODEL", engine=each, plugin=True) for each in plugins]
     notes = [f"The plug-in hands static frequencies over: {command}" for command in commands]
     return Audit(name, (reference, *reports), tuple(problems), (*filter(None, [note]), *notes))
@@ -199,7 +192,7 @@ def _reference(config: Mapping[str, Any]) -> tuple[_EngineReport, Expected | Non
             return report, None, None, None
         why = f"Computed from the config alone, since {one_line(error)}."
         report = replace(report, computed=replace(report.computed, notes=(*report.computed.notes, why)))
-        return report, expected_of(engine, config), None, None
+        return report, expected_numbers(engine, config), None, None
     long, short, longer = [Computed(*each, length, softmax_scale=scale) for each in numbers]
     by_length = short.inv_freq != long.inv_freq or short.attention_factor != long.attention_factor
     if by_length or longer.inv_freq != long.inv_freq:
@@ -218,10 +211,10 @@ def _report(
     engine: Engine, config: Mapping[str, Any], expected: Expected | None = None, most: int | None = None
 ) -> _EngineReport:
     """The numbers of an engine, and how they differ from those expected; the model is for at most so many tokens."""
-    report = _EngineReport(engine.name, engine.version, None, tried=engine.tried())
+    report = _EngineReport(engine.name, engine.version, None, tried=engine.was_run)
     try:
         computed = engine.computes(config, expected[0][0] if expected else None)
-        differs = runs_otherwise(engine, expected, config) if expected else None
+        differs = engine_difference(engine, expected, config) if expected else None
         length = computed.length
         if not differs and length is not None and most is not None and length > most:
             twice = length == round(most * rope_settings(text_settings(config)).get("factor", 1.0))

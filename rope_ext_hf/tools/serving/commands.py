@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_text
-from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command
+from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import argument
@@ -17,7 +18,7 @@ from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.serving.questions import GPUServer
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.engines.base import ServingConfig
+    from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 
 @command("Tool box: serve")

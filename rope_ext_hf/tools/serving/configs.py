@@ -37,8 +37,10 @@ from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.reading.cache_size import cached_bytes
-from rope_ext_hf.tools.engines.base import Engine, ServingConfig, Target, find_engine
+from rope_ext_hf.tools.engines.base import Engine, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory
 from rope_ext_hf.tools.serving.questions import GPUServer
 
@@ -283,7 +285,7 @@ def configure(
     options, remarks = tuple[str, ...](), notes
     if server is not None and server.gpus:
         target, memory = _fitting(target, opened.whole(), server, shorten=method is None)
-        options, remarks = engine.options_on(memory.options), (*notes, *memory.sentences)
+        options, remarks = engine.gpu_options(memory.options), (*notes, *memory.sentences)
     elif engine.on_gpus and (size := cached_bytes(opened.config, target.length)) > _LARGE_CACHE:
         cost = f"An input of {target.length:,} tokens takes {size_text(size)} of keys and values in 16 bits"
         remarks = (*notes, f"{cost}, beside the weights: --gpus and --gpu-memory say what fits.")

@@ -16,8 +16,8 @@ from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import atomic_file, check_destination
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.tools.engines.base import ServingConfig
-from rope_ext_hf.tools.engines.llama_cpp import FileRope
+from rope_ext_hf.tools.engines.gguf_rules import FileRope
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 _HEADER = struct.Struct("<4sIQQ")
 _MAX_ENTRIES = 1_000_000  # keys, tensors and dims of a header; the largest published files have some thousands

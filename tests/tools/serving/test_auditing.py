@@ -45,7 +45,7 @@ def test_audit_finds_what_engines_ignore() -> None:
     short = rows(BASE | {"rope_scaling": yarn})  # ExLlamaV3 divides max_position_embeddings by the original length
     assert [name for name, report in short.items() if report.differs] == ["exllamav3", "tensorrt-llm"]
     assert short["exllamav3"].computed.notes == (
-        "yarn: the factor is 1, max_position_embeddings over the original length.",
+        "yarn: it takes the factor 1, max_position_embeddings divided by the original length.",
     )
     qwen = rows(extended | {"model_type": "qwen3", "rope_scaling": {"rope_type": "linear", "factor": 4.0}})
     assert qwen["tensorrt-llm"].computed.notes == ("Qwen3: the rope type linear is run as yarn.",)

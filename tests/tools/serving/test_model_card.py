@@ -273,13 +273,13 @@ def test_a_folder_goes_to_the_hub_private_and_whole(hub: HubServer, tmp_path: Pa
         assert (refused.code, "public; give --public, or another name" in refused.err) == (2, True), refused
         assert process.run("card", str(out), "--push-to-hub", "me/public", "--public", "--yes").code == 0
         assert hub.files("me/public") == files_of(out)
-        assert "; it names" not in ended.err
+        assert "; it contains" not in ended.err
         shutil.copytree(reference(), model := tmp_path / "model")
         extending = ("extend", str(model), "--target-length", "512", "--no-measure", "--out", str(tmp_path / "512"))
         extended = process.run(*extending, "--push-to-hub", "me/512", "--yes")
         assert extended.code == 0, extended
         (of_run,) = (line for line in extended.err.splitlines() if "run.yaml, " in line)
-        assert of_run.endswith(f"; it names {model}, {tmp_path / '512'}")
+        assert of_run.endswith(f"; it contains paths of this machine: {model}, {tmp_path / '512'}")
         wrong = process.run("card", str(out), "--push-to-hub", "a/b/c", "--yes")
         assert (wrong.code, "cannot be uploaded to the Hub: Repo id must be" in wrong.err) == (2, True), wrong
 

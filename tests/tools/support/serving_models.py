@@ -22,7 +22,9 @@ from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.loading import class_to_load
-from rope_ext_hf.tools.engines.base import ServingConfig, Target, find_engine
+from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
 from tests.support.tiers import needs_family
