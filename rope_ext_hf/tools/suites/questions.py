@@ -31,13 +31,17 @@ class Tasks(LengthsQuestion):
     kind = "tasks"
     command = "tasks"
 
-    suite: str = argument("ruler", f"Suite: {', '.join(suite_names())}; short has short inputs, to see whether a method harms them.")
+    suite: str = argument(
+        "ruler", f"Suite: {', '.join(suite_names())}; short has short inputs, to see whether a method harms them."
+    )
     tasks: tuple[str, ...] | Any | None = argument(
         None, "Tasks of the suite, separated by commas. Default: all.", parse=several(str), metavar="NAMES"
     )
     samples: int = argument(20, "Prompts per task and length.", least=1, most=10_000)
     haystack: Any = argument(
-        "stdlib", "The text that facts are hidden in, in any form that --data of ppl takes; some tasks use none.", parse=anything
+        "stdlib",
+        "The text that facts are hidden in, in any form that --data of ppl takes; some tasks use none.",
+        parse=anything,
     )
     score: str | None = argument(
         None,
