@@ -178,10 +178,6 @@ class _GainMeasurement(Measurement):
         # The answer is a forward of its own. Reading all weights takes most of its time, as long as for 16 tokens.
         self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
 
-    @property
-    def computed_by(self) -> tuple[str, ...]:
-        return (*super().computed_by, TokenRow.__module__)
-
     def digested(self, cell: Cell) -> Iterable[bytes]:
         yield repr(cell).encode()
         length, distance = map(int, cell)

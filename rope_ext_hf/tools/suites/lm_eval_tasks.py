@@ -24,7 +24,7 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import text_of
 from rope_ext_hf.tools.suites.base import list_suites, suite
-from rope_ext_hf.tools.suites.task_runs import template_tokens
+from rope_ext_hf.tools.suites.task_prompts import template_tokens
 
 _SAMPLES = 20  # prompts per task, the default of `rope-ext tasks`
 _CLASS = f"!function {__name__}.SuiteTask"
