@@ -309,8 +309,8 @@ class Colours(Suite):
     name = "colours"
     tasks = ("ball",)
 
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        return [Sample("The ball is red. Which colour has the ball?", " It is", ("red",), 4, 60)] * wanted.count
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
+        return [Sample("The ball is red. Which colour has the ball?", " It is", ("red",), 4, 60)] * settings.count
 '''
 
 

@@ -24,7 +24,8 @@ from rope_ext_hf.reading.corpora import HELD_OUT
 from rope_ext_hf.runs.merging import findings_of_runs
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites import Gain
-from rope_ext_hf.tools.suites.gain_runs import AnswerLoss, GainRuns, GainSetting, docstring_rows
+from rope_ext_hf.tools.suites.gain_rows import docstring_rows
+from rope_ext_hf.tools.suites.gain_runs import AnswerLoss, GainRuns, GainSetting
 from tests.support.models import build
 from tests.support.oracles import token_losses
 
