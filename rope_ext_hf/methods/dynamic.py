@@ -96,7 +96,7 @@ class DynamicNTK(RopeMethod):
         return ntk_inv_freq(rotary, self.alpha(rotary, length), length.device), 1.0
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """Return transformers' "dynamic", which has the same rule, a memory of earlier calls and one length per batch."""
+        """Return transformers' "dynamic": this rule, but with a memory of earlier calls and one length for a batch."""
         if self.growth != "hf" or rotary.own is not None:
             return None
         return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}

@@ -396,10 +396,7 @@ class MrRoPE(BandedMethod):
         count = high - low
         pairs = torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
         step = (pairs - low).clamp(0, count)
-        if self.radix == "uniform":
-            share = step / count
-        else:
-            share = step * (step + 1) / (count * (count + 1))
+        share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
         attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
         return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
