@@ -27,10 +27,11 @@ from rope_ext_hf.methods.tiles import Tile
 class Stairs(RemappingMethod):
     """Beyond the window, distances climb from `start` again and again.
 
-    A key at a distance d below S is seen where it is, and a farther one at W + ((d - S) mod B). The zones are as in dual chunk attention, but are counted back
-    from each query, so that no boundary moves through the input and no key is stored twice. S and W are as in STRING
-    (An et al. 2024, arXiv 2410.18745), whose distances climb once; here they climb without end. `window`: S, default
-    three quarters of `max_distance`; `start`: W, default a quarter of it; `chunk`: B, default half of it.
+    A key at a distance d below S is seen where it is, and a farther one at W + ((d - S) mod B). The zones are those of
+    dual chunk attention, counted back from each query, so that no boundary moves through the input and no key is stored
+    twice. S and W are as in STRING (An et al. 2024, arXiv 2410.18745), whose distances climb once; here they climb
+    without end. `window`: S, default three quarters of `max_distance`; `start`: W, default a quarter of it; `chunk`: B,
+    default half of it.
     """
 
     local_zone_exact = False  # keys are cached at their own positions, so the nearest zone needs no rotation
