@@ -417,9 +417,9 @@ def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None)
 @register_method("factors")
 @dataclass(frozen=True, kw_only=True)
 class Factors(RopeMethod):
-    """Any static scaling, written out: the frequency of pair i is w_i / factors[i].
+    """Any static scaling, written out: the inverse frequency of pair i divided by factors[i].
 
-    `attention_factor`: the factor of cos and sin.
+    Pair i gets w_i / factors[i]. `attention_factor`: the factor of cos and sin.
     """
 
     factors: tuple[float, ...]
