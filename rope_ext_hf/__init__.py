@@ -12,7 +12,7 @@ from rope_ext_hf.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# They load when first used: the command line answers --help without torch, and importing this package costs nothing.
+# These names load when first used: the command line answers --help without torch, and importing this package is quick.
 if TYPE_CHECKING:
     from rope_ext_hf.bounds import limits as limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint

@@ -220,12 +220,10 @@ class ParameterType(NamedTuple):
     @property
     def text(self) -> str:
         """The type in words, for an error message."""
-        one, many = {
-            float: ("a number", "a list of numbers"),
-            int: ("a whole number", "a list of whole numbers"),
-            bool: ("True or False", "a list of True and False"),
-        }[self.number]
-        return many if self.several else one
+        if self.number is bool:
+            return "a list of True and False" if self.several else "True or False"
+        whole = "whole " if self.number is int else ""
+        return f"a list of {whole}numbers" if self.several else f"a {whole}number"
 
     def allows(self, value: object) -> bool:
         """Whether a value, not None, is of this type."""
@@ -313,14 +311,14 @@ class RopeMethod(ABC):
     def check_least(self, least: int, *parameters: str) -> None:
         """Raise MethodError for a parameter below `least`; those that are no number, or not there, are left alone."""
         for name in parameters:
-            value = getattr(self, name, None)
+            value: Any = getattr(self, name, None)
             if is_number(value) and value < least:
                 raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
 
     def check_above_zero(self, *parameters: str) -> None:
         """Raise MethodError for a parameter that is not above 0; those that are no number are left alone."""
         for name in parameters:
-            value = getattr(self, name, None)
+            value: Any = getattr(self, name, None)
             if is_number(value) and value <= 0:
                 raise MethodError(f"{self.name}: {name} must be above 0, got {value:g}")
 

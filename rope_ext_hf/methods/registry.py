@@ -126,7 +126,7 @@ def _from_name(
     method: str, rotary: Rotary | None, factor: float | None, target_length: int | None, params: Mapping[str, Any]
 ) -> RopeMethod:
     cls, implied = _find(method)
-    values = implied | params
+    values = {**implied, **params}
     inner = cls.method_parameter()
     if inner is not None and isinstance(values.get(inner), str):
         # The parameters that this method lacks are those of the inner one, and both may have the factor.
