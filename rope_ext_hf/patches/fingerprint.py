@@ -34,7 +34,7 @@ _SHORT_DTYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 """The largest relative error of a cast to a dtype."""
 _SMALLEST_FLOAT16 = 2.0**-24
 _STEPS = 137.3
-"""The steps to which a digest rounds a number, per factor of e; uneven, so that no round number is at an edge of one."""
+"""The steps to which a digest rounds a number, per factor of e; uneven, so that no round number is at an edge."""
 _FEWEST_TOKENS = 1
 
 
