@@ -148,11 +148,13 @@ def _locate(
 
 
 def _is_folder(path: Path) -> bool:
-    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises where a name is too long for a path
+    """Return whether there is a folder; also for a name too long for a path, at which `Path.is_dir` raises."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def _exists(path: Path) -> bool:
-    return os.path.exists(path)  # noqa: PTH110 - as above
+    """Return whether there is a file or folder; also for a name too long for a path, at which `Path.exists` raises."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def read_config(

@@ -124,6 +124,7 @@ class Description(ShownAsTables):
 
     @property
     def _heading(self) -> str:
+        """The model type, and whether the model is patched."""
         return f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
 
     def __str__(self) -> str:
@@ -246,10 +247,10 @@ def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     return (*notes, *method.cautions(rotary))
 
 
-def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) -> Description:
+def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
     """Return a description with the attributes that follow from a slot and a method over its rotary embedding.
 
-    `rest` are the other attributes.
+    `attributes` are the others.
     """
     inv_freq, attention_factor = method.frequencies(rotary)
     return Description(
@@ -263,7 +264,7 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
         attention_factor=attention_factor,
         theta=rotary.theta,
         rotating_layers=slot.layers.rotating,
-        **rest,
+        **attributes,
     )
 
 

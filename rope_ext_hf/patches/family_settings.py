@@ -129,6 +129,7 @@ class LayerConfig:
     """
 
     def __init__(self, text: Any, layer: int) -> None:
+        """Read the config `text` as the layer of that number does, which counts from 0."""
         self._text = text
         self._layer = layer
         types = getattr(text, "layer_types", None)

@@ -173,6 +173,7 @@ class Fingerprint:
 
 
 def _scales_text(scales: Sequence[float]) -> str:
+    """Return softmax scales as a list in words."""
     return ", ".join([f"{scale:.5g}" for scale in scales]) or "nothing"
 
 
@@ -420,6 +421,7 @@ def _is_cast(values: Sequence[float], cast: Sequence[float]) -> bool:
 
 
 def _relative_difference(a: float, b: float) -> float:
+    """Return the difference of two numbers as a share of the larger one."""
     return abs(a - b) / max(abs(a), abs(b), 1e-30)
 
 

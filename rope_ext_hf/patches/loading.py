@@ -17,6 +17,7 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import restore_table
+from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
@@ -25,7 +26,7 @@ from rope_ext_hf.patches.generation_length import restore_generation_length
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading_code import without_loading_code
 from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
-from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay
+from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
