@@ -55,12 +55,12 @@ def former_keys(model_type: str, rope_parameters: _Settings, layer_types: Sequen
         rope_parameters: the settings, one set or one for each layer type.
         layer_types: the layer types that a method applies to; [None]: there is one set for all layers.
     """
-    by_layer_type = layer_types[0] is not None
-    scaled = rope_parameters[layer_types[0]] if by_layer_type else rope_parameters
+    first = layer_types[0]  # the others have the same settings
+    scaled = rope_parameters if first is None else rope_parameters[first]
     former = {key: scaled[key] for key in ("rope_theta", "partial_rotary_factor") if key in scaled}
     if scaled["rope_type"] != "default":
         former["rope_scaling"] = {key: value for key, value in scaled.items() if key != "rope_theta"}
-    if by_layer_type:
+    if first is not None:
         others = {name: value for name, value in rope_parameters.items() if name not in layer_types}
         for other in others.values():
             if not isinstance(other, Mapping):
