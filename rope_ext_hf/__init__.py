@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.methods.registry import frequencies as frequencies
     from rope_ext_hf.methods.registry import list_methods as list_methods
     from rope_ext_hf.methods.registry import register_method as register_method
+    from rope_ext_hf.patches.applying import apply_plan as apply_plan
     from rope_ext_hf.patches.describing import Description as Description
     from rope_ext_hf.patches.describing import describe as describe
     from rope_ext_hf.patches.fingerprint import Fingerprint as Fingerprint
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from rope_ext_hf.patches.patching import reset as reset
     from rope_ext_hf.patches.patching import unpatch as unpatch
     from rope_ext_hf.patches.planning import PatchPlan as PatchPlan
-    from rope_ext_hf.patches.planning import apply_plan as apply_plan
     from rope_ext_hf.patches.planning import plan_patch as plan_patch
     from rope_ext_hf.rotary.embedding import RotaryEmbedding as RotaryEmbedding
     from rope_ext_hf.rotary.standalone import NTKAwareRoPE as NTKAwareRoPE

@@ -83,10 +83,10 @@ def _check_method_names(names: Iterable[Any]) -> None:
             raise unknown_method(name, shipped_names())
 
 
-def _parts(given: Any) -> list[Any]:
+def _parts(values: Any) -> list[Any]:
     """Return one value, several, or a comma list of them as a list; texts without blanks around them."""
     parts: list[Any] = []
-    for value in [] if given is None else listed(given):
+    for value in [] if values is None else listed(values):
         if isinstance(value, str):
             parts += [part.strip() for part in value.split(",")]
         else:
@@ -94,26 +94,26 @@ def _parts(given: Any) -> list[Any]:
     return parts
 
 
-def _parse_methods(given: Any) -> tuple[Any, ...]:
+def _parse_methods(value: Any) -> tuple[Any, ...]:
     """Return the methods of an option, names or method objects; MethodError where only empty names were given."""
-    methods = tuple(part for part in _parts(given) if part != "")
-    if not methods and given not in (None, (), []):  # as by a script whose variable is empty
+    methods = tuple(part for part in _parts(value) if part != "")
+    if not methods and value not in (None, (), []):  # as by a script whose variable is empty
         raise MethodError("--method names no method; leave it out to use the model as loaded")
     return methods
 
 
-def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
+def parse_numbers(option: str, values: Any, example: str) -> tuple[float, ...]:
     """Return one number, several, or a comma list of them as floats.
 
     Args:
         option: the option that they are given to, for error messages.
-        given: the numbers, or their texts.
+        values: the numbers, or their texts.
         example: a value of the option, for error messages.
 
     Raises:
         MethodError: something is not a number, or is infinite, NaN, or beyond any length in tokens.
     """
-    parts = _parts(given)
+    parts = _parts(values)
     try:
         numbers = tuple(map(float, parts))
     except (TypeError, ValueError) as error:
@@ -127,10 +127,10 @@ def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
     return numbers
 
 
-def _parse_layers(given: Any) -> tuple[str | int, ...]:
+def _parse_layers(value: Any) -> tuple[str | int, ...]:
     """Return the layers of an option: layer types as text, layer numbers as int."""
     layers: list[str | int] = []
-    for part in _parts(given):
+    for part in _parts(value):
         if isinstance(part, str) and part.isdigit():
             layers.append(int(part))
         elif part != "":
@@ -155,7 +155,7 @@ class MethodChoice(Question):
     factor: tuple[float, ...] | Any = argument(
         (),
         "Extended length divided by context length, e.g. 8; 4,8 compares two.",
-        parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
+        parse=lambda value: parse_numbers("--factor", value, "2,4,8"),
         repeated=True,
         metavar="NUMBERS",
         instead_of=("target_length",),
@@ -179,7 +179,7 @@ class MethodChoice(Question):
         parse=parse_length,
         metavar="TOKENS",
     )
-    parameters: dict[str, Any] | Any = argument(None, "", parse=lambda given: dict(given or {}), option=False)
+    parameters: dict[str, Any] | Any = argument(None, "", parse=lambda value: dict(value or {}), option=False)
 
     @property
     def underneath(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Put a method into a live model, and take it out again.
 
-Everything that a patch changes is planned first and then applied; `rope_ext_hf.patches.planning` does both.
+Everything that a patch changes is planned first, by `rope_ext_hf.patches.planning`, and then changed by
+`rope_ext_hf.patches.applying`.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from rope_ext_hf.bounds import Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.applying import patch_as_planned, replay, take_off
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.loading import from_pretrained
-from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay, take_off
+from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import patched_slots, present_specs, tables_of
 
