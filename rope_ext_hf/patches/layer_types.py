@@ -29,7 +29,7 @@ Layers = str | int | Sequence[str | int]
 _LISTED_INDICES = 6
 """How many layers a message names before it says "..."."""
 
-LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
+_LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
 """The indices of the layers that use each rotary embedding of a rotary module; the key None: one embedding for all."""
 
 
@@ -98,7 +98,7 @@ class AttentionLayers:
         """The name of every layer's rotary embedding, in a model that has several."""
         return rope_keys(self.config.model_type, self.types)
 
-    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> LayersByEmbedding:
+    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> _LayersByEmbedding:
         """Return the indices of the layers that use each rotary embedding of one rotary module.
 
         Args:
@@ -111,7 +111,7 @@ class AttentionLayers:
             return {None: tuple([i for i in range(len(self.types)) if thetas is None or thetas[i] == theta])}
         return {key: tuple([i for i, name in enumerate(self._rope_keys) if name == key]) for key in keys}
 
-    def choose(self, by_embedding: LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
+    def choose(self, by_embedding: _LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
         """Return the rotary embeddings that a method changes, of those of one module.
 
         Args:
@@ -134,7 +134,7 @@ class AttentionLayers:
                 )
         return tuple(key for key, indices in by_embedding.items() if wanted & set(indices))
 
-    def _of_full_attention(self, by_embedding: LayersByEmbedding) -> tuple[LayerType, ...]:
+    def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
         """Return the rotary embeddings that a method changes where its user names no layers."""
         types = self.types
         full = [key for key, each in by_embedding.items() if not _NOT_FULL.issuperset([types[i] for i in each])]
@@ -149,7 +149,7 @@ class AttentionLayers:
         windows_alone = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
         return (None,) if indices and len(indices) == len(types) and not windows_alone else ()
 
-    def _indices(self, by_embedding: LayersByEmbedding, layers: Layers) -> set[int]:
+    def _indices(self, by_embedding: _LayersByEmbedding, layers: Layers) -> set[int]:
         """Return the indices of the layers that a user names."""
         types, chosen = self.types, set[int]()
         for layer in [layers] if isinstance(layers, (str, int)) else layers:
