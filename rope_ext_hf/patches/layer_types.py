@@ -54,7 +54,8 @@ class AttentionLayers:
     def _stated_length(self) -> int:
         """Return the length in tokens that the config stated before it was patched; 0 where it states none."""
         with suppress(MethodError):  # a damaged record is refused by the function that reads the patch
-            if specs := recorded_specs(self.config):
+            specs = recorded_specs(self.config)
+            if specs:
                 return specs[0].rotary.context_length
         stated = getattr(self.config, "max_position_embeddings", None)
         return stated if isinstance(stated, int) else 0
@@ -65,7 +66,7 @@ class AttentionLayers:
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         stated = [*values_of(self.config, "sliding_window"), *values_of(self.config, "attention_chunk_size")]
-        return max([each for each in stated if isinstance(each, int) and each > 0], default=None)
+        return max([size for size in stated if isinstance(size, int) and size > 0], default=None)
 
     @property
     def sliding(self) -> int:
@@ -137,7 +138,11 @@ class AttentionLayers:
     def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
         """Return the rotary embeddings that a method changes where its user names no layers."""
         types = self.types
-        full = [key for key, each in by_embedding.items() if not _NOT_FULL.issuperset([types[i] for i in each])]
+        full = [
+            key
+            for key, indices in by_embedding.items()
+            if not _NOT_FULL.issuperset([types[index] for index in indices])
+        ]
         if full:
             return tuple(full)
         if list(by_embedding) != [None]:  # an embedding that no layer names may still be one for full attention
