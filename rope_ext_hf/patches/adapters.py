@@ -43,6 +43,8 @@ _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
 """Arguments of from_pretrained that say where on the Hub, or in its cache, a file is."""
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 """Names of files that hold the weights of a whole model."""
+_EVENTS = ("gated_repo", "missing_entries", "connection_errors")
+"""Events in which `cached_file` of transformers raises an error, unless it is told not to."""
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
@@ -212,6 +214,21 @@ def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:
         base.resize_token_embeddings(rows)
 
 
+def _config_file(name: str, subfolder: str, hub: Mapping[str, Any]) -> Path | None:
+    """Return the adapter_config.json of a folder or Hub repository that holds no whole model as well, or None."""
+    from transformers.utils import find_adapter_config_file
+
+    try:
+        file = find_adapter_config_file(name, subfolder=subfolder, **hub)
+    except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
+        return None
+    if file is None:
+        return None
+    folder = Path(file).parent
+    has_model = (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+    return None if Path(name).is_dir() and has_model else Path(file)
+
+
 def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
     """Return the adapter in a folder or Hub repository; None where there is none.
 
@@ -225,21 +242,12 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
     Raises:
         CheckpointError: its adapter_config.json names no base model, or is not for transformers.
     """
-    from transformers.utils import find_adapter_config_file
-
     name = str(path)
     hub = {key: hub[key] for key in _HUB_ARGUMENTS if key in hub}
-    try:
-        file = find_adapter_config_file(name, subfolder=subfolder, **hub)
-    except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
-        return None
+    file = _config_file(name, subfolder, hub)
     if file is None:
         return None
-    folder = Path(file).parent
-    has_model = (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-    if Path(name).is_dir() and has_model:
-        return None
-    values = read_json(Path(file))
+    values = read_json(file)
     base = values.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise CheckpointError(
@@ -286,7 +294,7 @@ def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]
     adapter = find_adapter(path, **hub)
     if adapter is None:
         return str(path), hub
-    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    quiet = dict.fromkeys([f"_raise_exceptions_for_{event}" for event in _EVENTS], False)
     if cached_file(adapter.path, "tokenizer_config.json", **adapter.hub, **quiet) is not None:
         return str(path), hub
     return adapter.base, adapter.for_base(hub)

@@ -95,6 +95,7 @@ def small_layers(
     table = RotationTable(Default().frequencies(rotary).inv_freq)
 
     def with_small(layer: Layer) -> Layer:
+        """Return the layer with the small method wherever its rule names the method of the patch."""
         rule: Any = layer.rule
         if rule is method:
             rule = small

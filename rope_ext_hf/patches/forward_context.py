@@ -94,7 +94,7 @@ class ForwardContext(ForwardState):
         if tokens is None:
             return None
         cache, mask = cache_argument(decoder, call), call.get("attention_mask")
-        # Modules around this decoder only: another decoder may be running around them, as in speculative decoding.
+        # The modules around this decoder, but not those around another decoder that it may run inside of.
         inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
         around = [state for state in inside if isinstance(state, GivenMask)]  # innermost first
         padding = _padding_mask(mask)

@@ -159,17 +159,7 @@ class LengthHooks(DecoderHooks):
                 valid_up_to = continued.positions.shape[1] + slack if bounded else 0
                 context.cache_rows = RowState(continued.lengths, continued.positions, valid_up_to, True)
                 return
-        context.undo = ExitStack()
-        for scaled, group in _by_attention_factor(layers):
-            after_reading, before_storing = KeyRotation.read_and_store(
-                continued.table,
-                continued.stored.lengths,
-                continued.lengths,
-                continued.positions,
-                positions.shape[1],
-                scaled,
-            )
-            context.undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+        context.undo = _rotate_on_read(continued, layers, positions.shape[1])
 
 
 @dataclass(frozen=True)
@@ -252,6 +242,21 @@ def _rotate_in_place(
             rotate_cached_keys_(group, rotation)
         state.rows = replace(stored, lengths=continued.lengths, positions=continued.past_positions)
     return min(end - length for end, length in zip(ends, lengths, strict=True))
+
+
+def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
+    """Have the layers of a cache return rotated copies of their keys, until the returned stack is closed.
+
+    The last `new` keys come rotated by the model's present frequencies, and are rotated back before they are stored, so
+    that all keys in the cache keep the frequencies of the lengths that they were stored at.
+    """
+    undo = ExitStack()
+    for scaled, group in _by_attention_factor(layers):
+        after_reading, before_storing = KeyRotation.read_and_store(
+            continued.table, continued.stored.lengths, continued.lengths, continued.positions, new, scaled
+        )
+        undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+    return undo
 
 
 def _token_positions(context: ForwardContext) -> Tensor:

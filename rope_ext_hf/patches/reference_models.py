@@ -98,6 +98,6 @@ def _differences(model: nn.Module, second: nn.Module) -> list[str]:
     try:
         expected, actual = fingerprint_of(model), fingerprint_of(second)
     except UnsupportedModelError:  # a family that rotates by a table
-        methods, others = ([spec.method for spec in present_specs(each)] for each in (model, second))
+        methods, others = ([spec.method for spec in present_specs(loaded)] for loaded in (model, second))
         return [] if methods == others else ["It is patched otherwise."]
     return expected.differences(replace(actual, length=expected.length))

@@ -180,7 +180,7 @@ class PatchedSlot(nn.Module):
         transformers calls such an attribute `inv_freq`, or `full_attention_inv_freq` in a module for several types of
         layers. The table is None for every other attribute.
         """
-        attribute = next((each for each in _ROTATION_ATTRIBUTES if name == each or name.endswith("_" + each)), "")
+        attribute = next((end for end in _ROTATION_ATTRIBUTES if name == end or name.endswith("_" + end)), "")
         if not attribute:
             return None, attribute
         layer_type = name.removesuffix(attribute).removesuffix("_")

@@ -83,7 +83,7 @@ def _random_model(config: Any) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=draws))
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _number(value: dict[str, Any]) -> Any:
