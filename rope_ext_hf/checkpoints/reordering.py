@@ -47,7 +47,7 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
 
 @contextmanager
 def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
-    """Inside the with block, have rotated rows as if converted from the other pairing to this one; put them back after."""
+    """Reorder the rotated rows from the other pairing to this one inside the with block, and put them back after it."""
     rotated = _rotated_parameters(model, tensors)
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:

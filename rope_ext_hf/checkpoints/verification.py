@@ -139,9 +139,14 @@ def _difference_text(difference: float) -> str:
 def _scores(
     tensors: RotaryTensors, attention: str, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
-    """Return the scores of one attention module in this pairing, flat, and its rows that do not rotate, flat.
+    """Return the scores of one attention module, (heads, tokens, tokens), and its rows that do not rotate, flat.
 
-    `modules` has the names of its tensors, by the modules inside it.
+    Args:
+        tensors: the row layouts of the checkpoint.
+        attention: the name of the attention module.
+        modules: the names of its tensors, by the modules inside it.
+        view: the tensors.
+        pairing: the pairing that they are in.
     """
     rotated: dict[str, Tensor] = {}  # by side ("q", "k", ...): (tokens, heads, rotated dims)
     unrotated: list[Tensor] = []

@@ -88,7 +88,7 @@ def _preallocated(stock: type) -> Any:
 
 
 class StoringCache(DynamicCache):  # type: ignore[misc]
-    """A cache whose function `stored`, if it has one, changes keys and values before they are kept: rounds them, say."""
+    """A cache that applies its function `stored`, if it has one, to keys and values before it keeps them."""
 
     stored: Callable[[Tensor], Tensor] | None = None
     updated = 0  # the index of the layer that keys were added to last

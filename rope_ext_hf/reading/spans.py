@@ -60,8 +60,10 @@ def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokeniz
     """Return the texts of documents with an empty line between them; token ids are decoded."""
     texts = []
     for document in documents:
-        has_text = document.ids is None or bool(document.text)
-        texts.append(document.text if has_text else str(tokenizer.decode(list(document.ids))))
+        if document.text or document.ids is None:
+            texts.append(document.text)
+        else:
+            texts.append(str(tokenizer.decode(list(document.ids))))
     return "\n\n".join(texts)
 
 
@@ -344,7 +346,7 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the model's weights; None if the model was not loaded from anywhere and none is needed."""
+    """Return the tokenizer beside the model's weights; None if the model has no folder and needs no tokenizer."""
     if model.name_or_path:
         return load_tokenizer(model.name_or_path)
     if needed:
