@@ -140,8 +140,8 @@ def _detect(
             half, interleaved = correlations.mean(0).tolist()
             layers.append(LayerScore(name, len(correlations), half, interleaved))
             scores.append(correlations[:, 0] - correlations[:, 1])
-    except CheckpointError as error:
-        return replace(report, reason=str(error))
+    except CheckpointError as unreadable:
+        return replace(report, reason=str(unreadable))
     score, error = mean_score(torch.cat(scores), inv_freq)
     report = replace(report, score=score, error=error, layers=tuple(layers), confidence=confidence(score, error))
     if abs(score) < _MIN_SIGMA * error or not error:

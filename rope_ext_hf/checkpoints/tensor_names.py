@@ -40,8 +40,8 @@ _OTHER_MODALITIES = re.compile(
 _FURTHER_LAYERS = re.compile(r"(^|\.)(mtp|nextn)")
 """Parts of a name by which a layer predicts further tokens (multi-token prediction)."""
 
-ParameterKind = Literal["rows", "unrotated", "packed", "unknown"]
-_PARAMETERS: tuple[tuple[ParameterKind, re.Pattern[str]], ...] = (
+_ParameterKind = Literal["rows", "unrotated", "packed", "unknown"]
+_PARAMETERS: tuple[tuple[_ParameterKind, re.Pattern[str]], ...] = (
     (
         "unrotated",
         re.compile(
@@ -133,7 +133,7 @@ class TensorName:
         return re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
 
 
-def parameter_kind(parameter: str) -> ParameterKind:
+def parameter_kind(parameter: str) -> _ParameterKind:
     """Return the kind of a parameter of a module whose rows rotate.
 
     Returns:

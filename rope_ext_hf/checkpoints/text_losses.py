@@ -44,8 +44,10 @@ def compare_losses(weights: RotatedWeights, text: str, tokenizer: PreTrainedToke
     if tokenizer is None:
         try:
             tokenizer = load_tokenizer(model.name_or_path)
-        except CheckpointError as error:
-            raise CorpusError(f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)") from error
+        except CheckpointError as missing:
+            raise CorpusError(
+                f"no tokenizer for the text beside {weights.path!r}; give one (tokenizer=...)"
+            ) from missing
     ids = tokenizer(text[:TEXT_CHARACTERS], add_special_tokens=False, return_tensors="pt").input_ids[0]
     length = min(SPAN_TOKENS, weights.rotary.trained_length)
     spans: Tensor = ids[: len(ids) // length * length].view(-1, length)[:SPANS]

@@ -104,7 +104,7 @@ def _layer_memory(kind: str, config: Any, attention: AttentionLayers) -> _LayerM
 def _state_numbers(config: Any) -> int:
     """Return how many numbers a recurrent state has; 0 if the config has none of the known keys."""
     for keys in _STATE_KEYS:
-        sizes = [getattr(config, key, None) for key in keys]
+        sizes: list[Any] = [getattr(config, key, None) for key in keys]
         if all(isinstance(size, int) for size in sizes):
             return int(math.prod(sizes))
     return 0

@@ -161,12 +161,16 @@ class _Name:
                 example = f"{option}={_EXAMPLES[option]}"
                 raise CorpusError(f"{text!r}: the option {option!r} takes one value, as in {example}")
             options[option] = unquote(value)
-        join = options.pop("join", None)
-        if join is None:
-            return cls(source, **options)
-        if not join.isdecimal():
+        join = options.get("join")
+        if join is not None and not join.isdecimal():
             raise CorpusError(f"{text!r}: join takes a whole number of characters, as in join={_EXAMPLES['join']}")
-        return cls(source, join=int(join), **options)
+        return cls(
+            source,
+            column=options.get("column"),
+            join=None if join is None else int(join),
+            config=options.get("config"),
+            split=options.get("split"),
+        )
 
 
 _EXAMPLES = {"column": "text", "join": "100000", "config": "en", "split": "test"}
