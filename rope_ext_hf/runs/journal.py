@@ -75,7 +75,7 @@ class RunContents:
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
-        """Return the contents that `items`, `cells` and `per_cell` describe; ValueError where one is missing or wrong."""
+        """Return the contents that `items`, `cells` and `per_cell` describe; ValueError where one of them is wrong."""
         for key in ("items", "cells", "per_cell"):
             if not isinstance(value := settings.get(key), list):
                 raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
@@ -99,7 +99,7 @@ def _cell(value: Any) -> Cell:
     raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
 
 
-# --- reading a folder that may come from somebody else ---------------------------------------------------------------------
+# --- reading a folder that may come from somebody else ----------------------------------------------------------------
 
 
 def plain_files(folder: Path, pattern: str) -> list[Path]:
@@ -121,16 +121,14 @@ def read_plain(path: Path, most: int | None = None) -> bytes:
     most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise FileError(f"{str(path)!r} has more than the {most:,} bytes that are read")
+            raise FileError(f"{str(path)!r} has more than {most:,} bytes, the most that is read")
         return file.read()
 
 
 def _open_plain(path: Path, flags: int) -> BinaryIO:
     """Open a regular file, without following a link or waiting for a FIFO."""
     if path.is_symlink():
-        raise FileError(
-            f"{str(path)!r} is a link; replace it by the file, because a run's folder holds plain files only"
-        )
+        raise FileError(f"{str(path)!r} is a link; a run's folder holds plain files, so replace it by the file")
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -284,9 +282,7 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
                 return chunk, head_bytes
     except (ValueError, RecursionError):
         pass
-    raise FileError(
-        f"{str(path)!r} does not hold two positive whole numbers; delete it, and the next run writes it anew"
-    )
+    raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it, and it is written anew")
 
 
 def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:

@@ -47,7 +47,7 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 def model_digest(model: nn.Module) -> str:
-    """Return the digest of a model, 64 hexadecimal digits; its weights may be on any devices, and patches do not count."""
+    """Return the digest of a model, 64 hexadecimal digits; weights may be on any devices, and patches do not count."""
     sha, tensor_digests = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
         values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
