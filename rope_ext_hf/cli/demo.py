@@ -18,9 +18,9 @@ from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.runs.comparison import Comparison
     from rope_ext_hf.runs.findings import Findings
     from rope_ext_hf.runs.measures import Measure
-    from rope_ext_hf.runs.report import Comparison
 
 _METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -48,7 +48,7 @@ def demo(
     from rope_ext_hf.files import json_text
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.runs.report import Comparison
+    from rope_ext_hf.runs.comparison import Comparison
 
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length

@@ -184,8 +184,9 @@ def report(
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
+    from rope_ext_hf.runs.comparison import compare_runs
     from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import compare_runs, write_files
+    from rope_ext_hf.runs.report import write_files
 
     if len(folders) == 1:
         if out is not None:

@@ -91,7 +91,7 @@ BAD_LINES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "a loss of words": (lambda line: line | {"value": ["x", 7, 7, 1]}, "expected a loss"),
     "a short value": (lambda line: line | {"value": [1.0]}, "expected a loss"),
     "a huge number": (lambda line: line | {"value": [10**400, 7, 7, 1]}, "too large"),
-    "another loss": (lambda line: line | {"value": [1.0, 7, 7, 1]}, "is not as it was written"),
+    "another loss": (lambda line: line | {"value": [1.0, 7, 7, 1]}, "was changed after it was written"),
     "a negative cost": (lambda line: line | {"cost": [-1, 0.5, 0]}, "expected a cost"),
     "nesting": (lambda _: "[" * 100_000, "recursion|nesting|depth"),
 }

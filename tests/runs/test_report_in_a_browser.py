@@ -25,8 +25,9 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.pictures.html_page import html_page
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
+from rope_ext_hf.runs.comparison import Comparison
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.report import Comparison, write_files
+from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.reading.scorer import Cost
+from rope_ext_hf.runs.comparison import Comparison
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.report import Comparison
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites.task_runs import TaskScore, TaskSetting
 from tests.runs.test_report_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, losses

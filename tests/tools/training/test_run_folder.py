@@ -100,7 +100,7 @@ def test_what_is_read_again_is_what_was_written(tmp_path: Path) -> None:
     write_whole(tmp_path / "a.json", {"loss": 1.5, "names": ("a", "b")})
     assert read_whole(tmp_path / "a.json") == {"loss": 1.5, "names": ["a", "b"]}
     (tmp_path / "a.json").write_text((tmp_path / "a.json").read_text().replace("1.5", "1.4"))
-    with pytest.raises(FileError, match="is damaged: it is not as it was written"):
+    with pytest.raises(FileError, match="is damaged"):
         read_whole(tmp_path / "a.json")
 
 

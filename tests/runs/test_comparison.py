@@ -22,9 +22,9 @@ from rope_ext_hf.methods.static import NTK, Linear, Yarn
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.comparison import Comparison
 from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import method_key, short_labels
-from rope_ext_hf.runs.report import Comparison
 from rope_ext_hf.runs.run import Run
 from tests.support.texts import ONE_MODULE, TWO_MODULES
 
