@@ -17,7 +17,7 @@ COMMANDS: dict[str, list[str]] = {
     "audit": [],
     "extend": ["--target-length", "1k", "--dry-run"],
 }
-NO_ENGINE = "no serving engine runs that"
+NO_ENGINE = "no serving engine does that"
 ANSWERS = {
     ("serve-config", "restored"): (2, NO_ENGINE),
     ("serve-config", "adapter"): (2, "merge it"),

@@ -9,7 +9,7 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.tools.advice import advise
-from rope_ext_hf.tools.advice.advice import Reported, reported
+from rope_ext_hf.tools.advice.reported import Reported, reported
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
 
