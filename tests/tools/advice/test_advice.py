@@ -225,7 +225,7 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
             said = f"helped at this length on the {' and the '.join(helped)}"
             said = said if helped else f"helped none of the small models that were measured ({len(on)})"
             assert each.why.startswith(said), each
-    assert "known when it is measured" in unwrapped(advice.full_text())
+    assert "Measure which candidate reads best on your model" in unwrapped(advice.full_text())
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
 
 
