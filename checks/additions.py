@@ -244,7 +244,7 @@ values = { "unpatched" = [1.0], "yarn" = [2.0] }
 
 
 def reported() -> None:
-    from rope_ext_hf.tools.advice.advice import reported as tables
+    from rope_ext_hf.tools.advice.reported import reported as tables
 
     assert tables()[-1].source == "Nobody et al."
     assert "Nobody et al." in page("choosing")

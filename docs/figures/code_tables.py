@@ -127,7 +127,7 @@ def choosing_purposes() -> str:
 @figure
 def reported_by_papers() -> str:
     """What papers report, a row for each method of each table."""
-    from rope_ext_hf.tools.advice.advice import reported
+    from rope_ext_hf.tools.advice.reported import reported
 
     rows = []
     for table in reported():

@@ -655,7 +655,7 @@ def test_an_unquoted_pattern_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as stopped:
         app(["ppl", "reference", "--lengths", "256", "--data", "books/1.txt", "books/2.txt"])
     assert stopped.value.code == 2
-    assert "quote it, --data 'texts/*.txt'" in capsys.readouterr().err
+    assert "quote a pattern, --data 'texts/*.txt'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_a_mistake_in_a_file_is_a_sentence_with_its_line(inputs: Path, line: str
         (
             "run: ppl\nmodel: a\ndata: {in_memory: documents}",
             (),
-            "line 3: data was in memory, called 'documents'; give",
+            "line 3: data was in memory, under the name 'documents'; give it again: --data",
         ),
         ("", (), "describes no run"),
         (BY_HAND, ("--lenghts", "8"), "no such option: --lenghts. Did you mean '--lengths'?"),

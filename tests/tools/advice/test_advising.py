@@ -220,7 +220,7 @@ def test_an_adapter_is_refused_in_one_sentence_by_all(tmp_path: Path) -> None:
         lambda path: serving.serving_config(path, "vllm"),
         audit,
     ):
-        with pytest.raises(CheckpointError, match="merge it") as error:
+        with pytest.raises(CheckpointError, match="merge the adapter") as error:
             asked(tmp_path / "adapter")
         said.add(str(error.value))
     assert len(said) == 1

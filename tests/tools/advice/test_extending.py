@@ -288,7 +288,8 @@ def test_a_published_recipe_decides_the_context_length(tmp_path: Path) -> None:
     )  # beyond what is published, too
     assert plan_extension(folder, Extending(target_length=131072, context_length=40960)).context_length == 40960
     assert (
-        "--device" in plan_extension(folder, Extending(target_length=131072), reading={"device": "cuda"}).steps["ppl"]
+        "--device"
+        in plan_extension(folder, Extending(target_length=131072), reading={"device": "cuda"}).commands["ppl"]
     )
 
 

@@ -136,7 +136,7 @@ def test_each_length_is_compared(engine: type[Engine], tmp_path: Path) -> None:
     ("arguments", "error"),
     [
         (("--method", "dynamic-yarn"), "dynamic-yarn follows the length of every input"),
-        (("--method", "rerope"), "changes the relative positions that queries see; no serving engine runs that"),
+        (("--method", "rerope"), "changes the relative positions that queries see, and no serving engine does that"),
         (
             ("--method", "yarn", "--factor", "1.5"),
             "vLLM would serve 384 tokens with yarn x1.5, and the longest length is 512",

@@ -79,7 +79,7 @@ def test_layers_without_rope_are_named() -> None:
 def test_audit_finds_a_factor_that_is_applied_twice() -> None:
     extended = rows(published_config("deepseek-coder"))  # for 16,384 tokens, by its model card
     assert extended["vllm"].differs == (
-        "it would serve 65,536 tokens, and the model is for 16,384: the factor is applied twice"
+        "it would serve 65,536 tokens, but the model is for 16,384: the factor is applied twice"
     )
     assert extended["mlx"].differs is None
     assert audit_config(published_config("vicuna-7b-16k")).agrees  # whose length times the factor is 16,384
@@ -95,7 +95,7 @@ def test_audit_of_a_table_in_the_weights_is_refused() -> None:
 @pytest.mark.parametrize("value", [" ", [1], 5])
 def test_audit_of_settings_that_are_no_object(value: Any) -> None:
     config = BASE | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": value}
-    assert any("rope_parameters must be an object, and is" in problem for problem in audit_config(config).problems)
+    assert any("rope_parameters must be an object, got" in problem for problem in audit_config(config).problems)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
