@@ -251,7 +251,7 @@ class _VLLMScorer:
         from vllm import LLM
 
         options = list(config.command)
-        # The one token that is generated after each prompt makes it longer than the model, but nothing is computed there.
+        # One token is generated after each prompt, beyond the model's length; nothing is computed at its position.
         os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         try:
             return LLM(
