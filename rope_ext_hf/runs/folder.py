@@ -1,4 +1,4 @@
-"""A run's folder: its settings and results read back, and JSON files that say whether they are as they were written."""
+"""A run's folder: its settings and results read back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
+from rope_ext_hf.files import parse_json_object
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
 from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
 from rope_ext_hf.runs.labels import method_key
@@ -89,19 +89,3 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """The names of the settings in which two runs differ, as JSON; sorted."""
     now = json.loads(json.dumps(now))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-
-
-def write_whole(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its checksum, whole or, after a kill at any moment, as it was before."""
-    with atomic_file(file) as part:
-        write_json(part, value | {"checksum": json_digest(value)[:16]})
-
-
-def read_whole(file: Path) -> dict[str, Any]:
-    """Read what `write_whole` wrote; FileError where it cannot be read, or changed since it was written."""
-    value = read_json(file)
-    if value.pop("checksum", None) != json_digest(value)[:16]:
-        raise FileError(
-            f"{str(file)!r} is damaged: it is not as it was written; give another folder, or remove this one"
-        )
-    return value
