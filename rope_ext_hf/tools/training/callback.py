@@ -120,7 +120,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
                 self._check(saved, f"the folder {str(folder)!r}")
 
     def _check_checkpoint(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
-        """Raise FingerprintError where the checkpoint that a training continues from was trained with other rotations."""
+        """Raise FingerprintError where the checkpoint that is continued from was trained with other rotations."""
         if not state.global_step:
             return
         resumed = args.resume_from_checkpoint

@@ -53,8 +53,11 @@ from rope_ext_hf.tools.training.texts import split_texts
 _LOGGED_EVERY, _LOGGED_SPANS = 20, 8  # steps between measurements for a logger, and spans of text in each
 RETRIEVAL_TRIALS = 12  # prompts per depth, at five depths
 _MODELS = ("unpatched", "patched", "trained", "control", "control, patched")
-"""The names of models in results, in their order: as loaded; patched; patched and trained; trained without the patch; and
-that one patched afterwards."""
+"""The names of models in results, in order.
+
+They are the model as loaded, patched, patched and then trained, trained without the patch, and the last one patched
+after its training.
+"""
 
 
 @dataclass(frozen=True)

@@ -87,9 +87,9 @@ def read_checked(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Turn every error that torch or transformers raise while they write a model into a FileError that names the folder.
+    """Raise a FileError that names the folder for any error of torch or transformers in the block.
 
-    On a full disk, torch's own error names a position in the file, but no disk.
+    On a full disk, torch's own error names a position in the file, but not the disk.
     """
     try:
         yield

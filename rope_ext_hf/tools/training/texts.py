@@ -47,7 +47,7 @@ def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[
 
 
 def cut(document: Tokens, start: int, stop: int) -> Tokens:
-    """Return the tokens `start` to `stop` - 1 of a document, under its name; the ends of tokens count from its start."""
+    """Return the tokens `start` to `stop` - 1 of a document; their ends count from the beginning of the first one."""
     before = document.ends[start - 1] if start else 0
     ends = tuple(end - before for end in document.ends[start:stop])
     return Tokens(document.name, document.ids[start:stop], ends)
