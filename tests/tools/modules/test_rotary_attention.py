@@ -284,7 +284,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         attention(x, padding_mask=ones(2, 4, dtype=torch.bool))
     cache = KeyValueCache()
     attention(x, cache=cache)
-    with pytest.raises(ValueError, match="the cache holds 2 rows, and hidden_states 1"):
+    with pytest.raises(ValueError, match="the cache holds 2 rows, but hidden_states has 1"):
         attention(x[:1], cache=cache)
-    with pytest.raises(ValueError, match="a cache holds the tokens before these"):
+    with pytest.raises(ValueError, match="a cache holds only earlier tokens"):
         ours(causal=False)(x, cache=cache)
