@@ -4,8 +4,8 @@
     class Passkey(Question):
         trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
-The fields of a question are the arguments of its function in Python, the options of its command
-(`rope_ext_hf.cli.expansion` makes them) and a part of the settings of a run. Each is written once, with its help and its
+The fields of a question are the arguments of its function in Python, the options of its command (which
+`rope_ext_hf.cli.expansion` makes) and a part of the settings of a run. Each is written once, with its help and its
 limits.
 """
 

@@ -299,7 +299,7 @@ def server_baselines() -> str:
 
 def _report(expected: str) -> str:
     """What check-server says of one of the servers of llama.cpp in Q8_0."""
-    from rope_ext_hf.tools.servers.checking import ServerReport
+    from rope_ext_hf.tools.servers.server_report import ServerReport
 
     row = next(
         row

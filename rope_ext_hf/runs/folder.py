@@ -1,7 +1,4 @@
-"""The folder of a run: reading its settings and results back, and checking that they can be used.
-
-`write_whole` and `read_whole` keep a JSON object in a file with its checksum.
-"""
+"""The folder of a run: reading its settings and results back, and checking that they can be used."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
+from rope_ext_hf.files import parse_json_object
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
 from rope_ext_hf.runs.kinds import RunKind, run_kind
 from rope_ext_hf.runs.labels import Method, method_key
@@ -122,20 +119,3 @@ def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     """
     now = json.loads(json.dumps(now))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-
-
-def write_whole(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its checksum; after a kill at any moment, the file is the old one or the new one."""
-    with atomic_file(file) as part:
-        write_json(part, value | {"checksum": json_digest(value)[:16]})
-
-
-def read_whole(file: Path) -> dict[str, Any]:
-    """Return what `write_whole` wrote; FileError where it cannot be read, or was changed since."""
-    value = read_json(file)
-    if value.pop("checksum", None) != json_digest(value)[:16]:
-        raise FileError(
-            f"{str(file)!r} is damaged: its content is not what was written there; give another folder, or remove this "
-            "file"
-        )
-    return value
