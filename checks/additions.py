@@ -3,7 +3,7 @@
     python -m checks.additions
 
 tests/test_adding_in_a_copy.py makes all of them in one copy of the tree and runs this module there, which prints as
-JSON what the checks say: nothing, or an error, by title. CONTRIBUTING.md lists the titles and files.
+JSON what the checks say: nothing, or an error, by title. docs/internals.md lists the titles and files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Change:
     """One change.
 
     Attributes:
-        title: what it is, as in the table of CONTRIBUTING.md.
+        title: what it is, as in the table of docs/internals.md.
         file: the one that is changed, or made.
         check: raises AssertionError where the change has no effect.
         edits: what stands there once, and what is written in its place; "": at the end of the file.

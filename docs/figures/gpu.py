@@ -110,7 +110,7 @@ def record_text(record: Row) -> str:
         "Decoding": decoding_text(record),
         "Kernels": kernels_text(record),
         "A smaller shape, whole and in chunks, padded and not": shapes_text(record),
-        "Said at the end of the run": said_text(record),
+        "What the run reported at its end": said_text(record),
     }
     notes = "".join(f"\n{note}\n" for note in record.get("notes", ()))
     return machine_text(record) + notes + "".join(f"\n### {title}\n{text}" for title, text in parts.items() if text)
