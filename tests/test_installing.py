@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An installed copy, not in a checkout, with what its installer noted of where it came from."""
+    """Make the package an installed copy, outside a checkout, with an installer's record of its origin."""
 
     def install(noted: dict[str, Any] | str | None) -> None:
         folder = tmp_path / "rope_ext_hf-9.dist-info"

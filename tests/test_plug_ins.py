@@ -1,4 +1,4 @@
-"""What another package adds by entry points, as docs/own-method.md shows it."""
+"""Methods and commands that another package adds by entry points, as docs/own-method.md shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TITLES = {"my_methods": "class HalfLinear", "my_commands": "def longest_waveleng
 
 
 def install(folder: Path, pyproject: str, **modules: str) -> Path:
-    """Write what an installation leaves of a package: its modules, and its entry points beside its name."""
+    """Write the files of an installed package: its modules, its name and its entry points."""
     project = tomllib.loads(pyproject)["project"]
     for name, code in modules.items():
         (folder / f"{name}.py").write_text(code, encoding="utf-8")
@@ -45,7 +45,7 @@ def install(folder: Path, pyproject: str, **modules: str) -> Path:
 
 @pytest.fixture
 def page_package(tmp_path: Path) -> Path:
-    """The package of the page, installed in a folder of its own."""
+    """Return a folder in which the package of the page is installed."""
     (pyproject,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     code = {name: next(block for block in blocks if title in block) for name, title in TITLES.items()}
@@ -56,7 +56,7 @@ def page_package(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def on_path(page_package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The package of the page, on the path of this process, and out of every registry after the test."""
+    """Put the package of the page on the path of this process, and take it out of every registry after the test."""
     registry.list_methods()  # so that those of this package stay when the registries of the test go
     for name in plug_ins.plug_in_names("run_kinds"):
         kinds.run_kind(name)

@@ -1,4 +1,4 @@
-"""The bundled model: real weights on real text, so that what the methods are for can be seen to happen."""
+"""The bundled model, real weights on real text, on which the methods do what they are for."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_training_is_seeded_and_continues_after_an_interruption(
 
 @cache
 def prompts_of_training() -> tuple[list[bytes], list[list[int]]]:
-    """Four hundred, and what each byte of theirs belongs to."""
+    """Return four hundred training prompts, and the part of the prompt that each byte belongs to."""
     text = stdlib_held_out()[0].text.encode("utf-8")
     rows, parts = train_reference.training_prompts(text, random.Random(0), 400, BUNDLED)
     assert rows.shape == parts.shape == (400, train_reference.TRAINED_LENGTH + 1)
@@ -197,7 +197,7 @@ def test_filler_of_training_prompts_is_text_as_it_stands() -> None:
 
 
 def test_nothing_of_the_measurements_is_in_training_prompts() -> None:
-    """Independent of how prompts are drawn: their bytes are searched for what measurements use."""
+    """The bytes of prompts are searched for names and values of the measurements, however the prompts were drawn."""
     lines = [line for text in prompts_of_training()[0] for line in text.decode("latin-1").lower().split("\n")]
     stated = [line for line in lines if re.search(r"\d{3,}", line)]
     names = {name for line in stated for name in re.findall(r"[a-z]+", line)}

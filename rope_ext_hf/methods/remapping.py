@@ -366,7 +366,7 @@ class WindowedRemapping(RemappingMethod):
 @register_method("rerope")
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(WindowedRemapping):
-    """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window every key is seen at distance w.
+    """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window w every key is seen at distance w.
 
     A query at m sees a key at n at min(m - n, w). `window`: w, default half of `max_distance`.
     """

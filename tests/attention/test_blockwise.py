@@ -81,7 +81,7 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
 
 
 def masked_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, in the dtypes of a fused kernel; windows end at the last query and key."""
+    """Return output and log-sum-exp in the dtypes of a fused kernel; windows end at the last query and key."""
     groups, (queries, keys) = query.shape[1] // key.shape[1], (query.shape[-2], key.shape[-2])
     key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query.double() @ key.transpose(-1, -2) * scale
@@ -141,7 +141,7 @@ def test_a_sliding_window_where_every_score_is_computed(more: dict[str, Any]) ->
 def gradients_of_softmax(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values, where these keys are a part of those that `out` and `lse` are of."""
+    """Return the gradients of queries, keys and values; `out` and `lse` are those of a softmax over more keys."""
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
     weights = (query.double() @ wide_key.transpose(-1, -2) * scale - lse[..., None]).exp()
@@ -155,7 +155,7 @@ def gradients_of_softmax(
 
 @pytest.fixture(params=["flash attention", "memory-efficient attention"])
 def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The code for CUDA runs here: its operators under torch's own names, with torch's demands, in plain arithmetic.
+    """Run the code for CUDA on the CPU: its operators, in plain arithmetic, have torch's names and make torch's demands.
 
     Both demand heads of a multiple of 8 dims, each dim next to the last in memory (pytorch, aten/native/transformers).
     """
@@ -252,7 +252,7 @@ def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> N
 def test_gradients_by_the_code_for_cuda(
     method: RemappingMethod, widths: tuple[int, int], cuda_kernels: set[str]
 ) -> None:
-    """Against the backward of the kernel of CPUs, which test_blockwise_gradients.py compares with definitions."""
+    """Compare with the backward of the kernel for CPUs, which test_blockwise_gradients.py compares with definitions."""
     width, value_width = widths
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 4, 120, width), (1, 2, 120, width), (1, 2, 120, value_width)
@@ -302,7 +302,7 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [1, 30, 300, 5000])
 def test_windows_on_a_gpu(window: int) -> None:
-    """The definition is what the simulated device and the tests above take for flash attention's window."""
+    """Flash attention's window is defined as the simulated device and the tests above take it."""
     generator = torch.Generator().manual_seed(window)
     query = torch.randn(2, 8, 500, 64, generator=generator).half()
     key, value = (torch.randn(2, 2, 700, 64, generator=generator).half() for _ in range(2))
@@ -318,7 +318,7 @@ def test_windows_on_a_gpu(window: int) -> None:
 def as_if_cuda(
     monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9, windows: bool = True
 ) -> None:
-    """Tensors of another device take the way of CUDA's."""
+    """Make tensors of another device take the same path as those of CUDA."""
 
     def choice(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> int:
         half = query.dtype in (torch.float16, torch.bfloat16)
@@ -362,7 +362,7 @@ def test_what_the_kernels_of_cuda_take(
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
     name: str, heads: int, kv_heads: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against one call of flash attention: 1.5 times the memory, the same products, few launches."""
+    """A prefill takes at most 1.5 times the memory of flash attention, the same products, and few launches."""
     as_if_cuda(monkeypatch, windows=windows)
     tokens, dim = 2**14, 128
     rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
@@ -491,7 +491,7 @@ def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
 
 
 def farthest(method: RemappingMethod, length: int) -> float:
-    """The largest distance at which the last of `length` queries sees a key, by trying all."""
+    """Return the largest distance at which the last of `length` queries sees a key, from all pairs."""
     return max(distances(method)(length - 1, n) for n in range(length))
 
 
@@ -515,7 +515,7 @@ def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: i
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
-    """Added to the scores, or False where nothing is seen; such a mask holds what is causal, too."""
+    """The mask is added to the scores, or is False for hidden keys; later keys are hidden by it, too."""
     generator = torch.Generator().manual_seed(0)
     seen = (torch.rand(90, 150, generator=generator) < 0.7).tril(60) | torch.eye(90, 150, dtype=torch.bool)
     added = torch.randn(90, 150, generator=generator).masked_fill(~seen, -1e30)
@@ -527,7 +527,7 @@ def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
 def test_scores_in_blocks_are_made_again_for_the_backward(
     tokens: int, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are several blocks, and a backward: else they are kept, or made twice for nothing."""
+    """Scores are computed again if there are several blocks and a backward; otherwise that would be of no use."""
     made = []
 
     def checkpoint(function: Callable[..., Tensor], *args: Any, **_: Any) -> Tensor:

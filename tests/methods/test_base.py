@@ -108,7 +108,7 @@ def test_parameters_are_given_by_name_and_stay(cls: type[RopeMethod]) -> None:
 
 @over_methods
 def test_up_to_constant_until_the_frequencies_are_the_same(method: RopeMethod) -> None:
-    """By trying: lengths around every multiple of the trained length, and up to eight times it."""
+    """Compare the frequencies at many lengths of up to eight times the trained length."""
     trained = GEOMETRY.trained_length
     tables = {n: method.frequencies(GEOMETRY, n) for n in range(1, 8 * trained, 61)}
     for length, table in tables.items():

@@ -45,7 +45,7 @@ def cycles_ramp(w: list[float], c: int, slow: float, fast: float) -> list[float]
 
 
 def index_of(w: list[float], c: int, n: float, d: int, b: float) -> float:
-    """Where ln(c w_i / 2 pi n), piecewise linear in i, first is 0; outside with the slope of a plain model."""
+    """Return the i where ln(c w_i / 2 pi n), piecewise linear in i, is 0; outside, by a plain model's slope."""
     y = [math.log(c * each / (2 * math.pi * n)) for each in w]
     slope = 2 * math.log(b) / d
     if y[0] <= 0:
@@ -67,7 +67,7 @@ def dimension_ramp(w: list[float], c: int, slow: float, fast: float, d: int, b: 
 
 
 def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, length: int) -> tuple[list[float], float]:
-    """One method over a table, for an input of `length` tokens."""
+    """Return frequencies and attention factor of a method over a table, for an input of `length` tokens."""
     w, a, c = table
     s = params.get("factor", 1.0)
     if name == "default":
@@ -110,12 +110,12 @@ Parameters = st.SearchStrategy[dict[str, Any]]
 
 
 def given_(needed: dict[str, Any] | None = None, /, **optional: Any) -> Parameters:
-    """Parameters of a method: those that it needs, and any of the others."""
+    """Draw parameters of a method: those that it needs, and any of the others."""
     return st.fixed_dictionaries(needed or {}, optional=optional)
 
 
 def ramped(parameters: Parameters) -> Parameters:
-    """With the parameters that say which pairs are interpolated."""
+    """Add the parameters that say which pairs are interpolated."""
     ramp = given_(ramp=st.sampled_from(["dimension", "cycles"]), truncate=st.booleans())
     betas = st.one_of(given_(), some_betas())
     return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, parameters, ramp, betas)
@@ -219,7 +219,7 @@ def test_a_ramp_beyond_the_last_and_the_first_pair(beta_fast: float, beta_slow: 
 
 
 def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
-    """FORMULAS: 1.3466 (0.1 ln 2 + 1) = 1.4399, where YaRN x64 from the original length would have 1.4159."""
+    """1.3466 (0.1 ln 2 + 1) = 1.4399; YaRN x64 from the trained length would have 1.4159."""
     rotary = Rotary(64, 150000.0, 4096).scaled(
         resolve_method("yarn", None, factor=32.0, truncate=False), context_length=131072
     )
@@ -232,7 +232,7 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
 @law
 @given(plain=some_rotaries.filter(lambda rotary: rotary.dim > 2), data=st.data())
 def test_over_nothing_it_is_the_plain_method(name: str, plain: Rotary, data: st.DataObject) -> None:
-    """A scaling that changes nothing, underneath, leaves the closed forms' numbers but for rounding."""
+    """Over a scaling that changes nothing, a method gives the numbers of its closed form, but for rounding."""
     same = plain.scaled(resolve_method("default", None), context_length=plain.trained_length)
     top = data.draw(ON_TOP[name])
     for length in data.draw(lengths_around(plain.trained_length)):
@@ -293,7 +293,7 @@ def test_the_module_applies_the_composition() -> None:
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_over_two_lists_short_inputs_run_as_loaded(length: int) -> None:
-    """Over a longrope whose lists change at 64 tokens: linear divides what the long list gives, and nothing else."""
+    """Over a longrope whose lists change at 64 tokens, linear divides the frequencies of the long list only."""
     short, long = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 8.0, 16.0]
     own = resolve_method("longrope", None, short_factor=short, long_factor=long, attention_factor=1.25)
     rotary = Rotary(8, 1e4, 64).scaled(own, context_length=256)

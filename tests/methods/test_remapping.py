@@ -19,7 +19,7 @@ REMAPPING = [name for name, cls in rope.list_methods().items() if issubclass(cls
 @pytest.mark.parametrize("name", REMAPPING)
 @pytest.mark.parametrize(("first", "last"), [(0, 150), (0, 1), (149, 150), (37, 113), (128, 131)])
 def test_tiles_hold_every_pair_once_and_in_its_zone(name: str, first: int, last: int) -> None:
-    """Attention reads keys by `tiles`; which zone a pair is in, and so its distance, `zone` decides."""
+    """Attention reads keys by `tiles`, and `zone` decides the zone of a pair and so its distance: both must agree."""
     rotary = rope.Rotary(dim=16, theta=10_000.0, trained_length=TRAINED)
     method: Any = example_method(rope.list_methods()[name], rotary)
     method = method.bind(rotary, None)

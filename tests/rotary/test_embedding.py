@@ -1,4 +1,4 @@
-"""RotaryEmbedding: accuracy at any position and in any dtype, survival of what is done to models."""
+"""RotaryEmbedding: its accuracy at any position and in any dtype, and after models are cast, moved or compiled."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class TestAccuracy:
             assert torch.equal(left, right)
 
     def test_a_frequency_of_half_a_turn(self) -> None:
-        """The one fraction of a turn that signed fixed point cannot hold exactly; and whole turns, which vanish."""
+        """Half a turn is the one fraction that signed fixed point cannot hold exactly; whole turns vanish."""
         rotary = Rotary(dim=4, theta=1e4, trained_length=256)
         for turns in (0.5, 1.5, 1.0, 2.0):
             factors = [1 / (2 * math.pi * turns), 1.0]
@@ -142,7 +142,7 @@ class TestAccuracy:
         assert worst((cos[..., :3], sin[..., :3]), cos_sin(positions, ntk(rotary, 4)[:3])) <= BOUND
 
     def test_the_stock_module_fails_this_bound(self) -> None:
-        """So the tests above can fail: float32 angles at 131k, and frequencies rounded by `.to(bfloat16)`."""
+        """The tests above can fail: float32 angles at 131k and frequencies after `.to(bfloat16)` miss the bound."""
         rotary = Rotary(128, 1e4, 4096)
         positions = torch.tensor([list(range(131_072 - 64, 131_072))])
         cos, sin = cos_sin(positions, plain(rotary))
@@ -234,7 +234,7 @@ class TestOutput:
 
     @pytest.mark.parametrize("name", REMAPPING)
     def test_a_method_that_cos_and_sin_cannot_carry_out_is_refused(self, name: str) -> None:
-        """Its cos and sin are those of the model without it, and attention would be, too."""
+        """A module with the unpatched model's cos and sin would leave attention as it is, without an error."""
         method: Any = example_method(list_methods()[name], SMALL)
         parameters = {key: value for key, value in method.to_dict().items() if key != "method"}
         said = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
@@ -427,7 +427,7 @@ class TestCompiled:
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     @pytest.mark.thorough
     def test_inductor_keeps_the_bound(self) -> None:
-        """Its integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""
+        """Inductor's integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""
         torch._dynamo.reset()
         positions = positions_to_check()
         assert positions.shape[1] % 8

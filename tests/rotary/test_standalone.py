@@ -39,7 +39,7 @@ from tests.support.rotary_examples import (
 
 
 def naive(x: Tensor, positions: Sequence[int], inv_freq: Sequence[float]) -> Tensor:
-    """x (batch, length, heads, head_dim) turned pair by pair as complex numbers; float64."""
+    """Rotate x (batch, length, heads, head_dim) pair by pair as complex numbers, in float64."""
     pairs = len(inv_freq)
     turned = x.double().clone()
     for index, position in enumerate(positions):
@@ -286,7 +286,7 @@ some_methods = st.sampled_from([(name, params) for name, params, _, warmth in ST
 
 
 def turn(x: Tensor, position: int, which: tuple[str, dict[str, Any]]) -> Tensor:
-    """x (64,) at a position; float64, of angles good to the bound."""
+    """Rotate x (64,) to a position, in float64, by angles that are exact to the bound."""
     name, params = which
     x = x.double().view(1, 1, 1, -1)
     cos, sin = RotaryEmbedding(name, SMALL, **params)(x, torch.tensor([[position]]))
