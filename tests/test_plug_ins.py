@@ -30,16 +30,16 @@ def install(folder: Path, pyproject: str, **modules: str) -> Path:
     project = tomllib.loads(pyproject)["project"]
     for name, code in modules.items():
         (folder / f"{name}.py").write_text(code, encoding="utf-8")
-    made = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    made.mkdir(parents=True)
-    (made / "METADATA").write_text(
+    module = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    module.mkdir(parents=True)
+    (module / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
     )
     groups = (
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
         for group, entries in project["entry-points"].items()
     )
-    (made / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+    (module / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
     return folder
 
 
@@ -98,9 +98,9 @@ def test_commands_of_another_package_are_commands(page_package: Path) -> None:
         command = [sys.executable, "-m", "rope_ext_hf", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    shown = rope_ext("longest-wavelength", "reference")
+    output = rope_ext("longest-wavelength", "reference")
     described = json.loads(rope_ext("describe", "reference", "--json").stdout)
-    assert shown.stdout == f"{max(described['wavelengths']):,.0f} tokens\n"
+    assert output.stdout == f"{max(described['wavelengths']):,.0f} tokens\n"
     assert "My methods" in rope_ext("--help").stdout
     with_method = rope_ext("describe", "reference", "--method", "half-linear", "--factor", "4", "--json")
     assert json.loads(with_method.stdout)["method"] == "half-linear"

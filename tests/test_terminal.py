@@ -83,9 +83,9 @@ class Cells(HTMLParser):
 
 def check_notebook(kind: str, answer: Any) -> None:
     """Check that a notebook shows an answer with HOSTILE in a field as text, in a table."""
-    shown = Cells(answer._repr_html_())
-    assert shown.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
-    assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in shown.rows for cell in row), kind
+    text = Cells(answer._repr_html_())
+    assert text.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
+    assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in text.rows for cell in row), kind
     assert repr(answer).startswith(f"<{kind}: ")
     assert repr(answer).isprintable()
 

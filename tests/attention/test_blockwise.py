@@ -155,7 +155,7 @@ def gradients_of_softmax(
 
 @pytest.fixture(params=["flash attention", "memory-efficient attention"])
 def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """Run the code for CUDA on the CPU: its operators, in plain arithmetic, have torch's names and make torch's demands.
+    """Run the code for CUDA on the CPU, with plain arithmetic under the names of its operators, and their demands.
 
     Both demand heads of a multiple of 8 dims, each dim next to the last in memory (pytorch, aten/native/transformers).
     """
@@ -209,7 +209,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     def efficient_backward(
         grad: Any, query: Any, key: Any, value: Any, bias: None, out: Any, lse: Any, _: Any, __: Any, dropout: float,
-        wanted: list[bool], causal: bool = False, *, scale: float,
+        output_mask: list[bool], causal: bool = False, *, scale: float,
     ) -> Any:  # fmt: skip
         demand(grad, query, key, value, out)
         assert grad.shape[1] == query.shape[1] == key.shape[1]
@@ -256,24 +256,24 @@ def test_gradients_by_the_code_for_cuda(
     width, value_width = widths
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 4, 120, width), (1, 2, 120, width), (1, 2, 120, value_width)
-    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    created = [torch.randn(shape, generator=generator) for shape in shapes]
     method = dataclasses.replace(method, max_distance=64, temperature="llama4")
     at = torch.arange(120)[None]
     rotation = Rotation(RotationTable(THETA ** (-torch.arange(0, 8, 2).double() / 8)), KeyLayout("half", 0, 8))
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
-        query, key, value = (x.to(dtype).requires_grad_() for x in made)
+        query, key, value = (x.to(dtype).requires_grad_() for x in created)
         out = attend(method, rotation, TokenPositions(at, at, (0,), None), query, key, value, width**-0.5)
         return list(torch.autograd.grad(out.float().square().sum(), (query, key, value)))
 
-    found = gradients(torch.float16)
+    actual = gradients(torch.float16)
     assert any(name.endswith("backward") for name in cuda_kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cpu"]._replace(
             run=kernels._on_cpu, backward=kernels._cpu_backward, head_dim_multiple=1
         ))  # fmt: skip
         expected = gradients(torch.float32)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
 
 
@@ -528,16 +528,16 @@ def test_scores_in_blocks_are_made_again_for_the_backward(
     tokens: int, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scores are computed again if there are several blocks and a backward; otherwise that would be of no use."""
-    made = []
+    created = []
 
     def checkpoint(function: Callable[..., Tensor], *args: Any, **_: Any) -> Tensor:
-        made.append(args)
+        created.append(args)
         return function(*args)
 
     monkeypatch.setitem(attending.SCORE_BYTES, "cpu", 50 * 200 * 4 * 4)
     monkeypatch.setattr(attending, "checkpoint", checkpoint)
     attend_and_definition(ReRoPE(window=40), tokens, 200, ordered=False, needs_grad=needs_grad)
-    assert bool(made) is (needs_grad and tokens > 50)
+    assert bool(created) is (needs_grad and tokens > 50)
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"dim": 63}, "63"),
         ({"dim": 0}, "0"),
@@ -156,9 +156,9 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
         ({"rotated_pairs": -1}, "-1"),
     ],
 )
-def test_impossible_geometry_is_refused(values: dict[str, Any], said: str) -> None:
+def test_impossible_geometry_is_refused(values: dict[str, Any], message: str) -> None:
     geometry: dict[str, Any] = {"dim": 64, "theta": 1e4, "trained_length": 512}
-    with pytest.raises(MethodError, match=said):
+    with pytest.raises(MethodError, match=message):
         Rotary(**geometry | values)
 
 
@@ -198,8 +198,8 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     llama: Any, name: str, temperature: str | None
 ) -> None:
     rotary = patch_geometry(llama)
-    given = {} if temperature is None else {"temperature": temperature}
-    example = example_method(list_methods()[name], rotary, **given)
+    parameters = {} if temperature is None else {"temperature": temperature}
+    example = example_method(list_methods()[name], rotary, **parameters)
     try:
         method = base_rope_of_model(llama).bind(example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far

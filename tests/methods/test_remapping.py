@@ -32,8 +32,8 @@ def test_tiles_hold_every_pair_once_and_in_its_zone(name: str, first: int, last:
             held[q0 - first : q1 - first, k0:k1] += part
             zones[q0 - first : q1 - first, k0:k1] += part * tile.zone
 
-    def pairs(where: torch.Tensor) -> list[tuple[int, int]]:
-        return [(first + int(query), int(key)) for query, key in where.nonzero()[:5]]
+    def pairs(mask: torch.Tensor) -> list[tuple[int, int]]:
+        return [(first + int(query), int(key)) for query, key in mask.nonzero()[:5]]
 
     wrong = pairs(held != (n <= m).long())
     assert not wrong, f"{name}: tiles({first}, {last}) must hold each pair (m, n <= m) once, and no other; see {wrong}"
@@ -61,7 +61,7 @@ def test_defaults_for_a_trained_length_of_64(name: str, expected: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("parameters", "expected"),
     [
         ({"chunk": 40}, {"chunk": 40, "window": 24}),
         ({"chunk": 63}, {"chunk": 63, "window": 1}),
@@ -69,8 +69,10 @@ def test_defaults_for_a_trained_length_of_64(name: str, expected: dict[str, Any]
     ],
     ids=str,
 )
-def test_the_window_of_dca_is_the_rest_of_the_longest_distance(given: dict[str, Any], expected: dict[str, int]) -> None:
-    params = rope.describe(rope.patch(build("llama"), "dca", **given)).params
+def test_the_window_of_dca_is_the_rest_of_the_longest_distance(
+    parameters: dict[str, Any], expected: dict[str, int]
+) -> None:
+    params = rope.describe(rope.patch(build("llama"), "dca", **parameters)).params
     assert {key: params[key] for key in expected} == expected
 
 

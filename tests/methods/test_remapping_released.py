@@ -113,8 +113,8 @@ def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None
     by_position = (lambda m: ((m + 1).double().log() / math.log(TRAINED)).clamp(min=1)) if scaled else alike
     with reading(model, longlm(30, 7), by_position):
         released = logits(model, ids)
-    given = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
-    with rope.patched(model, "self-extend", **given, floor_window=False):
+    parameters = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
+    with rope.patched(model, "self-extend", **parameters, floor_window=False):
         torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
-    with rope.patched(model, "self-extend", **given):
+    with rope.patched(model, "self-extend", **parameters):
         assert (logits(model, ids) - released).abs().max() > 1e-4

@@ -164,9 +164,9 @@ def test_the_band_of_mrrope_lies_among_the_pairs_that_rotate() -> None:
     part = Rotary(dim=64, theta=1e4, trained_length=4096, rotated_pairs=12)
     cycles = [4096 * value / 6.283185307179586 for value in plain(part)]
     betas: dict[str, Any] = {"beta_fast": (cycles[3] + cycles[4]) / 2, "beta_slow": (cycles[9] + cycles[10]) / 2}
-    got = frequencies("mrrope", part, factor=4, **betas).inv_freq
-    assert_same(got[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
-    assert not got[12:].any()
+    actual = frequencies("mrrope", part, factor=4, **betas).inv_freq
+    assert_same(actual[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
+    assert not actual[12:].any()
     with pytest.raises(MethodError, match=r"The 12 pairs of this model complete 651\.9 to 27\.\d+"):
         frequencies("mrrope", part, factor=4)  # none of fewer than one cycle: those that do not rotate do not count
 

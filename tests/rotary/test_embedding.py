@@ -106,12 +106,12 @@ class TestAccuracy:
         positions = positions_to_check()
         module = RotaryEmbedding("yarn", SMALL, factor=8, ramp="cycles").to(dtype)
         warmth = 0.1 * math.log(8) + 1
-        for got, exact in zip(
+        for actual, exact in zip(
             module(torch.zeros(1, dtype=dtype), positions), cos_sin(positions, by_cycles(SMALL, 8, 1, 32)), strict=True
         ):
-            assert got.dtype == dtype
+            assert actual.dtype == dtype
             # half a unit in the last place of a number below 2, plus what float32 may be off by
-            assert float((got.double() - half(exact) * warmth).abs().max()) <= torch.finfo(dtype).eps / 2 + 2 * BOUND
+            assert float((actual.double() - half(exact) * warmth).abs().max()) <= torch.finfo(dtype).eps / 2 + 2 * BOUND
 
     def test_int32_positions_do_as_well(self) -> None:
         positions = positions_to_check()
@@ -237,9 +237,9 @@ class TestOutput:
         """A module with the unpatched model's cos and sin would leave attention as it is, without an error."""
         method: Any = example_method(list_methods()[name], SMALL)
         parameters = {key: value for key, value in method.to_dict().items() if key != "method"}
-        said = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
+        message = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
         for given, more in ((name, parameters), (method, {}), (method.bind(SMALL, None), {})):
-            with pytest.raises(MethodError, match=said):
+            with pytest.raises(MethodError, match=message):
                 RotaryEmbedding(given, SMALL, **more)
 
     def test_an_unknown_layout_is_refused(self) -> None:
@@ -325,8 +325,8 @@ class TestLife:
     def test_functional_call(self, method: str, params: dict[str, Any]) -> None:
         module = RotaryEmbedding(method, SMALL, **params)
         state = dict(module.named_buffers()) | dict(module.named_parameters())
-        got = torch.func.functional_call(module, state, (torch.zeros(1), AT * 1000))
-        for left, right in zip(got, module(torch.zeros(1), AT * 1000), strict=True):
+        actual = torch.func.functional_call(module, state, (torch.zeros(1), AT * 1000))
+        for left, right in zip(actual, module(torch.zeros(1), AT * 1000), strict=True):
             assert torch.equal(left, right)
 
     @pytest.mark.slow
@@ -404,9 +404,9 @@ class TestCompiled:
         module = RotaryEmbedding(method, SMALL, layout=layout, **params)
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         for x in (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)):
-            got, expected = compiled(x, positions_to_check()), module(x, positions_to_check())
+            actual, expected = compiled(x, positions_to_check()), module(x, positions_to_check())
             for left, right in zip(
-                got if isinstance(got, tuple) else (torch.view_as_real(got),),
+                actual if isinstance(actual, tuple) else (torch.view_as_real(actual),),
                 expected if isinstance(expected, tuple) else (torch.view_as_real(expected),),
                 strict=True,
             ):
@@ -494,8 +494,8 @@ class TestPurity:
         def at(length: int) -> Tensor:
             other = RotaryEmbedding(method, SMALL, **params)
             with other.at_length(length):
-                got: Tensor = other(x, AT)[0]
-            return got
+                actual: Tensor = other(x, AT)[0]
+            return actual
 
         assert not torch.equal(at(1024), free)
         with module.at_length(1024):
@@ -530,8 +530,8 @@ class TestPurity:
 
         def k_used(length: int) -> int:
             positions = torch.arange(length)[None]
-            got = module(x, positions)
-            fits = [k for k in (1, 2, 4, 6, 8, 20) if worst(got, cos_sin(positions, ntk(SMALL, k))) <= BOUND]
+            actual = module(x, positions)
+            fits = [k for k in (1, 2, 4, 6, 8, 20) if worst(actual, cos_sin(positions, ntk(SMALL, k))) <= BOUND]
             assert len(fits) == 1
             return fits[0]
 
