@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -104,6 +104,42 @@ def test_parameters_are_given_by_name_and_stay(cls: type[RopeMethod]) -> None:
     method = example_method(cls, GEOMETRY)
     with pytest.raises(dataclasses.FrozenInstanceError):
         method.factor = 3.0  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EveryType(Default):
+    """A parameter of every type that the base class checks."""
+
+    count: int = 1
+    size: float | None = None
+    flag: bool = False
+    counts: tuple[int, ...] = ()
+    rule: Literal["first", "second"] = "first"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("count", 1.5, "count must be a whole number, got 1.5"),
+        ("count", True, "count must be a whole number, got True"),
+        ("count", None, "count must be a whole number, got None"),
+        ("size", "2", "size must be a number, got '2'"),
+        ("size", math.inf, "size must be finite"),
+        ("flag", 1, "flag must be True or False, got 1"),
+        ("counts", [1, 2.5], "counts must be a list of whole numbers"),
+        ("counts", 1, "counts must be a list of whole numbers"),
+        ("rule", "secnd", "rule must be one of first, second; got 'secnd'. Did you mean 'second'"),
+    ],
+)
+def test_parameters_are_checked_by_their_types(name: str, value: Any, message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        EveryType(**{name: value})
+
+
+def test_parameters_of_the_right_types_are_taken() -> None:
+    method = EveryType(count=2, size=3, flag=True, counts=[4, 5], rule="second")  # type: ignore[arg-type]
+    assert method.counts == (4, 5)  # so that the method is hashable
+    assert EveryType(size=None).size is None
 
 
 @over_methods
