@@ -499,14 +499,14 @@ def farthest(method: RemappingMethod, length: int) -> float:
 @settings(max_examples=40, deadline=None)
 def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int, floored: bool) -> None:
     assume(window < limit)
-    asked = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
-    groups = (dataclasses.replace(asked, group=size) for size in range(1, length + 1))
+    method = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
+    groups = (dataclasses.replace(method, group=size) for size in range(1, length + 1))
     smallest = next((method for method in groups if farthest(method, length) <= limit - 1), None)
     if smallest is None:
         with pytest.raises(MethodError, match="the farthest place"):
-            asked.with_defaults(limit, length)
+            method.with_defaults(limit, length)
     else:
-        assert asked.with_defaults(limit, length) == smallest
+        assert method.with_defaults(limit, length) == smallest
         reach = smallest.extended_length(Rotary(16, THETA, limit))
         assert reach is not None
         assert reach >= length
