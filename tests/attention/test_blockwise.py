@@ -501,9 +501,9 @@ def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: i
     assume(window < limit)
     method = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
     groups = (dataclasses.replace(method, group=size) for size in range(1, length + 1))
-    smallest = next((method for method in groups if farthest(method, length) <= limit - 1), None)
+    smallest = next((candidate for candidate in groups if farthest(candidate, length) <= limit - 1), None)
     if smallest is None:
-        with pytest.raises(MethodError, match="the farthest place"):
+        with pytest.raises(MethodError, match="the relative position of the first key"):
             method.with_defaults(limit, length)
     else:
         assert method.with_defaults(limit, length) == smallest
