@@ -103,7 +103,7 @@ class Rotary:
         method.check(self)
         if not method.composable:
             raise MethodError(
-                f"no method can be applied over {method.name}: its frequencies change with the length of the input"
+                f"no method can be applied over {method.name}, because no single set of frequencies describes it"
             )
         return Rotary(*self.plain_geometry, own=TrainedScaling(method, self, context_length))
 
