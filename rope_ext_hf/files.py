@@ -242,8 +242,8 @@ def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
         yield
     except OSError as error:
         check_full(error, path, advice)
-        where = str(error.filename or path)
-        raise FileError(f"{where!r} could not be read or written: {error.strerror or error}") from error
+        name = str(error.filename or path)
+        raise FileError(f"{name!r} could not be read or written: {error.strerror or error}") from error
 
 
 def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:

@@ -1,4 +1,4 @@
-"""Limits on what a model folder may ask for: refused before time or memory is spent, and raised by option."""
+"""Limits on the numbers in a model folder: checked before time or memory is spent, and raised by an option."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rope_ext_hf.reference import path
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the bundled model."""
+    """Return a copy of the bundled model."""
     return Path(shutil.copytree(path(), tmp_path / "model"))
 
 

@@ -1,4 +1,4 @@
-"""Atomic files and folders: whole or not there, on disk, within their folder, one writer at a time."""
+"""Atomic files and folders: complete or absent, written through to the disk, inside their folder, with one writer."""
 
 from __future__ import annotations
 
@@ -282,7 +282,7 @@ def test_a_source_that_changes_meanwhile_gives_no_folder(tmp_path: Path) -> None
 
 
 def test_a_source_linked_to_another_file_meanwhile_gives_no_folder(tmp_path: Path) -> None:
-    """As a newer revision in the Hub's cache."""
+    """A newer revision in the Hub's cache does this."""
     for name in ("old", "new"):
         (tmp_path / name).write_text(name, encoding="utf-8")
         os.utime(tmp_path / name, ns=(0, 0))

@@ -1,4 +1,4 @@
-"""Locks that a second process meets, and that a killed one leaves."""
+"""Locks that another process holds, or that a killed process has left."""
 
 from __future__ import annotations
 

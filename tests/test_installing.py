@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture
 def origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """An installed copy, not in a checkout, with what its installer noted of where it came from."""
+    """Make the package an installed copy, outside a checkout, with an installer's record of its origin."""
 
     def install(noted: dict[str, Any] | str | None) -> None:
         folder = tmp_path / "rope_ext_hf-9.dist-info"
@@ -71,13 +71,13 @@ def test_a_checkout() -> None:
 
 def test_extras_in_messages_exist_and_no_source_names_the_package_of_an_index() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    asked = set()
+    named = set()
     for folder in ("rope_ext_hf", "patches", "eval", "docs", "examples"):
         for file in sorted((ROOT / folder).rglob("*")):
             if file.suffix not in (".py", ".md", ".ipynb") or file.name == "installing.py":
                 continue
             text = file.read_text(encoding="utf-8")
-            asked |= set(re.findall(r"install_command\('(\w+)'", text))
+            named |= set(re.findall(r"install_command\('(\w+)'", text))
             assert not re.search(r"pip install[^\n]* '?rope[-_]ext[-_]hf(?!\S* @ )", text), file
-    assert asked
-    assert asked <= extras.keys()
+    assert named
+    assert named <= extras.keys()

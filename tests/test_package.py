@@ -1,4 +1,4 @@
-"""What installs and what is exported."""
+"""The files that install, and the names that are exported."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_exports() -> None:
 
 
 def test_type_checkers_see_the_names_that_there_are() -> None:
-    """They read imports alone: the block under TYPE_CHECKING is the one other place where the names stand."""
+    """Type checkers read imports only, so the block under TYPE_CHECKING lists the names as well."""
     tree = ast.parse(Path(rope.__file__).read_text(encoding="utf-8"))
     seen = [
         (f"{node.module}.{alias.name}", alias.asname)

@@ -1,4 +1,4 @@
-"""What another package adds by entry points, as docs/own-method.md shows it."""
+"""Methods and commands that another package adds by entry points, as docs/own-method.md shows it."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ TITLES = {"my_methods": "class HalfLinear", "my_commands": "def longest_waveleng
 
 
 def install(folder: Path, pyproject: str, **modules: str) -> Path:
-    """Write what an installation leaves of a package: its modules, and its entry points beside its name."""
+    """Write the files of an installed package: its modules, its name and its entry points."""
     project = tomllib.loads(pyproject)["project"]
     for name, code in modules.items():
         (folder / f"{name}.py").write_text(code, encoding="utf-8")
-    made = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    made.mkdir(parents=True)
-    (made / "METADATA").write_text(
+    module = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    module.mkdir(parents=True)
+    (module / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
     )
     groups = (
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
         for group, entries in project["entry-points"].items()
     )
-    (made / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
+    (module / "entry_points.txt").write_text("\n".join(groups), encoding="utf-8")
     return folder
 
 
 @pytest.fixture
 def page_package(tmp_path: Path) -> Path:
-    """The package of the page, installed in a folder of its own."""
+    """Return a folder in which the package of the page is installed."""
     (pyproject,) = re.findall(r"```toml\n(.*?)```", PAGE, flags=re.DOTALL)
     blocks = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
     code = {name: next(block for block in blocks if title in block) for name, title in TITLES.items()}
@@ -56,7 +56,7 @@ def page_package(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def on_path(page_package: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The package of the page, on the path of this process, and out of every registry after the test."""
+    """Put the package of the page on the path of this process, and take it out of every registry after the test."""
     registry.list_methods()  # so that those of this package stay when the registries of the test go
     for name in plug_ins.plug_in_names("run_kinds"):
         kinds.run_kind(name)
@@ -98,9 +98,9 @@ def test_commands_of_another_package_are_commands(page_package: Path) -> None:
         command = [sys.executable, "-m", "rope_ext_hf", *words]
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
-    shown = rope_ext("longest-wavelength", "reference")
+    output = rope_ext("longest-wavelength", "reference")
     described = json.loads(rope_ext("describe", "reference", "--json").stdout)
-    assert shown.stdout == f"{max(described['wavelengths']):,.0f} tokens\n"
+    assert output.stdout == f"{max(described['wavelengths']):,.0f} tokens\n"
     assert "My methods" in rope_ext("--help").stdout
     with_method = rope_ext("describe", "reference", "--method", "half-linear", "--factor", "4", "--json")
     assert json.loads(with_method.stdout)["method"] == "half-linear"

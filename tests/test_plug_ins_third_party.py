@@ -1,4 +1,4 @@
-"""What the package of a third party adds: a method, a command, a kind of run, and a command that cannot be loaded."""
+"""A package of a third party that adds a method, a command, a kind of run, and a command that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ print(json.dumps([plain, patched, listed, str(run.folder), [result.perplexity fo
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of installed packages with the one of the third party."""
+    """Return a folder of installed packages with that of the third party."""
     folder: Path = tmp_path_factory.mktemp("site")
     (folder / "guest_of_rope.py").write_text(PACKAGE, encoding="utf-8")
     (folder / "guest_of_rope_broken.py").write_text("raise OSError('no such\\nlibrary')\n", encoding="utf-8")
@@ -104,7 +104,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs Python, in one folder, where the package is installed; it must end without an error."""
+    """Return a function that runs Python in a folder with the package installed; it must end without an error."""
     folder = tmp_path_factory.mktemp("work")
     root = Path(__file__).parent.parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(root)]), "COLUMNS": "80"}
@@ -158,7 +158,7 @@ def test_the_command_runs(python: Callable[..., Any]) -> None:
 
 
 def test_report_shows_what_the_kind_of_run_measured(in_python: Any, python: Callable[..., Any]) -> None:
-    """In a process that has not imported the package."""
+    """The process that reports has not imported the package."""
     _, _, _, folder, perplexities = in_python
     assert len(perplexities) == 2
     assert perplexities[0] != pytest.approx(perplexities[1])

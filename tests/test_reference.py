@@ -1,4 +1,4 @@
-"""The bundled model: real weights on real text, so that what the methods are for can be seen to happen."""
+"""The bundled model, real weights on real text, on which the methods do what they are for."""
 
 from __future__ import annotations
 
@@ -59,10 +59,11 @@ def test_plain_rope_reads_at_its_trained_length_and_fails_beyond() -> None:
 @pytest.mark.thorough
 def test_the_best_method_reads_on_at_four_times_the_trained_length() -> None:
     names = ("linear", "ntk", "by-parts", "yarn", "llama3")
-    found = {name: bits_per_byte(name, 4.0, lengths=(1024,))[1024] for name in names}
-    assert min(found.values()) <= bits_per_byte(None)[256] + 0.25, found
-    assert found["yarn"] < bits_per_byte(None)[1024] - 1.0
-    assert found["yarn"] < found["ntk"] - 1.0  # a factor of 4 does not carry NTK-aware scaling to 4x, as the paper says
+    values = {name: bits_per_byte(name, 4.0, lengths=(1024,))[1024] for name in names}
+    assert min(values.values()) <= bits_per_byte(None)[256] + 0.25, values
+    assert values["yarn"] < bits_per_byte(None)[1024] - 1.0
+    # A factor of 4 does not carry NTK-aware scaling to 4x, as the paper says.
+    assert values["yarn"] < values["ntk"] - 1.0
 
 
 @pytest.mark.slow
@@ -75,12 +76,12 @@ def test_dynamic_scaling_costs_nothing_at_the_trained_length() -> None:
 @pytest.mark.thorough
 def test_with_attention_level_methods_longer_context_helps() -> None:
     plain = bits_per_byte(None)[256]
-    found = {
+    values = {
         name: bits_per_byte(name, lengths=(512, 1024)) for name in ("rerope", "leaky-rerope", "self-extend", "dca")
     }
-    assert min(each[512] for each in found.values()) < plain, found
-    assert min(each[1024] for each in found.values()) <= plain, found
-    assert max(each[1024] for each in found.values()) <= plain + 0.15, found
+    assert min(row[512] for row in values.values()) < plain, values
+    assert min(row[1024] for row in values.values()) <= plain, values
+    assert max(row[1024] for row in values.values()) <= plain + 0.15, values
 
 
 @pytest.mark.slow
@@ -109,8 +110,8 @@ def test_the_card_tells_how_it_was_made() -> None:
     assert (path() / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert record["seed"] == train_reference.SEED
     for name, phase in BUNDLED.phases.items():
-        given = asdict(phase)
-        assert {key: record["phases"][name][key] for key in given} == given
+        settings = asdict(phase)
+        assert {key: record["phases"][name][key] for key in settings} == settings
     assert list(record["phases"]) == list(BUNDLED.phases)
 
 
@@ -171,7 +172,7 @@ def test_training_is_seeded_and_continues_after_an_interruption(
 
 @cache
 def prompts_of_training() -> tuple[list[bytes], list[list[int]]]:
-    """Four hundred, and what each byte of theirs belongs to."""
+    """Return four hundred training prompts, and the part of the prompt that each byte belongs to."""
     text = stdlib_held_out()[0].text.encode("utf-8")
     rows, parts = train_reference.training_prompts(text, random.Random(0), 400, BUNDLED)
     assert rows.shape == parts.shape == (400, train_reference.TRAINED_LENGTH + 1)
@@ -197,7 +198,7 @@ def test_filler_of_training_prompts_is_text_as_it_stands() -> None:
 
 
 def test_nothing_of_the_measurements_is_in_training_prompts() -> None:
-    """Independent of how prompts are drawn: their bytes are searched for what measurements use."""
+    """The bytes of prompts are searched for names and values of the measurements, however the prompts were drawn."""
     lines = [line for text in prompts_of_training()[0] for line in text.decode("latin-1").lower().split("\n")]
     stated = [line for line in lines if re.search(r"\d{3,}", line)]
     names = {name for line in stated for name in re.findall(r"[a-z]+", line)}

@@ -1,7 +1,7 @@
-"""What the package is for, seen to happen: the bundled model answers questions about text beyond its trained length.
+"""The purpose of the package: the bundled model answers questions about text beyond its trained length.
 
-A few fixed prompts; the answer is found or it is not. Their text is this repository's LICENSE, so that they are the
-same under every version of Python, with names and values that the model was not trained on.
+The prompts are few and fixed. Their text is this repository's LICENSE, so that they are the same under every version of
+Python, with names and values that the model was not trained on.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ REMAPPING = ("rerope", "leaky-rerope", "self-extend", "dca")
 
 
 def but(left: Sequence[str], *methods: str) -> list[Any]:
-    """Methods as parameters, those of `left` in `make test-all` alone."""
+    """Return methods as parameters of a test; those of `left` run in `make test-all` only."""
     return [pytest.param(each, marks=[pytest.mark.thorough] * (each in left)) for each in methods]
 
 
 @cache
 def prompts(length: int) -> tuple[Tensor, tuple[bytes, ...]]:
-    """(COUNT, length) token ids, and the answers; one statement each, at depths from start to end."""
+    """Return (COUNT, length) token ids and the answers; each prompt has one statement, at depths from start to end."""
     rows, answers = [], []
     for index in range(COUNT):
         task = RETRIEVALS[TASK_OF_PROMPT[index % 4]]
@@ -60,7 +60,7 @@ def right(generated: Tensor, answers: tuple[bytes, ...]) -> int:
 
 
 def found(model: Any, length: int, **options: Any) -> int:
-    """How many of the prompts `generate` answers."""
+    """Return the number of prompts that `generate` answers correctly."""
     ids, answers = prompts(length)
     made = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=max(map(len, answers)), do_sample=False, **options
@@ -119,7 +119,7 @@ def test_every_cache_finds_as_much(method: str, options: dict[str, Any]) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("method", but(["rerope", "leaky-rerope"], *REMAPPING))
 def test_prompts_of_unequal_length_in_one_batch(method: str) -> None:
-    """Short prompts beside long ones, padded on the left."""
+    """Short prompts stand beside long ones, padded on the left."""
     model = rope.patch(load(), method, target_length=4 * TRAINED)
     (short, answers), (long, _) = prompts(TRAINED), prompts(4 * TRAINED)
     padding = torch.zeros(COUNT, 3 * TRAINED, dtype=torch.int64)

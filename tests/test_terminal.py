@@ -61,7 +61,7 @@ HOSTILE = "<script>alert('\x1b')</script>"
 
 
 class Cells(HTMLParser):
-    """The rows of cells in HTML, and every tag."""
+    """A parser that collects the rows of cells in HTML, and every tag."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -82,16 +82,16 @@ class Cells(HTMLParser):
 
 
 def check_notebook(kind: str, answer: Any) -> None:
-    """An answer that has HOSTILE in a field: a notebook shows it as text, in a table."""
-    shown = Cells(answer._repr_html_())
-    assert shown.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
-    assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in shown.rows for cell in row), kind
+    """Check that a notebook shows an answer with HOSTILE in a field as text, in a table."""
+    text = Cells(answer._repr_html_())
+    assert text.tags <= {"div", "table", "tr", "th", "td", "pre"}, kind
+    assert any(HOSTILE.replace("\x1b", "\\x1b") in cell for row in text.rows for cell in row), kind
     assert repr(answer).startswith(f"<{kind}: ")
     assert repr(answer).isprintable()
 
 
 def check_cells(kind: str, answer: Any, text: str) -> None:
-    """Every cell that a notebook shows stands in the text; of commands to serve, that has one for all engines."""
+    """Check that the text has every cell that a notebook shows, but for the serving commands of single engines."""
     rows = [row for row in Cells(answer._repr_html_()).rows if not row[0].startswith("serve with")]
     cells = [cell for row in rows for cell in row[1:] if row[0] != "engine"]
     assert len(cells) > 3

@@ -94,8 +94,8 @@ def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _
     else:  # as in the forward
         grad, out, lse, query = (x.reshape(len(x), kv_heads, -1, *x.shape[3:]) for x in (grad, out, lse, query))
     lse = nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)  # as the forward returns it
-    efficient, wanted = torch.ops.aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
-    dq, dk, dv, _ = efficient(grad, query, key, value, None, out, lse, seed, seed, 0.0, wanted, causal, scale=scale)
+    efficient, gradients = torch.ops.aten._scaled_dot_product_efficient_attention_backward, (True, True, True, False)
+    dq, dk, dv, _ = efficient(grad, query, key, value, None, out, lse, seed, seed, 0.0, gradients, causal, scale=scale)
     dk, dv = (x.reshape(len(x), kv_heads, -1, *x.shape[2:]).sum(2) for x in (dk, dv))
     return dq.reshape(len(dq), heads, -1, dq.shape[-1]), dk, dv
 

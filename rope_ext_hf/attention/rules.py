@@ -157,7 +157,7 @@ class Rotation(NamedTuple):
     layout: KeyLayout
 
 
-QueryKeyProduct = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+_QueryKeyProduct = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 """(query, key, m, n, scale) -> scores, (rows, heads, queries, keys) float32, of queries at m and keys at n."""
 
 
@@ -170,7 +170,7 @@ class ScoreModifiers(NamedTuple):
     """(rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add, in place of causality, padding, window."""
     dropout: float = 0.0  # probability of dropping an attention weight
     bias: ScoreBias | None = None  # an addition to scores, after the softcap
-    product: QueryKeyProduct | None = None
+    product: _QueryKeyProduct | None = None
     """A replacement for the product of queries and keys (xPos); only rules with a single zone use it."""
 
     @property

@@ -103,7 +103,7 @@ class Rotary:
         method.check(self)
         if not method.composable:
             raise MethodError(
-                f"no method can be applied over {method.name}: its frequencies change with the length of the input"
+                f"no method can be applied over {method.name}, because no single set of frequencies describes it"
             )
         return Rotary(*self.plain_geometry, own=TrainedScaling(method, self, context_length))
 
@@ -209,7 +209,7 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-class ParameterType(NamedTuple):
+class _ParameterType(NamedTuple):
     """The values that a parameter of a method may have, by its annotation."""
 
     number: type | None = None  # float, int or bool; None: another type, which the method itself checks
@@ -237,19 +237,19 @@ class ParameterType(NamedTuple):
         return is_number(value) and (self.number is float or isinstance(value, int))
 
 
-def _parameter_type(annotation: object) -> ParameterType:
+def _parameter_type(annotation: object) -> _ParameterType:
     """Read float, int, bool, tuple[float, ...] or Literal["a", "b"], each also with `| None`, from an annotation."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     others = [member for member in members if member is not NoneType]
     optional = len(others) < len(members)
     if len(others) != 1:
-        return ParameterType(optional=optional)
+        return _ParameterType(optional=optional)
     (kind,) = others
     if get_origin(kind) is Literal:
-        return ParameterType(optional=optional, choices=get_args(kind))
+        return _ParameterType(optional=optional, choices=get_args(kind))
     several = get_origin(kind) is tuple
     number = get_args(kind)[0] if several else kind
-    return ParameterType(number if number in (float, int, bool) else None, several, optional)
+    return _ParameterType(number if number in (float, int, bool) else None, several, optional)
 
 
 @cache

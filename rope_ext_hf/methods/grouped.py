@@ -84,8 +84,8 @@ class _Grouped(WindowedRemapping):
         if method.group is None:
             method = replace(method, group=method.smallest_group(target_length) if target_length else DEFAULT_GROUP)
         if target_length is not None:
-            what = f"with group={method.group} the relative position of the first key"
-            method.check_reach(limit - 1, what, method.farthest(target_length, method.size))
+            subject = f"with group={method.group} the relative position of the first key"
+            method.check_reach(limit - 1, subject, method.farthest(target_length, method.size))
         return method
 
     def extended_length(self, rotary: Rotary) -> int | None:

@@ -234,12 +234,12 @@ class RemappingMethod(RopeMethod, AttentionRule):
             MethodError: parameters that lead beyond `limit`, see `check_reach`.
         """
 
-    def check_reach(self, limit: int, what: str, size: float) -> None:
-        """Raise MethodError where `size`, in tokens, is above `limit`; `what` names it in the message."""
+    def check_reach(self, limit: int, subject: str, size: float) -> None:
+        """Raise MethodError if `size`, in tokens, is above `limit`; `subject` names in the message what is so long."""
         if size > limit:
             raise MethodError(
-                f"{self.name}: {what} is {size:g} tokens, and the longest relative position the model was trained at "
-                f"is {limit} tokens"
+                f"{self.name}: {subject} is {size:g} tokens, and the longest relative position the model was trained "
+                f"at is {limit} tokens"
             )
 
     @property
@@ -366,7 +366,7 @@ class WindowedRemapping(RemappingMethod):
 @register_method("rerope")
 @dataclass(frozen=True, kw_only=True)
 class ReRoPE(WindowedRemapping):
-    """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window every key is seen at distance w.
+    """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window w every key is seen at distance w.
 
     A query at m sees a key at n at min(m - n, w). `window`: w, default half of `max_distance`.
     """
@@ -403,8 +403,8 @@ class LeakyReRoPE(WindowedRemapping):
         k = self.k or float(default)
         method = replace(method, k=k)
         if target_length is not None:
-            what = f"with k={k:g} the relative position of a key {target_length} tokens back"
-            method.check_reach(limit, what, window + (target_length - window) / k)
+            subject = f"with k={k:g} the relative position of a key {target_length} tokens back"
+            method.check_reach(limit, subject, window + (target_length - window) / k)
         return method
 
     def extended_length(self, rotary: Rotary) -> int | None:

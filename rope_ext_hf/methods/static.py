@@ -323,8 +323,9 @@ def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **re
 
     `rest`: further parameters of the rope type.
     """
-    parameters = {"rope_type": rope_type, "rope_theta": rotary.theta}
-    for key, value in (method.to_dict() | rest).items():
+    own = method.to_dict() | rest
+    parameters = {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": float(own.pop("factor"))}
+    for key, value in own.items():
         if key not in ("method", "ramp"):
             parameters[key] = value if isinstance(value, bool) else float(value)
     return parameters | {"original_max_position_embeddings": rotary.trained_length}

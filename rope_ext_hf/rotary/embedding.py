@@ -104,7 +104,7 @@ class RotaryEmbedding(nn.Module):
             that has one (`learnable`) only. Gradients reach it through cos and sin; angles are then products in float64
             (float32 on MPS, where they lose accuracy as positions grow), not in fixed point. `present_method` gives the
             method with its present values.
-        attention_factor: the factor of cos and sin at the fixed or trained length.
+        attention_factor: the factor of cos and sin at the fixed length, else at the context length.
         fixed_length: the length in tokens inside `at_length`; None: outside.
 
     Raises:
@@ -183,7 +183,7 @@ class RotaryEmbedding(nn.Module):
     def frequencies(self, length: int | None = None) -> Frequencies:
         """Return the method's frequencies for an input of `length` tokens.
 
-        `length` None: the fixed length where there is one, else the trained length.
+        `length` None: the fixed length where there is one, else the context length.
         """
         return self.present_method.frequencies(self.rotary, self.fixed_length if length is None else length)
 
@@ -214,7 +214,7 @@ class RotaryEmbedding(nn.Module):
             self.longest_seen.zero_()
 
     def _set_length(self, length: int | None) -> None:
-        """Use the method's frequencies at `length` from now on; None: at the trained length, for static methods."""
+        """Use the method's frequencies at `length` from now on; None: at the context length, for static methods."""
         inv_freq, self.attention_factor = self._frequencies_at(length)
         self._integers = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length

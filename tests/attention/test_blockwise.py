@@ -81,7 +81,7 @@ def test_is_the_definition_whatever_the_shapes_windows_and_lengths(method: Remap
 
 
 def masked_softmax(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, in the dtypes of a fused kernel; windows end at the last query and key."""
+    """Return output and log-sum-exp in the dtypes of a fused kernel; windows end at the last query and key."""
     groups, (queries, keys) = query.shape[1] // key.shape[1], (query.shape[-2], key.shape[-2])
     key, value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
     scores = query.double() @ key.transpose(-1, -2) * scale
@@ -141,7 +141,7 @@ def test_a_sliding_window_where_every_score_is_computed(more: dict[str, Any]) ->
 def gradients_of_softmax(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of queries, keys and values, where these keys are a part of those that `out` and `lse` are of."""
+    """Return the gradients of queries, keys and values; `out` and `lse` are those of a softmax over more keys."""
     groups = query.shape[1] // key.shape[1]
     wide_key, wide_value = (x.double().repeat_interleave(groups, dim=1) for x in (key, value))
     weights = (query.double() @ wide_key.transpose(-1, -2) * scale - lse[..., None]).exp()
@@ -155,7 +155,7 @@ def gradients_of_softmax(
 
 @pytest.fixture(params=["flash attention", "memory-efficient attention"])
 def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """The code for CUDA runs here: its operators under torch's own names, with torch's demands, in plain arithmetic.
+    """Run the code for CUDA on the CPU, with plain arithmetic under the names of its operators, and their demands.
 
     Both demand heads of a multiple of 8 dims, each dim next to the last in memory (pytorch, aten/native/transformers).
     """
@@ -209,7 +209,7 @@ def cuda_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
     def efficient_backward(
         grad: Any, query: Any, key: Any, value: Any, bias: None, out: Any, lse: Any, _: Any, __: Any, dropout: float,
-        wanted: list[bool], causal: bool = False, *, scale: float,
+        output_mask: list[bool], causal: bool = False, *, scale: float,
     ) -> Any:  # fmt: skip
         demand(grad, query, key, value, out)
         assert grad.shape[1] == query.shape[1] == key.shape[1]
@@ -252,28 +252,28 @@ def test_the_code_for_cuda(method: RemappingMethod, cuda_kernels: set[str]) -> N
 def test_gradients_by_the_code_for_cuda(
     method: RemappingMethod, widths: tuple[int, int], cuda_kernels: set[str]
 ) -> None:
-    """Against the backward of the kernel of CPUs, which test_blockwise_gradients.py compares with definitions."""
+    """Compare with the backward of the kernel for CPUs, which test_blockwise_gradients.py compares with definitions."""
     width, value_width = widths
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 4, 120, width), (1, 2, 120, width), (1, 2, 120, value_width)
-    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    created = [torch.randn(shape, generator=generator) for shape in shapes]
     method = dataclasses.replace(method, max_distance=64, temperature="llama4")
     at = torch.arange(120)[None]
     rotation = Rotation(RotationTable(THETA ** (-torch.arange(0, 8, 2).double() / 8)), KeyLayout("half", 0, 8))
 
     def gradients(dtype: torch.dtype) -> list[Tensor]:
-        query, key, value = (x.to(dtype).requires_grad_() for x in made)
+        query, key, value = (x.to(dtype).requires_grad_() for x in created)
         out = attend(method, rotation, TokenPositions(at, at, (0,), None), query, key, value, width**-0.5)
         return list(torch.autograd.grad(out.float().square().sum(), (query, key, value)))
 
-    found = gradients(torch.float16)
+    actual = gradients(torch.float16)
     assert any(name.endswith("backward") for name in cuda_kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(kernels.KERNELS, "cpu", kernels.KERNELS["cpu"]._replace(
             run=kernels._on_cpu, backward=kernels._cpu_backward, head_dim_multiple=1
         ))  # fmt: skip
         expected = gradients(torch.float32)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours.float() - theirs).norm() < 0.01 * theirs.norm()
 
 
@@ -302,7 +302,7 @@ def test_the_operators_of_cuda_are_called_as_torch_has_them(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("window", [1, 30, 300, 5000])
 def test_windows_on_a_gpu(window: int) -> None:
-    """The definition is what the simulated device and the tests above take for flash attention's window."""
+    """Flash attention's window is defined as the simulated device and the tests above take it."""
     generator = torch.Generator().manual_seed(window)
     query = torch.randn(2, 8, 500, 64, generator=generator).half()
     key, value = (torch.randn(2, 2, 700, 64, generator=generator).half() for _ in range(2))
@@ -318,7 +318,7 @@ def test_windows_on_a_gpu(window: int) -> None:
 def as_if_cuda(
     monkeypatch: pytest.MonkeyPatch, device: str = "meta", generation: int = 9, windows: bool = True
 ) -> None:
-    """Tensors of another device take the way of CUDA's."""
+    """Make tensors of another device take the same path as those of CUDA."""
 
     def choice(query: Tensor, key: Tensor, *_: Any, enable_gqa: bool, **__: Any) -> int:
         half = query.dtype in (torch.float16, torch.bfloat16)
@@ -363,7 +363,7 @@ def test_what_the_kernels_of_cuda_take(
 def test_what_a_prefill_of_16k_takes_on_a_gpu(
     name: str, heads: int, kv_heads: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against one call of flash attention: 1.5 times the memory, the same products, few launches."""
+    """A prefill takes at most 1.5 times the memory of flash attention, the same products, and few launches."""
     as_if_cuda(monkeypatch, windows=windows)
     tokens, dim = 2**14, 128
     rotary = Rotary(dim=dim, theta=THETA, trained_length=4096)
@@ -492,7 +492,7 @@ def test_the_rectangles_of_a_tile_hold_each_visible_pair_once(
 
 
 def farthest(method: RemappingMethod, length: int) -> float:
-    """The largest distance at which the last of `length` queries sees a key, by trying all."""
+    """Return the largest distance at which the last of `length` queries sees a key, from all pairs."""
     return max(distances(method)(length - 1, n) for n in range(length))
 
 
@@ -500,14 +500,14 @@ def farthest(method: RemappingMethod, length: int) -> float:
 @settings(max_examples=40, deadline=None)
 def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: int, length: int, floored: bool) -> None:
     assume(window < limit)
-    asked = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
-    groups = (dataclasses.replace(asked, group=size) for size in range(1, length + 1))
-    smallest = next((method for method in groups if farthest(method, length) <= limit - 1), None)
+    method = SelfExtend(window=window, max_distance=limit, temperature="none", floor_window=floored)
+    groups = (dataclasses.replace(method, group=size) for size in range(1, length + 1))
+    smallest = next((candidate for candidate in groups if farthest(candidate, length) <= limit - 1), None)
     if smallest is None:
-        with pytest.raises(MethodError, match="the farthest place"):
-            asked.with_defaults(limit, length)
+        with pytest.raises(MethodError, match="the relative position of the first key"):
+            method.with_defaults(limit, length)
     else:
-        assert asked.with_defaults(limit, length) == smallest
+        assert method.with_defaults(limit, length) == smallest
         reach = smallest.extended_length(Rotary(16, THETA, limit))
         assert reach is not None
         assert reach >= length
@@ -516,7 +516,7 @@ def test_self_extend_takes_the_smallest_group_that_reaches(limit: int, window: i
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
-    """Added to the scores, or False where nothing is seen; such a mask holds what is causal, too."""
+    """The mask is added to the scores, or is False for hidden keys; later keys are hidden by it, too."""
     generator = torch.Generator().manual_seed(0)
     seen = (torch.rand(90, 150, generator=generator) < 0.7).tril(60) | torch.eye(90, 150, dtype=torch.bool)
     added = torch.randn(90, 150, generator=generator).masked_fill(~seen, -1e30)
@@ -528,17 +528,17 @@ def test_a_mask_of_the_callers_own(dtype: torch.dtype) -> None:
 def test_scores_in_blocks_are_made_again_for_the_backward(
     tokens: int, needs_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there are several blocks, and a backward: else they are kept, or made twice for nothing."""
-    made = []
+    """Scores are computed again if there are several blocks and a backward; otherwise that would be of no use."""
+    created = []
 
     def checkpoint(function: Callable[..., Tensor], *args: Any, **_: Any) -> Tensor:
-        made.append(args)
+        created.append(args)
         return function(*args)
 
     monkeypatch.setitem(attending.SCORE_BYTES, "cpu", 50 * 200 * 4 * 4)
     monkeypatch.setattr(attending, "checkpoint", checkpoint)
     attend_and_definition(ReRoPE(window=40), tokens, 200, ordered=False, needs_grad=needs_grad)
-    assert bool(made) is (needs_grad and tokens > 50)
+    assert bool(created) is (needs_grad and tokens > 50)
 
 
 @pytest.mark.slow

@@ -51,10 +51,10 @@ MODIFIERS = {"softcap": ScoreModifiers(softcap=2.0), "dropout": ScoreModifiers(d
 
 
 class Case:
-    """Attention of random queries, keys and values, as `attend` has it and as it is defined.
+    """The attention of random queries, keys and values, by `attend` and by its definition.
 
     Args:
-        new: of `count` tokens, those whose queries are there.
+        new: the number of queries, those of the last tokens of `count`.
         pads: padded tokens before the first one of each row.
         width, value_width: dims of a head; 8 of them rotate.
     """
@@ -73,7 +73,7 @@ class Case:
         self.weight = torch.randn(len(pads), *shapes[0][:2], value_width, generator=generator, dtype=torch.float64)
 
     def attended(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """The output of `attend`, (rows, heads, tokens, dim); queries at padding have none."""
+        """Return the output of `attend`, (rows, heads, tokens, dim), without that of queries at padding."""
         at = torch.stack([torch.arange(self.count) - pad for pad in self.pads]).clamp(min=0)
         real = torch.stack([torch.arange(self.count) >= pad for pad in self.pads])
         first = self.count - self.new
@@ -90,7 +90,7 @@ class Case:
         return out * real[:, None, first:, None]
 
     def defined(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
-        """The same from every score, in float64."""
+        """Return the same from every score, in float64."""
         rows = []
         for q, k, v, pad in zip(query, key, value, self.pads, strict=True):
             absent = max(0, self.new - (self.count - pad))  # queries at padding
@@ -113,7 +113,7 @@ def assert_near(actual: list[Tensor], expected: list[Tensor], relative: float = 
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other way is an error."""
+    """Make the other way an error."""
 
     def refuse(*_: Any) -> Tensor:
         raise AssertionError("whole scores")
@@ -142,7 +142,7 @@ def test_gradients_are_those_of_finite_differences(method: RemappingMethod, situ
 @pytest.mark.parametrize("modifiers", MODIFIERS.values(), ids=MODIFIERS)
 @each_method
 def test_gradients_of_whole_scores(method: RemappingMethod, modifiers: ScoreModifiers) -> None:
-    """No kernel takes soft caps or dropout: blocks of scores are computed anew in the backward, alike."""
+    """No kernel takes soft caps or dropout: the backward computes blocks of scores anew, and gets the same ones."""
     case = Case(method, modifiers=modifiers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(attending.SCORE_BYTES, "cpu", 4 * 4 * 70 * 20)  # blocks of 20 queries

@@ -71,7 +71,7 @@ def test_tiles_of_other_sizes_masks_diagonals_or_distances_are_calls_of_their_ow
 
 
 def test_tiles_of_the_same_queries_share_a_call() -> None:
-    """A decoding step with bands of 4 keys: zones 1 to 3 in one call, the nearest and a piece of a band apart."""
+    """In a decoding step with bands of 4 keys, zones 1 to 3 share a call; the nearest and a piece of a band do not."""
     tiles = list(Stairs(window=6, start=2, chunk=4).tiles(20, 21))
     assert [(tile.zone, tile.keys) for tile in tiles] == [
         (0, (15, 21)),
@@ -130,7 +130,7 @@ def test_sums_over_spans_that_overlap() -> None:
 
 @pytest.mark.parametrize("masks", [("full", "full"), ("causal", "anticausal")])
 def test_partial_softmaxes_merge_to_the_whole(masks: tuple[str, str]) -> None:
-    """Two spans of 4 queries, 6 apart; their keys in two parts."""
+    """There are two spans of 4 queries, 6 apart, and their keys come in two parts."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 10, 8, generator=generator)
     keys, values = (torch.randn(2, 1, 2, 4, 8, generator=generator) for _ in range(2))
@@ -155,7 +155,7 @@ def test_partial_softmaxes_merge_to_the_whole(masks: tuple[str, str]) -> None:
 
 
 def test_parts_of_all_queries_merge_without_a_copy() -> None:
-    """As in a decoding step; what is given to write to holds something before."""
+    """It is as in a decoding step; the memory of the result is not empty before."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(1, 2, 3, 8, generator=generator)
     key, value = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))

@@ -24,7 +24,11 @@ SHAPES = [  # rows, spans, heads, queries, dim, parts of the same queries
 
 
 def compare(device: str) -> None:
-    """`out` and `lse` are views of longer tensors, of which the rest stays; parts as flash attention lays them out."""
+    """Compare the kernel with the softmax over all keys.
+
+    `out` and `lse` are views of longer tensors, whose other elements must stay; parts lie in memory as flash attention
+    returns them.
+    """
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows, spans, heads, queries, dim, parts in SHAPES:
             generator = torch.Generator().manual_seed(queries)

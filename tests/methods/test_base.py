@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -106,9 +106,45 @@ def test_parameters_are_given_by_name_and_stay(cls: type[RopeMethod]) -> None:
         method.factor = 3.0  # type: ignore[attr-defined]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EveryType(Default):
+    """A parameter of every type that the base class checks."""
+
+    count: int = 1
+    size: float | None = None
+    flag: bool = False
+    counts: tuple[int, ...] = ()
+    rule: Literal["first", "second"] = "first"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("count", 1.5, "count must be a whole number, got 1.5"),
+        ("count", True, "count must be a whole number, got True"),
+        ("count", None, "count must be a whole number, got None"),
+        ("size", "2", "size must be a number, got '2'"),
+        ("size", math.inf, "size must be finite"),
+        ("flag", 1, "flag must be True or False, got 1"),
+        ("counts", [1, 2.5], "counts must be a list of whole numbers"),
+        ("counts", 1, "counts must be a list of whole numbers"),
+        ("rule", "secnd", "rule must be one of first, second; got 'secnd'. Did you mean 'second'"),
+    ],
+)
+def test_parameters_are_checked_by_their_types(name: str, value: Any, message: str) -> None:
+    with pytest.raises(MethodError, match=message):
+        EveryType(**{name: value})
+
+
+def test_parameters_of_the_right_types_are_taken() -> None:
+    method = EveryType(count=2, size=3, flag=True, counts=[4, 5], rule="second")  # type: ignore[arg-type]
+    assert method.counts == (4, 5)  # so that the method is hashable
+    assert EveryType(size=None).size is None
+
+
 @over_methods
 def test_up_to_constant_until_the_frequencies_are_the_same(method: RopeMethod) -> None:
-    """By trying: lengths around every multiple of the trained length, and up to eight times it."""
+    """Compare the frequencies at many lengths of up to eight times the trained length."""
     trained = GEOMETRY.trained_length
     tables = {n: method.frequencies(GEOMETRY, n) for n in range(1, 8 * trained, 61)}
     for length, table in tables.items():
@@ -142,7 +178,7 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"dim": 63}, "63"),
         ({"dim": 0}, "0"),
@@ -156,9 +192,9 @@ def test_no_native_form_where_transformers_would_read_it_otherwise() -> None:
         ({"rotated_pairs": -1}, "-1"),
     ],
 )
-def test_impossible_geometry_is_refused(values: dict[str, Any], said: str) -> None:
+def test_impossible_geometry_is_refused(values: dict[str, Any], message: str) -> None:
     geometry: dict[str, Any] = {"dim": 64, "theta": 1e4, "trained_length": 512}
-    with pytest.raises(MethodError, match=said):
+    with pytest.raises(MethodError, match=message):
         Rotary(**geometry | values)
 
 
@@ -198,8 +234,8 @@ def test_the_output_stays_up_to_the_unchanged_length_and_no_further(
     llama: Any, name: str, temperature: str | None
 ) -> None:
     rotary = patch_geometry(llama)
-    given = {} if temperature is None else {"temperature": temperature}
-    example = example_method(list_methods()[name], rotary, **given)
+    parameters = {} if temperature is None else {"temperature": temperature}
+    example = example_method(list_methods()[name], rotary, **parameters)
     try:
         method = base_rope_of_model(llama).bind(example, 16 * TRAINED)
     except MethodError:  # without a parameter that follows from the target, some do not reach so far

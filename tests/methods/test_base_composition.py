@@ -34,8 +34,8 @@ def thetas(d: int, b: float) -> list[float]:
 
 def cycles_ramp(w: list[float], c: int, slow: float, fast: float) -> list[float]:
     out = []
-    for each in w:
-        r = c * each / (2 * math.pi)
+    for value in w:
+        r = c * value / (2 * math.pi)
         if fast == slow:
             out.append(1.0 if r < fast else 0.0)
         else:
@@ -44,8 +44,8 @@ def cycles_ramp(w: list[float], c: int, slow: float, fast: float) -> list[float]
 
 
 def index_of(w: list[float], c: int, n: float, d: int, b: float) -> float:
-    """Where ln(c w_i / 2 pi n), piecewise linear in i, first is 0; outside with the slope of a plain model."""
-    y = [math.log(c * each / (2 * math.pi * n)) for each in w]
+    """Return the i where ln(c w_i / 2 pi n), piecewise linear in i, is 0; outside, by a plain model's slope."""
+    y = [math.log(c * value / (2 * math.pi * n)) for value in w]
     slope = 2 * math.log(b) / d
     if y[0] <= 0:
         return y[0] / slope
@@ -66,30 +66,31 @@ def dimension_ramp(w: list[float], c: int, slow: float, fast: float, d: int, b: 
 
 
 def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, length: int) -> tuple[list[float], float]:
-    """One method over a table, for an input of `length` tokens."""
+    """Return frequencies and attention factor of a method over a table, for an input of `length` tokens."""
     w, a, c = table
     s = params.get("factor", 1.0)
     if name == "default":
         return w, a
     if name == "linear":
-        return [each / s for each in w], a
+        return [value / s for value in w], a
     if name == "factors":
-        return [each / f for each, f in zip(w, params["factors"], strict=True)], a * params.get("attention_factor", 1.0)
+        divided = [value / f for value, f in zip(w, params["factors"], strict=True)]
+        return divided, a * params.get("attention_factor", 1.0)
     if name == "longrope":
         lists = params["long_factor"] if length > c else params["short_factor"]
-        return [each / f for each, f in zip(w, lists, strict=True)], a * params["attention_factor"]
+        return [value / f for value, f in zip(w, lists, strict=True)], a * params["attention_factor"]
     if name in ("ntk", "dynamic-ntk"):
         if name == "dynamic-ntk":
             s = dynamic_ntk_alpha(params.get("growth", "paper"), length / c, s, params.get("initial", 1.0))
-        return [each * s ** (-2 * i / (d - 2)) for i, each in enumerate(w)], a
+        return [value * s ** (-2 * i / (d - 2)) for i, value in enumerate(w)], a
     if name == "mrrope":
-        cycles = [c * each / (2 * math.pi) for each in w]
+        cycles = [c * value / (2 * math.pi) for value in w]
         lo = max(i for i, r in enumerate(cycles) if r > params.get("beta_fast", 32))
         hi = min(i for i, r in enumerate(cycles) if r < params.get("beta_slow", 1))
         t = [min(max(i - lo, 0), hi - lo) / (hi - lo) for i in range(len(w))]
         if params.get("radix") != "uniform":
             t = [x * (x * (hi - lo) + 1) / (hi - lo + 1) for x in t]
-        return [each / s**x for each, x in zip(w, t, strict=True)], a * (0.1 * math.log(s) + 1)
+        return [value / s**x for value, x in zip(w, t, strict=True)], a * (0.1 * math.log(s) + 1)
     if name == "dynamic-yarn":
         s = max(1.0, length / c)
     if name == "llama3":
@@ -99,7 +100,7 @@ def apply(name: str, params: dict[str, Any], table: Table, d: int, b: float, len
     else:
         betas = params.get("beta_slow", 1.0), params.get("beta_fast", 32.0)
         ramp = dimension_ramp(w, c, *betas, d, b, params.get("truncate", True))
-    mixed = [each * (1 - r) + each / s * r for each, r in zip(w, ramp, strict=True)]
+    mixed = [value * (1 - r) + value / s * r for value, r in zip(w, ramp, strict=True)]
     if name in ("yarn", "dynamic-yarn"):
         a *= params.get("attention_factor") or 0.1 * math.log(s) + 1
     return mixed, a
@@ -109,12 +110,12 @@ Parameters = st.SearchStrategy[dict[str, Any]]
 
 
 def given_(needed: dict[str, Any] | None = None, /, **optional: Any) -> Parameters:
-    """Parameters of a method: those that it needs, and any of the others."""
+    """Draw parameters of a method: those that it needs, and any of the others."""
     return st.fixed_dictionaries(needed or {}, optional=optional)
 
 
 def ramped(parameters: Parameters) -> Parameters:
-    """With the parameters that say which pairs are interpolated."""
+    """Add the parameters that say which pairs are interpolated."""
     ramp = given_(ramp=st.sampled_from(["dimension", "cycles"]), truncate=st.booleans())
     betas = st.one_of(given_(), some_betas())
     return st.builds(lambda *parts: {k: v for part in parts for k, v in part.items()}, parameters, ramp, betas)
@@ -175,9 +176,9 @@ def test_composition_equals_its_definition(
     drawn = data.draw(st.integers(1, 64 * context_length))
     for length in (1, original, context_length, context_length + 1, 3 * context_length, drawn):
         expected, factor = apply(name, top, table, d, b, length)
-        got = frequencies(name, rotary, length=length, **top)
-        assert_same(got.inv_freq, expected, rtol=1e-9)
-        assert got.attention_factor == pytest.approx(factor, rel=1e-9)
+        actual = frequencies(name, rotary, length=length, **top)
+        assert_same(actual.inv_freq, expected, rtol=1e-9)
+        assert actual.attention_factor == pytest.approx(factor, rel=1e-9)
 
 
 @pytest.mark.parametrize("radix", ["progressive", "uniform"])
@@ -198,9 +199,9 @@ def test_the_band_of_mrrope_is_counted_in_the_frequencies_of_the_model_as_loaded
     table: Table = (*apply(below, settings, (thetas(d, b), 1.0, original), d, b, original), context_length)
     rotary = plain.scaled(resolve_method(below, None, **settings), context_length=context_length)
     expected, factor = apply("mrrope", params | {"radix": radix}, table, d, b, 1)
-    got = frequencies("mrrope", rotary, radix=radix, **params)
-    assert_same(got.inv_freq, expected)
-    assert got.attention_factor == pytest.approx(factor, rel=1e-12)
+    actual = frequencies("mrrope", rotary, radix=radix, **params)
+    assert_same(actual.inv_freq, expected)
+    assert actual.attention_factor == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.parametrize("beta_slow", [0.001, 1.0, 20.0, 300.0])
@@ -213,12 +214,12 @@ def test_a_ramp_beyond_the_last_and_the_first_pair(beta_fast: float, beta_slow: 
     table: Table = (*apply("linear", linear, plain, 16, 1000.0, 4096), 8192 * 10)
     rotary = Rotary(16, 1000.0, 4096).scaled(resolve_method("linear", None, **linear), context_length=8192 * 10)
     expected, _ = apply("yarn", params, table, 16, 1000.0, 1)
-    got = frequencies("yarn", rotary, **params).inv_freq
-    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
+    actual = frequencies("yarn", rotary, **params).inv_freq
+    assert torch.allclose(actual, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=0)
 
 
 def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
-    """FORMULAS: 1.3466 (0.1 ln 2 + 1) = 1.4399, where YaRN x64 from the original length would have 1.4159."""
+    """1.3466 (0.1 ln 2 + 1) = 1.4399; YaRN x64 from the trained length would have 1.4159."""
     rotary = Rotary(64, 150000.0, 4096).scaled(
         resolve_method("yarn", None, factor=32.0, truncate=False), context_length=131072
     )
@@ -231,11 +232,11 @@ def test_the_attention_factor_of_yarn_over_gpt_oss() -> None:
 @law
 @given(plain=some_rotaries.filter(lambda rotary: rotary.dim > 2), data=st.data())
 def test_over_nothing_it_is_the_plain_method(name: str, plain: Rotary, data: st.DataObject) -> None:
-    """A scaling that changes nothing, underneath, leaves the closed forms' numbers but for rounding."""
+    """Over a scaling that changes nothing, a method gives the numbers of its closed form, but for rounding."""
     same = plain.scaled(resolve_method("default", None), context_length=plain.trained_length)
     top = data.draw(ON_TOP[name])
     for length in data.draw(lengths_around(plain.trained_length)):
-        alone, composed = (frequencies(name, each, length=length, **top) for each in (plain, same))
+        alone, composed = (frequencies(name, rotary, length=length, **top) for rotary in (plain, same))
         assert_same(composed.inv_freq, alone.inv_freq, rtol=1e-9)
         assert composed.attention_factor == pytest.approx(alone.attention_factor, rel=1e-12)
 
@@ -243,25 +244,25 @@ def test_over_nothing_it_is_the_plain_method(name: str, plain: Rotary, data: st.
 def test_two_lists_over_another_scaling_switch_at_its_context_length() -> None:
     lists = {"short_factor": [1.0 + i for i in range(16)], "long_factor": [2.0 + i for i in range(16)]}
     rotary = Rotary(32, 1e4, 256).scaled(resolve_method("linear", None, factor=4.0), context_length=1024)
-    table: Table = [each / 4 for each in thetas(32, 1e4)], 1.0, 1024
+    table: Table = [value / 4 for value in thetas(32, 1e4)], 1.0, 1024
     params: dict[str, Any] = lists | {"attention_factor": 1.5}
     for length in (1, 1024, 1025):
         expected, factor = apply("longrope", params, table, 32, 1e4, length)
-        got = frequencies("longrope", rotary, length=length, **params)
-        assert torch.allclose(got.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
-        assert got.attention_factor == factor
+        actual = frequencies("longrope", rotary, length=length, **params)
+        assert torch.allclose(actual.inv_freq, torch.tensor(expected, dtype=torch.float64), rtol=1e-12)
+        assert actual.attention_factor == factor
     form = resolve_method("longrope", rotary, **params).rope_parameters(rotary)
     assert form is not None
     assert form["original_max_position_embeddings"] == 1024
-    assert form["short_factor"] == pytest.approx([4 * each for each in lists["short_factor"]])
+    assert form["short_factor"] == pytest.approx([4 * value for value in lists["short_factor"]])
 
 
 def test_a_rotary_embedding_with_its_scalings_is_hashable_and_goes_through_json() -> None:
     rotary = Rotary(64, 1e4, 4096).scaled(resolve_method("yarn", None, factor=8.0), context_length=32768)
     stacked = rotary.scaled(resolve_method("ntk", None, factor=2.0), context_length=65536)
-    for each in (rotary.plain, rotary, stacked):
-        assert rotary_from_dict(each.to_dict()) == each
-        assert hash(rotary_from_dict(each.to_dict())) == hash(each)
+    for embedding in (rotary.plain, rotary, stacked):
+        assert rotary_from_dict(embedding.to_dict()) == embedding
+        assert hash(rotary_from_dict(embedding.to_dict())) == hash(embedding)
     assert stacked.context_length == 65536
     assert stacked.plain == Rotary(64, 1e4, 4096)
     for broken in ({}, {"dim": 64}, rotary.to_dict() | {"own": {}}, rotary.to_dict() | {"own": {"method": {}}}):
@@ -292,12 +293,12 @@ def test_the_module_applies_the_composition() -> None:
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 200])
 def test_over_two_lists_short_inputs_run_as_loaded(length: int) -> None:
-    """Over a longrope whose lists change at 64 tokens: linear divides what the long list gives, and nothing else."""
+    """Over a longrope whose lists change at 64 tokens, linear divides the frequencies of the long list only."""
     short, long = [1.0, 1.5, 2.0, 2.5], [2.0, 4.0, 8.0, 16.0]
     own = resolve_method("longrope", None, short_factor=short, long_factor=long, attention_factor=1.25)
     rotary = Rotary(8, 1e4, 64).scaled(own, context_length=256)
     actual, attention_factor = resolve_method("linear", None, factor=4.0).frequencies(rotary, length)
-    divisors = [4 * each for each in long] if length > 64 else short
-    wanted = [each / divisor for each, divisor in zip(thetas(8, 1e4), divisors, strict=True)]
-    assert actual.tolist() == pytest.approx(wanted, rel=1e-12)
+    divisors = [4 * value for value in long] if length > 64 else short
+    expected = [value / divisor for value, divisor in zip(thetas(8, 1e4), divisors, strict=True)]
+    assert actual.tolist() == pytest.approx(expected, rel=1e-12)
     assert attention_factor == pytest.approx(1.25)

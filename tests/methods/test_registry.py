@@ -82,13 +82,13 @@ def test_dynamic_is_transformers_rule_and_dynamic_ntk_that_of_the_paper() -> Non
     assert resolve_method("dynamic-ntk", LLAMA2) == resolve_method("dynamic-ntk", LLAMA2, growth="paper")
 
 
-@pytest.mark.parametrize("taken", ["YARN", "ntk_aware", "Position Interpolation"])
-def test_a_name_that_differs_in_case_alone_is_taken(taken: str) -> None:
+@pytest.mark.parametrize("name", ["YARN", "ntk_aware", "Position Interpolation"])
+def test_a_name_that_differs_in_case_alone_is_taken(name: str) -> None:
     before = list_methods()
-    with pytest.raises(TypeError, match=f"'{taken}' is taken"):
-        register_method(taken)(type("Impostor", (Linear,), {}))
-    with pytest.raises(TypeError, match=f"'{taken}' is taken"):
-        register_method("impostor", aliases=[taken])(type("Impostor", (Linear,), {}))
+    with pytest.raises(TypeError, match=f"'{name}' is taken"):
+        register_method(name)(type("Impostor", (Linear,), {}))
+    with pytest.raises(TypeError, match=f"'{name}' is taken"):
+        register_method("impostor", aliases=[name])(type("Impostor", (Linear,), {}))
     assert list_methods() == before
 
 
@@ -101,7 +101,7 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
 
 
 @pytest.mark.parametrize(
-    ("method", "params", "said"),
+    ("method", "params", "parts"),
     [
         ("yarm", {"factor": 2}, ["'yarm'", "Did you mean 'yarn'?", "dynamic-ntk"]),
         ("dynamik", {"factor": 2}, ["'dynamik'", "Did you mean 'dynamic'?"]),
@@ -158,10 +158,10 @@ def test_methods_without_a_factor_take_it_as_the_extended_length_alone(factor: f
         ("factors", {"factors": 2.0}, ["factors", "2.0"]),
     ],
 )  # fmt: skip
-def test_refused(method: str, params: dict[str, Any], said: list[str]) -> None:
+def test_refused(method: str, params: dict[str, Any], parts: list[str]) -> None:
     with pytest.raises(MethodError) as caught:
         frequencies(method, LLAMA2, **params)
-    for words in said:
+    for words in parts:
         assert words in str(caught.value)
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RopeExtError)

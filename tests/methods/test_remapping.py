@@ -19,7 +19,7 @@ REMAPPING = [name for name, cls in rope.list_methods().items() if issubclass(cls
 @pytest.mark.parametrize("name", REMAPPING)
 @pytest.mark.parametrize(("first", "last"), [(0, 150), (0, 1), (149, 150), (37, 113), (128, 131)])
 def test_tiles_hold_every_pair_once_and_in_its_zone(name: str, first: int, last: int) -> None:
-    """Attention reads keys by `tiles`; which zone a pair is in, and so its distance, `zone` decides."""
+    """Attention reads keys by `tiles`, and `zone` decides the zone of a pair and so its distance: both must agree."""
     rotary = rope.Rotary(dim=16, theta=10_000.0, trained_length=TRAINED)
     method: Any = example_method(rope.list_methods()[name], rotary)
     method = method.bind(rotary, None)
@@ -32,8 +32,8 @@ def test_tiles_hold_every_pair_once_and_in_its_zone(name: str, first: int, last:
             held[q0 - first : q1 - first, k0:k1] += part
             zones[q0 - first : q1 - first, k0:k1] += part * tile.zone
 
-    def pairs(where: torch.Tensor) -> list[tuple[int, int]]:
-        return [(first + int(query), int(key)) for query, key in where.nonzero()[:5]]
+    def pairs(mask: torch.Tensor) -> list[tuple[int, int]]:
+        return [(first + int(query), int(key)) for query, key in mask.nonzero()[:5]]
 
     wrong = pairs(held != (n <= m).long())
     assert not wrong, f"{name}: tiles({first}, {last}) must hold each pair (m, n <= m) once, and no other; see {wrong}"
@@ -61,7 +61,7 @@ def test_defaults_for_a_trained_length_of_64(name: str, expected: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("parameters", "expected"),
     [
         ({"chunk": 40}, {"chunk": 40, "window": 24}),
         ({"chunk": 63}, {"chunk": 63, "window": 1}),
@@ -69,8 +69,10 @@ def test_defaults_for_a_trained_length_of_64(name: str, expected: dict[str, Any]
     ],
     ids=str,
 )
-def test_the_window_of_dca_is_the_rest_of_the_longest_distance(given: dict[str, Any], expected: dict[str, int]) -> None:
-    params = rope.describe(rope.patch(build("llama"), "dca", **given)).params
+def test_the_window_of_dca_is_the_rest_of_the_longest_distance(
+    parameters: dict[str, Any], expected: dict[str, int]
+) -> None:
+    params = rope.describe(rope.patch(build("llama"), "dca", **parameters)).params
     assert {key: params[key] for key in expected} == expected
 
 

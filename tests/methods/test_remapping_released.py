@@ -1,7 +1,7 @@
-"""Remapping methods as their authors released them, where that differs from the papers: which parameters give the same.
+"""Remapping methods against the code of their authors, which differs from the papers, by parameters that give the same.
 
-What the released files do is written out here densely, from the positions that they rotate queries and keys to, for a
-prompt that is read in one forward:
+The attention of the released files is written out here as whole matrices, from the positions that they rotate queries
+and keys to, for a prompt that is read in one forward:
 
 - ChunkLlama, `chunkllama_attn_replace.py` of HKUNLP/ChunkLlama (2add4d7)
 - Self-Extend, `self_extend_patch/Llama.py` of datamllab/LongLM (cdbbb06)
@@ -34,11 +34,11 @@ Part = tuple[float, Tensor, Tensor]
 
 @contextmanager
 def reading(model: Any, parts: Callable[[int], list[Part]], scale: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """A model whose attention is one softmax over the parts of each query; a key may be in two of them.
+    """Return a model whose attention is one softmax over the parts of each query; a key may be in two of them.
 
     Args:
         parts: those of the query at a position.
-        scale: what the scores of queries at these positions are multiplied by.
+        scale: the factor of the scores of queries at these positions.
     """
 
     def attention(
@@ -113,8 +113,8 @@ def test_longlm_for_llama_is_self_extend_without_the_floor(scaled: bool) -> None
     by_position = (lambda m: ((m + 1).double().log() / math.log(TRAINED)).clamp(min=1)) if scaled else alike
     with reading(model, longlm(30, 7), by_position):
         released = logits(model, ids)
-    given = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
-    with rope.patched(model, "self-extend", **given, floor_window=False):
+    parameters = {"window": 30, "group": 7, "temperature": "log-n" if scaled else "none"}
+    with rope.patched(model, "self-extend", **parameters, floor_window=False):
         torch.testing.assert_close(logits(model, ids), released, atol=1e-5, rtol=0)
-    with rope.patched(model, "self-extend", **given):
+    with rope.patched(model, "self-extend", **parameters):
         assert (logits(model, ids) - released).abs().max() > 1e-4

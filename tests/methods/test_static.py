@@ -159,14 +159,14 @@ def test_mrrope_equals_its_closed_form(rotary: Rotary, radix: str, factor: float
 
 
 def test_the_band_of_mrrope_lies_among_the_pairs_that_rotate() -> None:
-    """Gemma 4's proportional embedding: 12 of 32 pairs rotate here, as the first 12 of the whole one do."""
+    """In Gemma 4's proportional embedding 12 of 32 pairs rotate, as the first 12 of a whole embedding do."""
     whole = Rotary(dim=64, theta=1e4, trained_length=4096)
     part = Rotary(dim=64, theta=1e4, trained_length=4096, rotated_pairs=12)
     cycles = [4096 * value / 6.283185307179586 for value in plain(part)]
     betas: dict[str, Any] = {"beta_fast": (cycles[3] + cycles[4]) / 2, "beta_slow": (cycles[9] + cycles[10]) / 2}
-    got = frequencies("mrrope", part, factor=4, **betas).inv_freq
-    assert_same(got[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
-    assert not got[12:].any()
+    actual = frequencies("mrrope", part, factor=4, **betas).inv_freq
+    assert_same(actual[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
+    assert not actual[12:].any()
     with pytest.raises(MethodError, match=r"The 12 pairs of this model complete 651\.9 to 27\.\d+"):
         frequencies("mrrope", part, factor=4)  # none of fewer than one cycle: those that do not rotate do not count
 
@@ -220,7 +220,7 @@ def test_the_two_ramps_differ_by_up_to_three() -> None:
 
 
 def test_high_frequencies_are_kept_and_low_ones_interpolated() -> None:
-    """An inverted ramp passes many tests; this is the table itself."""
+    """Compare with the table itself, because an inverted ramp passes many other tests."""
     for method in ("by-parts", "yarn"):
         for ramp in ("dimension", "cycles"):
             ratio = plain(LLAMA2)[0], plain(LLAMA2)[63]

@@ -68,7 +68,7 @@ def test_frequencies_without_a_model() -> None:
 
 
 def test_angles_and_gradients_are_the_formula() -> None:
-    """d/da of a weighted sum of cos and sin, against finite differences of the formula in float64."""
+    """Compare d/da of a weighted sum of cos and sin with finite differences of the formula in float64."""
     module = rope.RotaryEmbedding("learnable", ROTARY)
     with torch.no_grad():
         module.trained.copy_(values())
@@ -92,7 +92,7 @@ def test_angles_and_gradients_are_the_formula() -> None:
 
 @pytest.mark.parametrize("layout", ["half", "interleaved", "bare", "complex"])
 def test_angles_stay_accurate_at_any_position_and_in_any_dtype(layout: Any) -> None:
-    """Also after a cast to bfloat16, which would round every a by up to 2^-9 of it."""
+    """They do so after a cast to bfloat16, too, which would round every a by up to 2^-9 of it."""
     rotary = rope.Rotary(dim=128, theta=10_000.0, trained_length=4096)
     module = rope.RotaryEmbedding("learnable", rotary, layout=layout, cast=False)
     scales = 0.1 * torch.randn(64, generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_angles_stay_accurate_at_any_position_and_in_any_dtype(layout: Any) -> N
 
 @pytest.mark.parametrize("family", ["llama", "glm", "cohere", "gpt_neox", "gemma3"])
 def test_gradients_through_patched_models(family: str) -> None:
-    """The gradient of the loss is its slope, measured with models that are given other values."""
+    """The gradient of the loss is its slope, which is measured with models that have other values."""
     model, ids = build(family).double().train(), tokens(50)
     rope.patch(model, "learnable")
     (key,) = (key for key, _ in model.named_parameters() if key.endswith("trained"))

@@ -1,4 +1,4 @@
-"""Charts of results: what is drawn where, by parsing the SVG as XML, and by matplotlib from the same value."""
+"""Charts of results: the SVG, parsed as XML, and matplotlib's figure have the same lines and texts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def numbers(element: ElementTree.Element, *names: str) -> list[float]:
 
 
 def marks(element: ElementTree.Element, kind: str = "point") -> list[tuple[float, float]]:
-    """Where the markers of this kind stand."""
+    """Return the places of the markers of this kind."""
     places = [path.attrib["transform"] for path in element.iter("path") if path.get("class") == kind]
     return [(float(x), float(y)) for x, y in (place[len("translate(") : -1].split() for place in places)]
 
 
 def axis_texts(figure: ElementTree.Element) -> dict[str, float]:
-    """The texts of the axis of values, with their heights."""
+    """Return the texts of the axis of values, with their heights."""
     (svg,) = figure.iter("svg")
     return {
         str(text.text): numbers(text, "y")[0] - 4 for text in svg.findall("text") if text.get("text-anchor") == "end"
@@ -62,7 +62,7 @@ def test_heights_are_moved_as_little_as_needed() -> None:
 
 
 def test_names_do_not_cover_each_other() -> None:
-    """However close the lines end, and however many they are."""
+    """They do not, however close the lines end, and however many there are."""
     points = {f"method {i}": [(256, 1.0), (512, 1.0 + i / 1000)] for i in range(24)}
     figure = ElementTree.fromstring(LineChart(points, 256, "").svg())
     heights = sorted(numbers(text, "y")[0] for group in figure.iter("g") for text in group.iter("text"))
@@ -145,7 +145,7 @@ def lines_to(*values: float) -> LineChart:
     ],
 )
 def test_a_logarithmic_axis_has_plain_round_values(values: tuple[float, ...], texts: list[str]) -> None:
-    """In the page and in the picture, at the heights of a logarithm."""
+    """The page and the picture have the same values, at logarithmic heights."""
     chart = lines_to(*values)
     figure = ElementTree.fromstring(chart.svg())
     heights = axis_texts(figure)
@@ -175,7 +175,7 @@ def test_the_trained_length_is_marked_below_the_axis() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 10])
 def test_the_texts_of_a_png_do_not_overlap(count: int) -> None:
-    """Names at the ends, and lengths that are close together."""
+    """Names stand at the ends of lines, and some lengths are close together."""
     lengths = [256, 300, 512, 1000, 1024, 2048, 4096, 8192, 16384]
     points = {f"method {i} of somebody's plug-in": [(n, 2 + i / 1000) for n in lengths] for i in range(count)}
     chart = LineChart(points, 256, "Perplexity (lower is better)", logarithmic=True)
@@ -211,7 +211,7 @@ def linear_rgb(colour: str) -> torch.Tensor:
 
 
 def oklab(rgb: torch.Tensor) -> torch.Tensor:
-    """Ottosson 2020, https://bottosson.github.io/posts/oklab."""
+    """Return a colour in Oklab (Ottosson 2020, https://bottosson.github.io/posts/oklab)."""
     to_lms = [[0.412221, 0.536333, 0.051446], [0.211903, 0.680700, 0.107397], [0.088302, 0.281719, 0.629979]]
     to_lab = [[0.210454, 0.793618, -0.004072], [1.977998, -2.428592, 0.450594], [0.025904, 0.782772, -0.808676]]
     return torch.tensor(to_lab) @ (torch.tensor(to_lms) @ rgb.clamp(0, 1)).clamp(min=0) ** (1 / 3)

@@ -1,4 +1,4 @@
-"""RotaryEmbedding: accuracy at any position and in any dtype, survival of what is done to models."""
+"""RotaryEmbedding: its accuracy at any position and in any dtype, and after models are cast, moved or compiled."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ class TestAccuracy:
         positions = positions_to_check()
         module = RotaryEmbedding("yarn", SMALL, factor=8, ramp="cycles").to(dtype)
         warmth = 0.1 * math.log(8) + 1
-        for got, exact in zip(
+        for actual, exact in zip(
             module(torch.zeros(1, dtype=dtype), positions), cos_sin(positions, by_cycles(SMALL, 8, 1, 32)), strict=True
         ):
-            assert got.dtype == dtype
+            assert actual.dtype == dtype
             # half a unit in the last place of a number below 2, plus what float32 may be off by
-            assert float((got.double() - half(exact) * warmth).abs().max()) <= torch.finfo(dtype).eps / 2 + 2 * BOUND
+            assert float((actual.double() - half(exact) * warmth).abs().max()) <= torch.finfo(dtype).eps / 2 + 2 * BOUND
 
     def test_int32_positions_do_as_well(self) -> None:
         positions = positions_to_check()
@@ -120,7 +120,7 @@ class TestAccuracy:
             assert torch.equal(left, right)
 
     def test_a_frequency_of_half_a_turn(self) -> None:
-        """The one fraction of a turn that signed fixed point cannot hold exactly; and whole turns, which vanish."""
+        """Half a turn is the one fraction that signed fixed point cannot hold exactly; whole turns vanish."""
         rotary = Rotary(dim=4, theta=1e4, trained_length=256)
         for turns in (0.5, 1.5, 1.0, 2.0):
             factors = [1 / (2 * math.pi * turns), 1.0]
@@ -142,7 +142,7 @@ class TestAccuracy:
         assert worst((cos[..., :3], sin[..., :3]), cos_sin(positions, ntk(rotary, 4)[:3])) <= BOUND
 
     def test_the_stock_module_fails_this_bound(self) -> None:
-        """So the tests above can fail: float32 angles at 131k, and frequencies rounded by `.to(bfloat16)`."""
+        """The tests above can fail: float32 angles at 131k and frequencies after `.to(bfloat16)` miss the bound."""
         rotary = Rotary(128, 1e4, 4096)
         positions = torch.tensor([list(range(131_072 - 64, 131_072))])
         cos, sin = cos_sin(positions, plain(rotary))
@@ -234,12 +234,12 @@ class TestOutput:
 
     @pytest.mark.parametrize("name", REMAPPING)
     def test_a_method_that_cos_and_sin_cannot_carry_out_is_refused(self, name: str) -> None:
-        """Its cos and sin are those of the model without it, and attention would be, too."""
+        """A module with the unpatched model's cos and sin would leave attention as it is, without an error."""
         method: Any = example_method(list_methods()[name], SMALL)
         parameters = {key: value for key, value in method.to_dict().items() if key != "method"}
-        said = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
+        message = rf"{name} changes what attention does.*frequency method.*rope_ext_hf\.patch\(model, '{name}'\)"
         for given, more in ((name, parameters), (method, {}), (method.bind(SMALL, None), {})):
-            with pytest.raises(MethodError, match=said):
+            with pytest.raises(MethodError, match=message):
                 RotaryEmbedding(given, SMALL, **more)
 
     def test_an_unknown_layout_is_refused(self) -> None:
@@ -325,8 +325,8 @@ class TestLife:
     def test_functional_call(self, method: str, params: dict[str, Any]) -> None:
         module = RotaryEmbedding(method, SMALL, **params)
         state = dict(module.named_buffers()) | dict(module.named_parameters())
-        got = torch.func.functional_call(module, state, (torch.zeros(1), AT * 1000))
-        for left, right in zip(got, module(torch.zeros(1), AT * 1000), strict=True):
+        actual = torch.func.functional_call(module, state, (torch.zeros(1), AT * 1000))
+        for left, right in zip(actual, module(torch.zeros(1), AT * 1000), strict=True):
             assert torch.equal(left, right)
 
     @pytest.mark.slow
@@ -404,9 +404,9 @@ class TestCompiled:
         module = RotaryEmbedding(method, SMALL, layout=layout, **params)
         compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
         for x in (torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)):
-            got, expected = compiled(x, positions_to_check()), module(x, positions_to_check())
+            actual, expected = compiled(x, positions_to_check()), module(x, positions_to_check())
             for left, right in zip(
-                got if isinstance(got, tuple) else (torch.view_as_real(got),),
+                actual if isinstance(actual, tuple) else (torch.view_as_real(actual),),
                 expected if isinstance(expected, tuple) else (torch.view_as_real(expected),),
                 strict=True,
             ):
@@ -427,7 +427,7 @@ class TestCompiled:
     @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
     @pytest.mark.thorough
     def test_inductor_keeps_the_bound(self) -> None:
-        """Its integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""
+        """Inductor's integer arithmetic must wrap as eager's does; odd sizes reach its scalar tails."""
         torch._dynamo.reset()
         positions = positions_to_check()
         assert positions.shape[1] % 8
@@ -494,8 +494,8 @@ class TestPurity:
         def at(length: int) -> Tensor:
             other = RotaryEmbedding(method, SMALL, **params)
             with other.at_length(length):
-                got: Tensor = other(x, AT)[0]
-            return got
+                actual: Tensor = other(x, AT)[0]
+            return actual
 
         assert not torch.equal(at(1024), free)
         with module.at_length(1024):
@@ -530,8 +530,8 @@ class TestPurity:
 
         def k_used(length: int) -> int:
             positions = torch.arange(length)[None]
-            got = module(x, positions)
-            fits = [k for k in (1, 2, 4, 6, 8, 20) if worst(got, cos_sin(positions, ntk(SMALL, k))) <= BOUND]
+            actual = module(x, positions)
+            fits = [k for k in (1, 2, 4, 6, 8, 20) if worst(actual, cos_sin(positions, ntk(SMALL, k))) <= BOUND]
             assert len(fits) == 1
             return fits[0]
 

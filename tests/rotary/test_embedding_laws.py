@@ -1,6 +1,6 @@
 """The laws of RoPE (https://kexue.fm/archives/8265; Su et al. 2021, arXiv 2104.09864), over shapes, dtypes and methods.
 
-The vectors are rotated by the package; what is compared is stated by a law, or computed in plain Python.
+The package rotates the vectors; a law, or plain Python, gives the numbers that they are compared with.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EPSILON = {torch.float64: 1e-6, torch.float32: 1e-6, torch.float16: 2e-3, torch.
 
 
 class Case(NamedTuple):
-    """One rotary module, what it rotates, and positions that change no frequency of a length-dependent method."""
+    """A rotary module, vectors to rotate, and positions at which a length-dependent method has equal frequencies."""
 
     module: RotaryEmbedding
     x: Tensor  # (batch, 1, heads, head_dim)
@@ -91,7 +91,7 @@ def test_rotations_are_a_group(case: Case) -> None:
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), pairing=st.sampled_from(["half", "interleaved"]))
 def test_the_matrix_and_the_complex_form(case: Case, pairing: str) -> None:
-    """Each pair by its 2 x 2 matrix, and as a complex number times exp(1j m theta_i), in plain Python."""
+    """Rotate each pair by its 2 x 2 matrix, and as a complex number times exp(1j m theta_i), in plain Python."""
     m, _, _ = case.positions
     inv_freq = case.module.frequencies().inv_freq
     x = case.x[0, 0, 0].double()
@@ -106,7 +106,7 @@ def test_the_matrix_and_the_complex_form(case: Case, pairing: str) -> None:
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_polar_and_both_pairings_are_one(case: Case) -> None:
-    """torch.polar times the complex vector, and half pairing of rows in the order [0, 2, 4 ... 1, 3, 5 ...]."""
+    """Compare with torch.polar times the complex vector, and with half pairing of rows [0, 2, 4 ... 1, 3, 5 ...]."""
     m, _, _ = case.positions
     x, angles = case.x.double(), m * case.module.frequencies().inv_freq
     numbers = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
@@ -120,7 +120,7 @@ def test_polar_and_both_pairings_are_one(case: Case) -> None:
 
 
 def partial_sums(distance: int, inv_freq: list[float]) -> list[float]:
-    """|S_1| .. |S_(d/2)|, S_j = sum over i < j of exp(1j distance theta_i)."""
+    """Return |S_1| .. |S_(d/2)| with S_j = sum over i < j of exp(1j distance theta_i)."""
     sizes, total = [], 0j
     for frequency in inv_freq:
         total += cmath.exp(1j * distance * frequency)

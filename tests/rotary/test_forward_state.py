@@ -46,7 +46,7 @@ def patched(method: str, **overrides: Any) -> Any:
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of calls that run at the same time, each in a thread of its own."""
+    """Return the results of calls that run at the same time, each in a thread of its own."""
     results: list[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
@@ -71,7 +71,7 @@ def in_threads(*calls: Callable[[], Any]) -> list[Any]:
 
 @each_method
 def test_two_forwards_that_meet_inside_one_model(method: str) -> None:
-    """Each waits for the other between its rotary module and its layers, and again before the last layer."""
+    """Each forward waits for the other between its rotary module and its layers, and again before the last layer."""
     model = patched(method)
     mask = torch.ones(1, 150, dtype=torch.int64)
     mask[0, :60] = 0
@@ -93,7 +93,7 @@ def test_two_forwards_that_meet_inside_one_model(method: str) -> None:
 @each_method
 @pytest.mark.sampled(3)
 def test_generate_in_threads(method: str) -> None:
-    """Prompts on both sides of the trained length, which one of them passes while it decodes."""
+    """The prompts lie on both sides of the trained length, and one of them passes it while it decodes."""
     model = patched(method)
     prompts = [tokens(length, seed=length) for length in (20, TRAINED - 5, 150)]
 
@@ -239,7 +239,7 @@ def test_an_export_of_a_static_method_takes_any_length() -> None:
     "method", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "dca")) for name in REMAPPING]
 )
 def test_an_export_of_a_remapping_method_with_a_length_that_varies_is_refused(method: str) -> None:
-    """Which tiles there are follows from the length."""
+    """The tiles follow from the length."""
     shapes = {"ids": {1: torch.export.Dim("length", min=2, max=512)}}
     with pytest.raises(Exception, match=r"(?s)[Cc]onstraint.*length"):
         torch.export.export(_Logits(patched(method)), (tokens(150),), dynamic_shapes=shapes, strict=False)

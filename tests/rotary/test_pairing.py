@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, tor
 
 
 def moved_by_hand(rows: list[int], heads: int, rotary: int, start: int, to: str) -> list[int]:
-    """The permutation row by row, from its definition."""
+    """Permute row by row, from the definition."""
     head_dim = len(rows) // heads
     out = list(rows)
     for head in range(heads):
@@ -95,7 +95,7 @@ def test_unknown_pairings_are_refused() -> None:
 
 
 def rotate_complex(x: Tensor, angles: Tensor) -> Tensor:
-    """The interleaved rotation as Meta's Llama writes it: adjacent dims are one complex number, times e^(i angle)."""
+    """Rotate as Meta's Llama does: adjacent dims are a complex number, which is multiplied by e^(i angle)."""
     count = angles.shape[-1]
     wide = torch.promote_types(torch.promote_types(x.dtype, angles.dtype), torch.float32)
     pairs = torch.view_as_complex(x[..., : 2 * count].to(wide).reshape(*x.shape[:-1], count, 2).contiguous())
@@ -131,7 +131,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_pairs_matrix_and_complex_numbers_are_one_rotation(
     data: st.DataObject, pairs: int, after: int, position: int, method: str, dtype: torch.dtype
 ) -> None:
-    """Also the order of rows that leads from one pairing to the other, in the weights and not in the vectors."""
+    """The order of rows leads from one pairing to the other in the weights, not in the vectors."""
     dim, heads, hidden = 2 * pairs + after, data.draw(st.integers(1, 3)), 6
     angles = position * rope.frequencies(method, rope.Rotary(2 * pairs, 1e4, 256), **METHODS[method]).inv_freq
     x, weight = torch.randn(hidden, dtype=dtype), torch.randn(heads * dim, hidden, dtype=dtype)

@@ -39,7 +39,7 @@ from tests.support.rotary_examples import (
 
 
 def naive(x: Tensor, positions: Sequence[int], inv_freq: Sequence[float]) -> Tensor:
-    """x (batch, length, heads, head_dim) turned pair by pair as complex numbers; float64."""
+    """Rotate x (batch, length, heads, head_dim) pair by pair as complex numbers, in float64."""
     pairs = len(inv_freq)
     turned = x.double().clone()
     for index, position in enumerate(positions):
@@ -64,16 +64,16 @@ class TestApply:
         cos, sin = RotaryEmbedding("default", SMALL)(x, torch.tensor([positions, positions]))
         if not batched:
             cos, sin = cos[0], sin[0]
-        got = apply_rotary_pos_emb(x, cos, sin)
-        torch.testing.assert_close(got.double(), naive(x, positions, plain(SMALL)), rtol=0, atol=1e-5)
+        actual = apply_rotary_pos_emb(x, cos, sin)
+        torch.testing.assert_close(actual.double(), naive(x, positions, plain(SMALL)), rtol=0, atol=1e-5)
 
     def test_each_row_has_its_own_positions(self) -> None:
         x = random_x(2, 3, 2, 64)
         rows = [[0, 1, 2], [900, 901, 902]]
-        got = apply_rotary_pos_emb(x, *RotaryEmbedding("default", SMALL)(x, torch.tensor(rows)))
+        actual = apply_rotary_pos_emb(x, *RotaryEmbedding("default", SMALL)(x, torch.tensor(rows)))
         for row, positions in enumerate(rows):
             expected = naive(x[row : row + 1], positions, plain(SMALL))
-            torch.testing.assert_close(got[row : row + 1].double(), expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(actual[row : row + 1].double(), expected, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_equals_transformers_own(self, dtype: torch.dtype) -> None:
@@ -88,18 +88,18 @@ class TestApply:
 
     def test_dims_past_the_rotated_ones_stay(self) -> None:
         x, positions = random_x(1, 4, 2, 100), [0, 3, 50, 70]
-        got = apply_rotary_pos_emb(x, *RotaryEmbedding("default", SMALL)(x, torch.tensor([positions])))
-        assert got.shape == x.shape
-        assert torch.equal(got[..., 64:], x[..., 64:])
+        actual = apply_rotary_pos_emb(x, *RotaryEmbedding("default", SMALL)(x, torch.tensor([positions])))
+        assert actual.shape == x.shape
+        assert torch.equal(actual[..., 64:], x[..., 64:])
         expected = naive(x[..., :64], positions, plain(SMALL))
-        torch.testing.assert_close(got[..., :64].double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual[..., :64].double(), expected, rtol=0, atol=1e-5)
 
     def test_computes_in_the_wider_dtype_and_answers_in_that_of_x(self) -> None:
         x = random_x(1, 6, 2, 64, dtype=torch.bfloat16)
         cos, sin = RotaryEmbedding("default", SMALL, cast=False)(x, AT[:1])
-        got = apply_rotary_pos_emb(x, cos, sin)
-        assert got.dtype == torch.bfloat16
-        assert torch.equal(got, naive(x, AT[0].tolist(), plain(SMALL)).to(torch.bfloat16))
+        actual = apply_rotary_pos_emb(x, cos, sin)
+        assert actual.dtype == torch.bfloat16
+        assert torch.equal(actual, naive(x, AT[0].tolist(), plain(SMALL)).to(torch.bfloat16))
 
     def test_x_is_left_alone(self) -> None:
         x = random_x(1, 6, 2, 64)
@@ -176,19 +176,19 @@ class TestNTKAwareRoPE:
     @pytest.mark.parametrize("offset", [0, 1, 9])
     def test_forward_turns_complex_numbers(self, k: float, offset: int) -> None:
         x = random_x(2, 5, 3, 16)
-        got = NTKAwareRoPE(16, 20, k=k)(x, offset=offset)
-        assert got.shape == x.shape
+        actual = NTKAwareRoPE(16, 20, k=k)(x, offset=offset)
+        assert actual.shape == x.shape
         expected = naive(x, range(offset, offset + 5), ntk(Rotary(16, 1e4, 20), k))
-        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_forward_answers_in_the_dtype_of_x(self, dtype: torch.dtype) -> None:
         x = random_x(2, 5, 3, 16, dtype=dtype)
-        got = NTKAwareRoPE(16, 32, k=2)(x)
-        assert got.dtype == dtype
-        assert got.device == x.device
+        actual = NTKAwareRoPE(16, 32, k=2)(x)
+        assert actual.dtype == dtype
+        assert actual.device == x.device
         expected = naive(x, range(5), ntk(Rotary(16, 1e4, 32), 2))
-        torch.testing.assert_close(got.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+        torch.testing.assert_close(actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
 
     def test_forward_is_the_public_function_on_its_tables(self) -> None:
         module, x = NTKAwareRoPE(16, 32, k=2), random_x(2, 5, 3, 16)
@@ -202,16 +202,16 @@ class TestNTKAwareRoPE:
     @pytest.mark.parametrize("offsets", [False, True], ids=["one input", "token by token"])
     @pytest.mark.parametrize("dynamic", [True, False])
     @pytest.mark.parametrize(
-        ("k", "length", "taken"), [(1, 11, 2), (1, 20, 2), (1, 21, 4), (2, 21, 4), (3, 31, 4), (4, 41, 6), (1, 95, 10)]
+        ("k", "length", "used"), [(1, 11, 2), (1, 20, 2), (1, 21, 4), (2, 21, 4), (3, 31, 4), (4, 41, 6), (1, 95, 10)]
     )
-    def test_beyond_the_tables(self, k: int, length: int, taken: int, dynamic: bool, offsets: bool) -> None:
+    def test_beyond_the_tables(self, k: int, length: int, used: int, dynamic: bool, offsets: bool) -> None:
         trained = Rotary(16, 1e4, 10)
         module = NTKAwareRoPE(16, 10, k=k, dynamic=dynamic)
         x = random_x(1, length, 1, 16)
         offset = length - 1 if offsets else 0
-        expected = naive(x[:, offset:], range(offset, length), ntk(trained, taken))
+        expected = naive(x[:, offset:], range(offset, length), ntk(trained, used))
         torch.testing.assert_close(module(x[:, offset:], offset=offset).double(), expected, rtol=0, atol=1e-5)
-        kept = taken if dynamic else k
+        kept = used if dynamic else k
         assert module.k == kept
         assert module.C.shape == module.S.shape == (10 * kept, 16)
         assert set(dict(module.named_buffers())) == {"C", "S"}
@@ -234,7 +234,7 @@ class TestNTKAwareRoPE:
         assert module.C.shape == (40, 16)
 
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
             ({"head_dim": 15}, "15"),
             ({"head_dim": 2}, "2"),
@@ -249,8 +249,8 @@ class TestNTKAwareRoPE:
             ({"dtype": torch.int64}, "int64"),
         ],
     )
-    def test_impossible_arguments_are_refused(self, arguments: dict[str, Any], said: str) -> None:
-        with pytest.raises(MethodError, match=said):
+    def test_impossible_arguments_are_refused(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(MethodError, match=message):
             NTKAwareRoPE(**{"head_dim": 16, "max_seq_len": 32} | arguments)
 
     @pytest.mark.parametrize("shape", [(2, 5, 16), (2, 5, 3, 8), (2, 5, 3, 1, 16)])
@@ -286,7 +286,7 @@ some_methods = st.sampled_from([(name, params) for name, params, _, warmth in ST
 
 
 def turn(x: Tensor, position: int, which: tuple[str, dict[str, Any]]) -> Tensor:
-    """x (64,) at a position; float64, of angles good to the bound."""
+    """Rotate x (64,) to a position, in float64, by angles that are exact to the bound."""
     name, params = which
     x = x.double().view(1, 1, 1, -1)
     cos, sin = RotaryEmbedding(name, SMALL, **params)(x, torch.tensor([[position]]))

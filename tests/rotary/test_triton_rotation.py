@@ -27,10 +27,10 @@ SHAPES = [(2, 3, 70, 16), (1, 2, 1, 24), (3, 1, 5, 16)]
 
 
 def compare(device: str) -> None:
-    """Every layout, dtype and shape; keys that are views, as a cache and a projection give them.
+    """Compare the kernel with torch for every layout, dtype and shape, and for views, as of caches and projections.
 
-    Triton's interpreter multiplies numbers of bfloat16 wrongly (3.7.1 and 3.9.0), and reads, converts and writes them
-    rightly: bfloat16 can be compared there because the kernel multiplies in float32 alone.
+    Triton's interpreter (3.7.1 and 3.9.0) multiplies bfloat16 numbers incorrectly, but reads, converts and writes them
+    correctly. The kernel multiplies in float32 only, so bfloat16 can be compared in the interpreter, too.
     """
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows, heads, tokens, width in SHAPES:
@@ -60,7 +60,7 @@ def check(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 class FirstPrograms:
-    """The kernel, launched as asked but for a grid of `count` programs."""
+    """The kernel, launched with its arguments but on a grid of `count` programs."""
 
     def __init__(self, kernel: Any, count: int) -> None:
         self.kernel, self.count = kernel, count
@@ -70,7 +70,7 @@ class FirstPrograms:
 
 
 def check_order() -> None:
-    """The programs that read the same cos and sin, those of all heads, run one after the other."""
+    """Check that the programs of all heads, which read the same cos and sin, run one after the other."""
     x, (cos, sin) = torch.ones(2, 3, 600, 16), torch.ones(2, 2, 1, 600, 8)
 
     def written_by(programs: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The Triton kernel as Triton compiles it, without a GPU: what it takes of each device, and how often it is compiled.
+"""The Triton kernel as Triton compiles it, without a GPU: the resources it needs on each device, and its variants.
 
 `make test-kernels` installs Triton beside the environment: torch for CPUs comes without it, and it is large.
 """
@@ -47,7 +47,7 @@ def test_the_kernel_keeps_its_budget(case: dict[str, Any], target: str) -> None:
 
 
 def test_one_variant_serves_any_number_of_tokens() -> None:
-    """From caches, projections, slices and with one angle for all."""
+    """The keys come from caches, projections and slices, and one angle may serve all tokens."""
     with WithoutDevice("sm_90", KERNEL) as device:
         for count in (1, 2, 3, 7, 16, 31, 32, 100, 199):
             for rows in (1, 2):
@@ -62,7 +62,7 @@ def test_one_variant_serves_any_number_of_tokens() -> None:
 
 
 class CompilingCuda(SimulatedCuda):  # type: ignore[no-untyped-call, unused-ignore]
-    """A simulated device that has the JIT compile each launch of the kernel, beside computing it."""
+    """A simulated device that computes each launch of the kernel, and also has Triton compile it."""
 
     def _rotate_fused(self, x: Any, cos: Any, sin: Any, **options: Any) -> Any:
         rotate_fused(x.held.detach(), cos.held, sin.held, **options)
@@ -72,10 +72,10 @@ class CompilingCuda(SimulatedCuda):  # type: ignore[no-untyped-call, unused-igno
 @pytest.mark.skipif(why_unavailable() is not None, reason=str(why_unavailable()))
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn", "rerope", "self-extend", "stairs", "dca"])
 def test_prompts_and_steps_of_a_model_take_two_variants(method: str) -> None:
-    """One for reading and one for decoding steps at most, whatever the length.
+    """At most one variant is for reading and one for decoding steps, whatever the length.
 
-    With heads of a multiple of 32 dims, as models have: narrower ones, whose strides Triton tells apart, take one more
-    under `stairs`.
+    The heads have a multiple of 32 dims, as in models. For narrower heads Triton distinguishes strides, and `stairs`
+    takes one variant more.
     """
     with WithoutDevice("sm_90", KERNEL) as device, CompilingCuda(), torch.no_grad():
         model = rope.patch(build("llama", head_dim=32).to("cuda", torch.bfloat16), method)
@@ -89,7 +89,7 @@ def test_prompts_and_steps_of_a_model_take_two_variants(method: str) -> None:
 
 
 def test_every_kernel_of_the_package_is_compiled_here() -> None:
-    """Kernels are the functions that ask which program they are; a new one needs budgets."""
+    """Kernels are found as the functions that call `program_id`; a new kernel needs a budget here."""
     root = Path(__file__).parents[2]
     kernels = [
         node.name
