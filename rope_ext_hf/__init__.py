@@ -12,13 +12,13 @@ from rope_ext_hf.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-# They load when first used: the command line answers --help without torch, and importing this package costs nothing.
+# These names load when first used: the command line answers --help without torch, and importing this package is quick.
 if TYPE_CHECKING:
     from rope_ext_hf.bounds import limits as limits
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint as convert_checkpoint
-    from rope_ext_hf.checkpoints.detection import PairingReport as PairingReport
     from rope_ext_hf.checkpoints.detection import detect_pairing as detect_pairing
     from rope_ext_hf.checkpoints.live_model import convert as convert
+    from rope_ext_hf.checkpoints.pairing_report import PairingReport as PairingReport
     from rope_ext_hf.checkpoints.report import ConversionReport as ConversionReport
     from rope_ext_hf.errors import CheckpointError as CheckpointError
     from rope_ext_hf.errors import CorpusError as CorpusError

@@ -28,6 +28,7 @@ from rope_ext_hf.hub import (
 )
 from rope_ext_hf.reference import path
 from tests.support.forks import run_command, run_forked
+from tests.support.texts import ONE_MODULE
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def _edit(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
-TEXT = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
+TEXT = ["--max-spans", "1", "--data", ONE_MODULE]
 MEASURED = {
     "ppl": ["--lengths", "64", *TEXT],
     "sweep": ["--lengths", "64", *TEXT, "--method", "ntk"],

@@ -1,9 +1,10 @@
 """Models that keep the sine and cosine of every position as a table in their weights: RoFormer of transformers.
 
 The table has one row [sin | cos] for each position up to max_position_embeddings (RoFormer, Su et al. 2021, arXiv
-2104.09864). While a model is patched, a rotary module without a largest position stands in its place, and a state_dict
-holds the method's own table, for as many positions as the extended length, which plain transformers loads. The rows of
-a batch share the rows of the table, so a method cannot follow the length of each.
+2104.09864). While a model is patched, a rotary module that has no largest position stands in the place of the table.
+The state_dict then holds a table of the method, with a row for each position up to the extended length, which plain
+transformers loads. All rows of a batch are rotated by the same rows of the table, so a method cannot follow the length
+of each.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slot_finding import rotary_modules
-from rope_ext_hf.patches.slots import PatchedSlot, PatchState, Slot
+from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
+    """Return the module that stands in a slot under a patch; the model is not changed yet."""
     kind = _TableSlot if slot.is_table else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can take the place of a table of angles; slots of other kinds take every method."""
+    """Check that a method can take the place of a table of angles; a slot of another kind takes every method.
+
+    Raises:
+        UnsupportedModelError: the model has such a table, and the method needs more than one rotation for all rows.
+    """
     for slot in slots:
         if not slot.is_table:
             continue
@@ -52,33 +59,38 @@ def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> N
 
 
 class _TableSlot(PatchedSlot):
-    """What stands in the place of a table of angles while a model is patched.
+    """The module that stands in the place of a table of angles while a model is patched.
 
-    In a state_dict it is the table of the patched model, under the name that the class reads it from. A table that is
-    loaded is passed over: it follows from the method.
+    A state_dict holds the table of the patched model, under the name that the model's class reads. A table in a
+    state_dict that is loaded is ignored, because this module computes the angles of the method.
     """
 
     def forward(  # type: ignore[override]
         self, input_ids_shape: torch.Size, past_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        """Give rows [sin | cos], (length, head_dim), or the shape of position_ids with head_dim added.
+        """Return the rows [sin | cos] of some positions; the arguments are those of the module that is replaced.
 
-        The arguments are those of the module that is replaced: `input_ids_shape` is (batch, length); without positions
-        they are the next ones after the past.
+        Args:
+            input_ids_shape: (batch, length) of the new tokens.
+            past_length: tokens in the cache. Without `position_ids`, the new tokens stand right after them.
+            position_ids: integers of any shape.
+
+        Returns:
+            (length, head_dim), or the shape of position_ids followed by head_dim, in the dtype of the table.
         """
-        like = self.replaced.weight
-        assert isinstance(like, Tensor)
+        weight = self.replaced.weight
+        assert isinstance(weight, Tensor)
         if position_ids is None:
             end = past_length + input_ids_shape[1]
-            position_ids = torch.arange(past_length, end, device=like.device)
-        cos, sin = self.table("all")(like, position_ids.reshape(1, -1))
+            position_ids = torch.arange(past_length, end, device=weight.device)
+        cos, sin = self.table("all")(weight, position_ids.reshape(1, -1))
         return torch.cat((sin, cos), -1).reshape(*position_ids.shape, -1)
 
-    def _anew(self) -> dict[str, Tensor]:
+    def _tensors_built_anew(self) -> dict[str, Tensor]:
         return {"weight": _plain_table(self.replaced, self.replaced.num_embeddings)}  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """As any module's, with the table under `weight`."""
+        """Return a state_dict with the table of the patched model as `weight`, in place of the replaced one."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         del state[f"{prefix}replaced.weight"]
         with torch.no_grad():  # (positions, head_dim), of every position up to the extended length
@@ -101,7 +113,10 @@ def _plain_table(module: nn.Module, positions: int) -> Tensor:
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
-    """Put the table of plain RoPE, of the `positions` before the patch, back into a model loaded with its table."""
+    """Undo the patch of a saved table in a model that was loaded with it.
+
+    `positions`: the number of rows before the patch, which the table of plain RoPE gets again.
+    """
     for _, _, module, config in rotary_modules(model):
         table = module.weight
         assert isinstance(table, Tensor)

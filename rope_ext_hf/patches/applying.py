@@ -17,7 +17,8 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import stop_recording
 from rope_ext_hf.patches.angle_tables import fill_slot
-from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach, register
+from rope_ext_hf.patches.attention_function import register
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach
 from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
 from rope_ext_hf.patches.continuation_probe import (
     TOKENS,
@@ -30,10 +31,11 @@ from rope_ext_hf.patches.continuation_probe import (
     try_continuation,
     was_tried,
 )
+from rope_ext_hf.patches.continuous_batching import check_batching
 from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
 from rope_ext_hf.patches.generation_length import extend_generation
-from rope_ext_hf.patches.length_hooks import LengthHooks, check_batching
+from rope_ext_hf.patches.length_hooks import LengthHooks
 from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.planning import PatchPlan, plan_replay
 from rope_ext_hf.patches.reference_models import check_trainers_above

@@ -1,4 +1,9 @@
-"""Our names in transformers' two attention tables, and how a model is made to run one of them, in eval mode or not."""
+"""transformers' attention interface: our names in its tables, and the arguments that it gives to mask functions.
+
+transformers has two tables by name: one of attention functions, which every attention module calls by the name in its
+config, and one of functions that make their masks. This package adds names of its own and changes no other entry; a
+model runs our function once its config has our name.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +31,19 @@ LAYER_ATTRIBUTE = "_rope_ext_hf_layer"
 UNSUPPORTED_KWARGS = ("position_bias", "sinks", "head_mask")
 """Additions to the scores that blockwise attention does not apply."""
 _MASK_ARGUMENTS = ("mask_function", "attention_mask", "local_size")
-"""Arguments of a mask function that are read by their name, so that a padding mask under a new one would be missed."""
+"""Arguments of a mask function that are read by their name here; a release that renames one is refused."""
 PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_records", default=None)
-"""While a model is probed: what its attention functions were called with (see attention_probe.py)."""
+"""While a model is probed: the calls of its attention functions, in order (see attention_probe.py); else None."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """How one attention module attends; it does not change from one forward to the next."""
+    """The way in which one attention module attends under a remapping method, the same in every forward."""
 
-    rule: AttentionRule
-    rotation: Rotation | None
-    index: int = 0  # its place among the attention modules of its decoder
-    as_loaded: Any = None  # the config that the module was loaded with, which names its attention function
+    rule: AttentionRule  # the keys that a query sees, and at which relative positions
+    rotation: Rotation | None  # how the module rotates queries and keys; None: it does not
+    index: int = 0  # the number of the module among the attention modules of its decoder
+    as_loaded: Any = None  # the config that the module was loaded with, which names its own attention function
 
 
 Places = list[tuple[nn.Module, str, nn.Module]]
@@ -46,9 +51,11 @@ Places = list[tuple[nn.Module, str, nn.Module]]
 
 
 def places_of_attention(decoder: nn.Module, attention: Collection[nn.Module], name: str) -> Places:
-    """Return where these attention modules stand in a decoder, after a look at what stands around them.
+    """Return where attention modules stand in a decoder.
 
-    `name`: of the remapping method.
+    Args:
+        attention: these modules.
+        name: the name of the remapping method, for messages.
 
     Raises:
         UnsupportedModelError: a module with weights of its own stands between a layer and its attention, as PEFT's
@@ -56,30 +63,49 @@ def places_of_attention(decoder: nn.Module, attention: Collection[nn.Module], na
             remapping method are only one half of a rotation.
     """
     modules: dict[str, nn.Module] = dict(decoder.named_modules())
-    members, places = set(attention), []
+    members = set(attention)
+    places: Places = []
     for path, module in modules.items():
-        if module not in members:
-            continue
-        parts = path.split(".")
-        around = [".".join(parts[:end]) for end in range(1, len(parts))]
-        lists = [index for index, each in enumerate(around) if isinstance(modules[each], nn.ModuleList)]
-        for each in around[lists[-1] + 2 :] if lists else []:  # inside of the layer, which is an item of the last list
-            if any(True for _ in modules[each].parameters(recurse=False)):
-                raise UnsupportedModelError(
-                    f"{type(modules[each]).__name__} stands around the attention of {each} with weights of its own, "
-                    f"and the cos and sin that it is given are not all that rotates under {name}: use a frequency "
-                    "method, such as yarn, or LoRA in place of this adapter"
-                )
-        places.append((modules[".".join(parts[:-1])], parts[-1], module))
+        if module in members:
+            for wrapper in _paths_inside_layer(modules, path):
+                _check_has_no_weights(modules[wrapper], wrapper, name)
+            parent, _, attribute = path.rpartition(".")
+            places.append((modules[parent], attribute, module))
     return places
 
 
+def _paths_inside_layer(modules: Mapping[str, nn.Module], path: str) -> list[str]:
+    """Return the paths of the modules around an attention module that are inside of its layer, outermost first.
+
+    The layer is the item of the last list on the way: of `layers.3.self_attn.attn` it is `layers.3`, and
+    `layers.3.self_attn` is inside of it. Without a list there is no layer.
+    """
+    parts = path.split(".")
+    around = [".".join(parts[:end]) for end in range(1, len(parts))]
+    lists = [index for index, outer in enumerate(around) if isinstance(modules[outer], nn.ModuleList)]
+    return around[lists[-1] + 2 :] if lists else []
+
+
+def _check_has_no_weights(wrapper: nn.Module, path: str, method: str) -> None:
+    if any(True for _ in wrapper.parameters(recurse=False)):
+        raise UnsupportedModelError(
+            f"{type(wrapper).__name__} stands around the attention of {path} with weights of its own, and the cos and "
+            f"sin that it is given are not all that rotates under {method}: use a frequency method, such as yarn, or "
+            "LoRA in place of this adapter"
+        )
+
+
 def register_attention(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Add an attention function and its mask function to transformers' tables; no existing entry changes."""
+    """Add an attention function and its mask function to transformers' tables, under a name of ours.
+
+    Raises:
+        UnsupportedModelError: mask functions of this release lack an argument that we read by name.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface, __version__
     from transformers.masking_utils import sdpa_mask
 
-    missing = [name for name in _MASK_ARGUMENTS if name not in inspect.signature(sdpa_mask).parameters]
+    parameters = inspect.signature(sdpa_mask).parameters
+    missing = [argument for argument in _MASK_ARGUMENTS if argument not in parameters]
     if missing:
         raise UnsupportedModelError(
             f"the mask functions of transformers {__version__} take no {' and no '.join(missing)}, from which a "
@@ -93,28 +119,40 @@ def register_attention(name: str, function: Callable[..., Any], mask: Callable[.
 def attending(
     model: nn.Module, name: str, function: Callable[..., Any], mask: Callable[..., Any], state: ContextVar[T], value: T
 ) -> Iterator[None]:
-    """Run a function in every attention module of a model; it reads `state`, which has this value inside.
+    """Run another attention function in every attention module of a model, inside a `with` block.
 
-    transformers knows the function, and the one that makes its masks, by `name`.
+    Args:
+        model: its configs name the function inside the block, and have their own names again afterwards.
+        name: the name of the function in transformers' tables.
+        function: the attention function.
+        mask: the function that makes its masks.
+        state: a variable that the function reads, such as the list in which it records calls.
+        value: of `state` inside the block.
     """
     register_attention(name, function, mask)
-    every: list[Any] = [module.__dict__.get("config") for module in model.modules()]
-    configs = {id(config): config for config in every if hasattr(config, "_attn_implementation")}.values()
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if hasattr(config, "_attn_implementation"):
+            configs[id(config)] = config
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    for config in configs.values():
         config._attn_implementation = name
     token = state.set(value)
     try:
         yield
     finally:
         state.reset(token)
-        for config, own in zip(configs, before, strict=True):
-            config._attn_implementation = own
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, every module of a model is in eval mode; at the end each is back in its own mode."""
+    """Put every module of a model into eval mode inside a `with` block, and back into its own mode at the end.
+
+    `model.eval()` would call the `train` method of every module, which a patched slot takes for a sign of training.
+    """
     modes = {name: module.training for name, module in model.named_modules()}
     for module in model.modules():
         if module.training:
@@ -123,12 +161,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, module in model.named_modules():  # by name: a patch may have put another module in the place
-            if module.training != (before := modes.get(name, module.training)):
+            before = modes.get(name, module.training)
+            if module.training != before:
                 module.training = before
 
 
 class _AsLoaded:
-    """An attention module with the config that it was loaded with, which attention functions look into."""
+    """An attention module that shows the config that it was loaded with, to attention functions that look into it."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         self.module = module
@@ -139,33 +178,41 @@ class _AsLoaded:
 
 
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the attention function that a config names; it gives (rows, tokens, heads, head_dim of the values)."""
+    """Run the attention function that a config names, and return its (rows, tokens, heads, head_dim of the values).
+
+    `module`: the attention module, which shows this config to the function; the other arguments are the function's.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    look_up = getattr(
-        ALL_ATTENTION_FUNCTIONS, "get_interface", ALL_ATTENTION_FUNCTIONS.get
-    )  # 5.0 has no check of names
+    # 5.0 has no `get_interface`, which also checks the name.
+    look_up = getattr(ALL_ATTENTION_FUNCTIONS, "get_interface", ALL_ATTENTION_FUNCTIONS.get)
     function = look_up(config._attn_implementation, eager)
     out: Tensor = function(_AsLoaded(module, config), *args, **kwargs)[0]
     return out
 
 
+# --- arguments of mask functions --------------------------------------------------------------------------------------
+
+
 def places_of_queries(make_mask: Callable[..., Any], past: int, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Return the arguments that tell a mask function which places its queries have: those after `past` tokens."""
+    """Return the arguments by which a mask function is told that its queries stand after `past` tokens."""
     if "cache_position" in inspect.signature(make_mask).parameters:  # in 5.0
         return {"cache_position": torch.arange(past, past + tokens, device=device)}
     return {"q_length": tokens, "q_offset": past}
 
 
 def tokens_before_queries(kwargs: Mapping[str, Any]) -> int:
-    """Return how many tokens precede the queries by the arguments of a mask function."""
+    """Return the number of tokens before the queries, from the arguments of a mask function."""
     places = kwargs.get("cache_position")  # in 5.0
     return int(kwargs["q_offset"] if places is None else places[0])
 
 
 def is_sliding(kwargs: Mapping[str, Any]) -> bool:
-    """Whether the arguments of a mask function ask for causality and a sliding window of `local_size`, and no more."""
+    """Return whether a mask function is asked for causality and a sliding window of `local_size`, and nothing else.
+
+    `kwargs`: its arguments.
+    """
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     size = kwargs.get("local_size")
@@ -173,9 +220,10 @@ def is_sliding(kwargs: Mapping[str, Any]) -> bool:
 
 
 def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
-    """The size of attention chunks where the arguments of a mask function ask for causality inside chunks, and no more.
+    """Return the size of attention chunks where a mask function is asked for causality inside chunks and nothing else.
 
-    Without a padding mask, because padding on the left moves the chunks. None: another mask.
+    None for every other mask, and with a padding mask, because padding on the left moves the chunks. `kwargs`: the
+    arguments of the mask function.
     """
     from transformers.masking_utils import chunked_causal_mask_function
 
@@ -186,13 +234,19 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
     return size if _same_closure(kwargs.get("mask_function"), chunked, any_tensor=True) else None
 
 
-def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
-    """Whether two functions are the same code around the same values; tensors are never the same, or all are."""
-    if not (inspect.isfunction(one) and inspect.isfunction(other)):
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(one, other, strict=True))
-        if isinstance(one, Tensor):
-            return any_tensor and isinstance(other, Tensor)
-        return type(one) is type(other) and bool(one == other)
-    cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_closure(*cells, any_tensor=any_tensor)
+def _same_closure(first: Any, second: Any, *, any_tensor: bool = False) -> bool:
+    """Return whether two functions are the same code around the same values, as two closures of one factory are.
+
+    transformers builds a mask from such functions, nested in each other; comparing them tells what a mask asks for.
+    Tensors around them count as different, or under `any_tensor` as the same.
+    """
+    if inspect.isfunction(first) and inspect.isfunction(second):
+        cells, other_cells = (
+            tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (first, second)
+        )
+        return first.__code__ is second.__code__ and _same_closure(cells, other_cells, any_tensor=any_tensor)
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(first, second, strict=True))
+    if isinstance(first, Tensor):
+        return any_tensor and isinstance(second, Tensor)
+    return type(first) is type(second) and bool(first == second)

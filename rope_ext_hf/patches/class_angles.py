@@ -1,7 +1,8 @@
-"""Frequencies and magnitude that a model's own rotary class computes for a length of input, measured by running it.
+"""The frequencies that a model's own rotary class computes, measured by running it.
 
-The class is run on the CPU, on buffers of its own, so that a model on the meta device can be asked, too. A second
-reading of the config may differ from that of the class; this cannot.
+This package reads frequencies from the config as well, and its reading may differ from that of the class; what the
+class computes is what the model does. A copy of the module runs on the CPU, so that this also works for a model on the
+meta device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from rope_ext_hf.rotary.embedding import Layout
 
 
 class ClassAngles:
-    """A rotary module of a model, ready to be run; `layout` is how its angles come out, None: not as pairs."""
+    """A copy of a model's rotary module, ready to be run.
+
+    Args:
+        model: the model that it belongs to, which fills the copy where its buffers are on the meta device.
+        module: the rotary module as the model was loaded with it.
+        layout: how it arranges its angles, see `RotaryEmbedding`; None: in no way that is known here.
+    """
 
     def __init__(self, model: nn.Module, module: nn.Module, layout: Layout | None) -> None:
         self.layout = layout
@@ -27,16 +34,17 @@ class ClassAngles:
 
     @torch.no_grad()
     def at(self, layer_type: LayerType, length: int) -> tuple[tuple[float, ...], float]:
-        """Return frequencies and magnitude of a layer type for an input of `length` tokens, at least 2.
+        """Return the frequencies of a layer type, in radians per token, and the magnitude of cos and sin.
 
-        They are read from cos and sin at position 1, which float32 holds to its full precision for any frequency up to
-        pi, however slow; of a module that arranges its angles in another way, from its buffer, in descending order.
+        The frequencies are those for an input of `length` tokens, at least 2. They are read from cos and sin at
+        position 1, which hold any frequency up to pi in the full precision of float32, however slow it is. Where the
+        angles are arranged in an unknown way, they are read from the buffer `inv_freq`, in descending order.
         """
-        # A class that follows the length changes its buffers.
+        # A class that follows the length changes its buffers, so that each length gets a copy that saw no other.
         module: Any = copy.deepcopy(self._module)
         positions = torch.tensor([[1, max(1, length - 1)]])
-        named = {} if layer_type is None else {"layer_type": layer_type}
-        out: Any = module(torch.zeros(1, dtype=torch.float32), positions, **named)
+        kwargs = {} if layer_type is None else {"layer_type": layer_type}
+        out: Any = module(torch.zeros(1, dtype=torch.float32), positions, **kwargs)
         if self.layout is None:
             return tuple(sorted(module.inv_freq.double().tolist(), reverse=True)), float(module.attention_scaling)
         if isinstance(out, Tensor):
@@ -48,7 +56,10 @@ class ClassAngles:
 
 
 def softmax_multiple(model: nn.Module) -> float:
-    """Return what latent attention multiplies its softmax scale by beside the size of a head; 1.0 for other models."""
+    """Return a model's softmax scale times the square root of its head size: 1.0, but for some latent attention.
+
+    Under YaRN, DeepSeek's latent attention multiplies the usual scale by a factor (modeling_deepseek_v3.py).
+    """
     for module in model.modules():
         scaling, dim = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
         if isinstance(scaling, float) and isinstance(dim, int) and hasattr(module, "kv_lora_rank"):
@@ -57,6 +68,7 @@ def softmax_multiple(model: nn.Module) -> float:
 
 
 def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
+    """Return one column of each pair, (dim // 2,), of a row of cos or sin."""
     if layout == "bare":
         return columns
     return columns[: len(columns) // 2] if layout == "half" else columns[0::2]
@@ -65,8 +77,8 @@ def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
 def built_anew(module: nn.Module) -> nn.Module | None:
     """Return a new module of the same class on the CPU; None where it cannot be built.
 
-    Arguments of its class are the attributes of the same name. One that is not kept has its default, so that the result
-    may differ in its numbers.
+    Each argument of the class is the attribute of the same name. An argument that the module does not keep gets its
+    default, so the caller must compare the numbers of the new module with those that it expects.
     """
     arguments: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(module)).parameters.items():
@@ -87,13 +99,17 @@ def built_anew(module: nn.Module) -> nn.Module | None:
 
 def same_frequencies(inv_freq: Tensor, stated: Tensor) -> bool:
     """Return whether the frequencies of a module are those that its config states, up to rounding."""
-    # A cast to bfloat16 or float16, perhaps undone since, leaves that much of a difference; another geometry far more.
-    # The absolute part is for frequencies near zero, which float16 keeps as multiples of 6e-8.
+    # A cast to bfloat16 or float16, which may have been undone since, leaves relative differences below 1e-2; another
+    # base or another number of dims leaves far larger ones. Near zero float16 keeps multiples of 6e-8 only.
     return inv_freq.shape == stated.shape and torch.allclose(inv_freq.double().cpu(), stated, rtol=1e-2, atol=6e-8)
 
 
 def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:
-    """A copy of a rotary module of a model on the CPU, its buffers filled as loading weights fills them."""
+    """Return a copy of a model's rotary module on the CPU, its buffers filled as loading the model would fill them.
+
+    Raises:
+        UnsupportedModelError: some of its numbers are weights, and the model is on the meta device.
+    """
     copied = copy.deepcopy(module)
     if all(buffer.device.type != "meta" for buffer in copied.buffers()):
         return copied.to("cpu")
@@ -102,8 +118,11 @@ def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:
         tensor.data.fill_(torch.nan)
     from transformers import PreTrainedModel
 
-    owner = [each for each in model.modules() if isinstance(each, PreTrainedModel) and module in each.modules()][-1]
+    around = [part for part in model.modules() if isinstance(part, PreTrainedModel) and module in part.modules()]
+    owner = around[-1]  # the innermost model around it, whose class knows how to fill it
     owner._init_weights(copied)
     if any(tensor.isnan().any() for tensor in (*copied.buffers(), *copied.parameters())):
-        raise UnsupportedModelError(f"{type(module).__name__} cannot be run without the weights of its model")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} cannot be run without the weights of its model; load the model with them"
+        )
     return copied

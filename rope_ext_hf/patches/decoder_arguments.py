@@ -1,10 +1,10 @@
-"""The arguments of a decoder's forward, found by what they are wherever that is possible.
+"""Find the arguments of a decoder's forward, by their type wherever that is possible.
 
 transformers renames arguments: what was `past_key_values` up to 5.23 is `cache` from 5.24 on, and until 5.40 a decoder
-may be called by either name. An argument that a hook misses under its new name would be missed in silence, so each is
-either found by its type, or its name is checked when a model is patched:
+may be called by either name. A hook that looks for an argument under its old name would find nothing, and no error
+would say so. Therefore each argument is either found by its type, or its name is checked when a model is patched:
 
-| argument | found by | a rename is noticed |
+| argument | found by | if it is renamed |
 | --- | --- | --- |
 | cache of keys and values | a value that is a `Cache` | it does not matter |
 | the same in our own calls | an annotation that holds a `Cache`, then the known names | error at the call |
@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ForwardRef, get_args
 
 from torch import Tensor, nn
@@ -42,15 +42,16 @@ _PAGED = "transformers.generation.continuous_batching.cache", "PagedAttentionCac
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Whether a module's forward takes ids or embeddings, as decoders do; DeepSeek V4's layers take both kinds."""
+    """Return whether a module's forward takes token ids or embeddings, as those of decoders do."""
     parameters = inspect.signature(type(module).forward).parameters
+    # The layers of DeepSeek V4 take `input_ids` beside their hidden states.
     return not set(_TOKEN_NAMES).isdisjoint(parameters) and "hidden_states" not in parameters
 
 
 def check_names(decoder: nn.Module) -> None:
-    """Check that a decoder's forward has every argument that is read by its name; else UnsupportedModelError.
+    """Check that a decoder's forward has every argument that is read by its name; else raise UnsupportedModelError.
 
-    Not `inputs_embeds`: some families take ids alone (ESM C, DiffusionGemma).
+    `inputs_embeds` is left out, because some families take ids alone (ESM C, DiffusionGemma).
     """
     parameters = inspect.signature(type(decoder).forward).parameters
     missing = [name for name in _READ_BY_NAME if name not in parameters]
@@ -59,6 +60,7 @@ def check_names(decoder: nn.Module) -> None:
 
 
 def _renamed(decoder: nn.Module, *missing: str) -> UnsupportedModelError:
+    """Return the error for a decoder that lacks arguments which it should have."""
     return UnsupportedModelError(
         f"{_class_and_release(decoder)} takes no {' and no '.join(missing)}, which length-dependent and remapping "
         "methods read; this release may have given it another name. Use a static method (yarn, ntk, linear, ...), or "
@@ -67,7 +69,7 @@ def _renamed(decoder: nn.Module, *missing: str) -> UnsupportedModelError:
 
 
 def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call by name; those given by position have the names of the decoder's forward."""
+    """Return the arguments of a call by name; those given by position get the names of the decoder's forward."""
     if not args:
         return kwargs
     by_position: dict[str, Any] = inspect.signature(type(decoder).forward).bind_partial(decoder, *args).arguments
@@ -75,20 +77,28 @@ def arguments(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def new_tokens(decoder: nn.Module, call: Mapping[str, Any]) -> Tensor | None:
-    """The ids (rows, tokens) or embeddings (rows, tokens, hidden size) of a call; None: it has neither."""
+    """Return the token ids (rows, tokens) or embeddings (rows, tokens, hidden size) of a call; None: it has neither.
+
+    Raises:
+        UnsupportedModelError: it has neither, and embeddings may have another name in this release.
+    """
     for name in _TOKEN_NAMES:
         if call.get(name) is not None:
             tokens: Tensor = call[name]
             return tokens
-    if "inputs_embeds" not in inspect.signature(type(decoder).forward).parameters:  # they may have another name
+    if "inputs_embeds" not in inspect.signature(type(decoder).forward).parameters:
         raise _renamed(decoder, "inputs_embeds")
     return None
 
 
 def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
-    """The cache of the decoder's own tokens in the arguments of a call, whatever its name; None: no such cache.
+    """Return the cache of the decoder's own tokens in the arguments of a call, whatever its name; None: it has none.
 
-    Where several are given, as under the old and the new name at once, the decoder uses the one under its own name.
+    Where a call has several, as under the old and the new name at once, the decoder uses the one under the name that it
+    takes itself, and so does this function.
+
+    Raises:
+        LengthError: the cache is of a class whose contents are not known.
     """
     from transformers.cache_utils import Cache
 
@@ -114,8 +124,9 @@ def cache_argument(decoder: nn.Module, call: Mapping[str, Any]) -> Any:
 def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
     """Return the number of tokens that the cache of a call holds; 0 if the call has no cache.
 
-    In 5.0 the length of a static cache is the number of its keys that are not zero, which leaves out tokens with a zero
-    embedding, such as padding; its decoders store keys at the places that `generate` names.
+    In 5.0 a static cache counts its keys that are not zero, and so leaves out tokens with a zero embedding, such as
+    padding. Its decoders store new keys at the places that `generate` names in `cache_position`: the first of them is
+    the number that is wanted.
     """
     cache = cache_argument(decoder, call)
     if cache is None:
@@ -128,40 +139,47 @@ def past_length(decoder: nn.Module, call: Mapping[str, Any]) -> int:
 
 
 def paged_cache(call: Mapping[str, Any]) -> Any:
-    """The paged cache of continuous batching in the arguments of a call; None: it has none."""
+    """Return the paged cache of continuous batching in the arguments of a call; None: it has none."""
     return next((value for value in call.values() if _is_paged(value)), None)
 
 
 def _is_paged(value: Any) -> bool:
-    """Whether a value is the cache of continuous batching; none exists before transformers has imported its class."""
+    """Return whether a value is the cache of continuous batching."""
     module, name = _PAGED
-    kind = getattr(sys.modules.get(module), name, None)
-    return kind is not None and isinstance(value, kind)
+    paged_class = getattr(sys.modules.get(module), name, None)  # without an import: no such value exists before it
+    return paged_class is not None and isinstance(value, paged_class)
 
 
 def cache_of_output(output: Any) -> Any:
-    """The cache of the decoder's own tokens in what its forward returned; None: it returned none."""
+    """Return the cache of the decoder's own tokens in an output of its forward; None: there is none."""
     from transformers.cache_utils import Cache
 
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else ()
+    values: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, tuple):
+        values = output
     return own_cache(next((value for value in values if isinstance(value, Cache)), None))
 
 
 def own_cache(cache: Any) -> Any:
-    """The cache of a decoder's own tokens, where it is given together with that of an encoder's."""
+    """Return the cache of a decoder's own tokens, out of one that holds the keys of an encoder as well."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def cache_parameter(*modules: nn.Module) -> str:
-    """The name of the cache among the arguments of the first of these modules that names one.
+    """Return the name of the cache among the arguments of the first of these modules that has such an argument.
 
-    A wrapper such as PEFT's passes all on by keyword, and takes the name that the decoder inside takes.
+    A wrapper such as PEFT's takes `**kwargs` and passes them on, so the modules inside are given after it.
+
+    Raises:
+        UnsupportedModelError: none of them has one.
     """
     for module in modules:
         forward = type(module).forward
         parameters = inspect.signature(forward).parameters
         names = getattr(inspect.unwrap(forward), "__globals__", {})
-        annotated = [name for name, each in parameters.items() if _holds_cache(each.annotation, names)]
+        annotated = [name for name, parameter in parameters.items() if _holds_cache(parameter.annotation, names)]
         named = [name for name in _CACHE_NAMES if name in parameters]
         # An encoder's cache may stand beside the decoder's, so a known name counts before the order of the arguments.
         best = [name for name in named if name in annotated] + annotated + named
@@ -174,7 +192,10 @@ def cache_parameter(*modules: nn.Module) -> str:
 
 
 def _holds_cache(annotation: Any, names: Mapping[str, Any]) -> bool:
-    """Whether an annotation, or a part of it, is a class of caches; words of a text are looked up in `names`."""
+    """Return whether an annotation, or a part of it, is a class of caches.
+
+    `names`: the names of the module that the annotation stands in, by which one that is a string is read.
+    """
     from transformers.cache_utils import Cache
 
     if isinstance(annotation, ForwardRef):

@@ -16,11 +16,12 @@ from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, check_pairing
 from rope_ext_hf.patches.patch_records import recorded_specs
+from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note
 from rope_ext_hf.patches.saving import engine_agreement
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import PatchState, Slot, first_scaled, patched_slots
+from rope_ext_hf.patches.slots import Slot, first_scaled, patched_slots
 from rope_ext_hf.terminal import Rows, ShownAsTables, wrapped
 
 _PAIRINGS: dict[str | None, str] = {

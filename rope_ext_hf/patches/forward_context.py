@@ -1,4 +1,8 @@
-"""One forward of a decoder: what it was called with, and what its hooks work out for the modules inside."""
+"""One forward of a decoder: the arguments of its call, and what the hooks around it work out for the modules inside.
+
+A rotary module or an attention function is called deep inside the decoder, with few arguments. What it needs to know
+beyond them (which tokens are padding, how long each row is) is in the `ForwardContext` of the forward under way.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +18,16 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens, past_length
+from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
-from rope_ext_hf.rotary.kv_cache import CacheState, RowState
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
+HOLD_ONE_LENGTH = (
+    "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
+)
+"""The last sentence of errors about a length or a cache that a length-dependent method cannot follow."""
 _NOT_CONTINUED = (
     "position_ids do not continue the positions of the keys in the cache: pass those of the new tokens, each one more "
     "than the one before"
@@ -28,45 +36,71 @@ _NOT_CONTINUED = (
 
 @dataclass(eq=False, kw_only=True)
 class GivenMask(ForwardState):
-    """The mask given to a module around the decoder, which may prepare another one from it."""
+    """A call of a module around the decoder, which may give the decoder another mask than it was given itself.
 
-    attention_mask: Any = None  # as given; None: none was
-    with_positions: bool = False  # whether position_ids were given, too; else this module may fill some in
+    Gemma 3 with images, for example, prepares a mask of four dims, in which padding can no longer be told from other
+    places that are not seen.
+    """
+
+    attention_mask: Any = None  # the mask of that call; None: the call has none
+    with_positions: bool = False  # the call has position_ids; without them, that module may fill some in
 
 
 @dataclass(eq=False, kw_only=True)
 class ForwardContext(ForwardState):
-    """One forward of a decoder, read from its arguments once."""
+    """One forward of a decoder, whose arguments are read once, when it begins.
 
-    new_tokens: Tensor  # ids (rows, tokens) or embeddings (rows, tokens, hidden size)
-    past_length: int  # tokens in the cache
-    position_ids: Tensor | None  # as given, (rows or 1, tokens); None: the decoder counts from the past length on
-    filled_in: bool  # a module around the decoder has filled in the positions, and may not have looked at the mask
-    padding_mask: Tensor | None  # (rows, past + tokens), 0 where a key is padding; None: none was given
-    prepared_mask: bool  # a mask was given of which nothing follows for the padding
-    cache: Any  # as given, of the decoder's own tokens
-    token_positions: TokenPositions | None = None  # this and the next four are for remapping methods
-    layers: dict[int, nn.Module] = field(default_factory=dict)  # attention modules by index, for compiled code
-    row_groups: tuple[RowGroup, ...] = ()  # by the rule of their length, where a method has one for each
-    masks: dict[Hashable, Any] = field(default_factory=dict)  # as loaded, made once in a forward
-    packed: bool = False  # a row holds several inputs one after the other
-    cache_state: CacheState | None = None  # what is stored with the cache
-    cache_rows: RowState | None = None  # how keys are rotated once this forward has ended (length-dependent methods)
-    undo: ExitStack | None = None  # what this forward has changed in its cache until it ends
+    Attributes:
+        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
+        past_length: the number of tokens in the cache.
+        position_ids: of the call, (rows or 1, tokens); None: the decoder counts on from the past length.
+        filled_in: a module around the decoder has filled in the positions, and may not have looked at the mask.
+        padding_mask: (rows, past + tokens), 0 where a key is padding; None: the call has none.
+        prepared_mask: the call has a mask that does not tell which tokens are padding.
+        cache: of the decoder's own tokens; None: the call has none.
+        token_positions: of all tokens; under a remapping method, as the next four.
+        layers: the attention modules by their index, by which compiled code names them.
+        row_groups: the rows by the rule of their length, where a method has one for each length.
+        masks: the masks of the unpatched attention, each made once in a forward.
+        packed: a row holds several inputs one after the other.
+        cache_state: the record that is kept with the cache.
+        cache_rows: how the keys of each row are rotated after this forward; under a length-dependent method.
+        undo: what takes back the changes that this forward has made to its cache.
+    """
+
+    new_tokens: Tensor
+    past_length: int
+    position_ids: Tensor | None
+    filled_in: bool
+    padding_mask: Tensor | None
+    prepared_mask: bool
+    cache: Any
+    token_positions: TokenPositions | None = None
+    layers: dict[int, nn.Module] = field(default_factory=dict)
+    row_groups: tuple[RowGroup, ...] = ()
+    masks: dict[Hashable, Any] = field(default_factory=dict)
+    packed: bool = False
+    cache_state: CacheState | None = None
+    cache_rows: RowState | None = None
+    undo: ExitStack | None = None
 
     @classmethod
     def from_call(cls, decoder: nn.Module, call: Mapping[str, Any], axes: int) -> ForwardContext | None:
-        """The context of a call with these arguments, whose positions have so many axes; None: it has no tokens."""
+        """Return the context of a call of a decoder; None where the call has no tokens.
+
+        `call`: its arguments by name; `axes`: how many axes the positions of the model may have.
+        """
         tokens = new_tokens(decoder, call)
         if tokens is None:
             return None
         cache, mask = cache_argument(decoder, call), call.get("attention_mask")
+        # The modules around this decoder, but not those around another decoder that it may run inside of.
         inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
         around = [state for state in inside if isinstance(state, GivenMask)]  # innermost first
         padding = _padding_mask(mask)
         prepared = mask is not None and padding is None
         if prepared:
-            prepared, padding = _mask_given_outside(around)
+            prepared, padding = _mask_of_modules_around(around)
         return cls(
             owner=decoder,
             new_tokens=tokens,
@@ -79,14 +113,18 @@ class ForwardContext(ForwardState):
         )
 
     def close(self) -> None:
+        """Undo what this forward has changed in its cache until it ends."""
         if self.undo is not None:
             self.undo.close()
 
 
 def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
-    """Positions (rows, tokens) of a call that may give them for several axes, (axes, rows, tokens).
+    """Return positions (rows, tokens) of a call that may have them for several axes, (axes, rows, tokens).
 
-    Some decoders take the positions in the text as one more axis, before the others.
+    Some decoders take the positions in the text as one more axis before the others, which is left out.
+
+    Raises:
+        LengthError: the axes of a token differ, as those of an image do.
     """
     if positions is None or axes == 1 or positions.ndim != 3:
         return positions
@@ -101,13 +139,19 @@ def _one_per_token(positions: Tensor | None, axes: int) -> Tensor | None:
 
 
 def _padding_mask(mask: Any) -> Tensor | None:
-    """The mask of shape (rows, tokens) in what was given, which may hold one per layer type."""
-    masks = mask.values() if isinstance(mask, Mapping) else (mask,)
-    return next((each for each in masks if isinstance(each, Tensor) and each.ndim == 2), None)
+    """Return the mask (rows, tokens) in a mask argument, which may be a dict by layer type; None where it has none."""
+    for candidate in mask.values() if isinstance(mask, Mapping) else (mask,):
+        if isinstance(candidate, Tensor) and candidate.ndim == 2:
+            return candidate
+    return None
 
 
-def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:
-    """Whether a prepared mask comes from the user, and the padding mask that it was prepared from."""
+def _mask_of_modules_around(around: Sequence[GivenMask]) -> tuple[bool, Tensor | None]:
+    """Return whether the user prepared the decoder's mask, and else the padding mask that it was prepared from.
+
+    `around`: the calls of the modules around the decoder, innermost first. Where one of them had a padding mask, or
+    none, it was that module that prepared the decoder's mask.
+    """
     for state in around:
         padding = _padding_mask(state.attention_mask)
         if padding is not None or state.attention_mask is None:
@@ -116,15 +160,22 @@ def _mask_given_outside(around: Sequence[GivenMask]) -> tuple[bool, Tensor | Non
 
 
 def current_context() -> ForwardContext | None:
-    """The context of the innermost forward under way in this thread."""
+    """Return the context of the innermost forward under way in this thread; None outside of a forward."""
     return next((state for state in running() if isinstance(state, ForwardContext)), None)
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:
-    """Real tokens so far: (rows, tokens) of the input that each token belongs to, or (rows,) onto a cache.
+    """Return the number of tokens, without padding, of each row or of the input that each token belongs to.
 
-    A row may hold several inputs one after the other; positions that start anew begin the next one. They are (rows,
-    tokens) or (axes, rows, tokens).
+    A row may hold several inputs one after the other; positions that start anew begin the next one.
+
+    Args:
+        positions: (rows, tokens) or (axes, rows, tokens), of the new tokens.
+        padding_mask: (rows, past + tokens), 0 where a token is padding; None: no token is known to be.
+        past_length: tokens in the cache.
+
+    Returns:
+        (rows,) where there are tokens in the cache, which only a row of one input may have; else (rows, tokens).
     """
     if positions.ndim == 3:
         by_position = positions.amax((0, -1)) + 1 if past_length else lengths_over_axes(positions)
@@ -133,14 +184,15 @@ def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int
     if padding_mask is None:
         return by_position
     count = padding_mask.sum(-1).to(by_position.device, by_position.dtype)
+    # A position that was counted over padding is too large; a count over several inputs is too large for each.
     return torch.minimum(count if past_length else count[:, None], by_position).clamp(min=1)
 
 
 def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Whether a row holds several inputs one after the other, a bool scalar; positions (rows or 1, tokens).
+    """Return whether a row holds several inputs one after the other, a bool scalar.
 
-    A row of one input has no more tokens than its largest position allows. Without a mask, padding is known by
-    positions that do not ascend, and only steps upward are counted.
+    A row of one input has no more tokens than its largest position allows. Without a mask, padding is recognised by
+    positions that do not ascend, and only steps upward are counted. `positions`: (rows or 1, tokens).
     """
     largest = positions.amax(-1)
     if padding_mask is not None:
@@ -151,72 +203,130 @@ def several_inputs(positions: Tensor, padding_mask: Tensor | None) -> Tensor:
 
 
 def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
-    """Whether a bool scalar is True; where that is expected, a CUDA device asserts it and the host does not wait."""
+    """Return whether a bool scalar is True.
+
+    Where that is `expected`, a CUDA device checks it by itself, later, so that the host need not wait for the value.
+    """
     if expected and flag.device.type == "cuda" and torch.version.hip is None:  # ROCm leaves such checks out
         torch._assert_async(flag, message)
         return True
     return bool(flag)
 
 
+class _CountedKeys(NamedTuple):
+    """The keys of a forward, if each row is one input whose positions count its tokens; see `TokenPositions`."""
+
+    positions: Tensor  # (rows or 1, past + tokens)
+    key_mask: Tensor | None
+    left_padding: tuple[int, ...] | None
+    counted: tuple[int, ...]
+    agree: bool  # the position_ids of the call, if it has any, are these positions
+
+
 def place_tokens(context: ForwardContext) -> TokenPositions:
-    """Positions and padding of a forward, with at most three looks at values from the host."""
-    new_tokens, past_length, positions = context.new_tokens, context.past_length, context.position_ids
-    rows, tokens = new_tokens.shape[:2]
-    total = past_length + tokens
-    device = new_tokens.device
-    key_mask: Tensor | None = None
-    if context.padding_mask is not None:
-        given = context.padding_mask.bool().to(device)
-        key_mask = nn.functional.pad(given, (0, max(0, total - given.shape[1])), value=True)[:, :total]
-    in_order = torch.arange(total, device=device)[None]
-    if positions is None and key_mask is None:
-        return TokenPositions(in_order[:, past_length:], in_order, (0,) * rows, None, (total,))
-    if positions is not None:
-        if positions.ndim != 2:
-            raise LengthError(
-                f"remapping methods need one position per token, a tensor of shape (rows, tokens); got position_ids "
-                f"of shape {tuple(positions.shape)}"
-            )
-        positions = positions.to(device)
+    """Return positions and padding of all tokens of a forward.
 
-    def agree(keys: Tensor, mask: Tensor | None) -> Tensor:
-        """Whether the positions given, if any, are those of the last keys, padding aside; a scalar bool."""
-        if positions is None:
-            return torch.ones((), dtype=torch.bool, device=device)
-        differ = keys[:, past_length:] != positions
-        return ~(differ if mask is None else differ & mask[:, past_length:]).any()
+    Most calls count: with the mask [0 0 1 1 1] the positions of the row are 2 tokens of padding, then 0, 1, 2. Only
+    where the position_ids of a call are others are they taken as they are. The host looks at values on the device three
+    times at most, and not at all while text is generated without padding on CUDA.
 
+    Raises:
+        LengthError: position_ids are not one number per token, or do not continue those in the cache.
+    """
+    tokens, past_length = context.new_tokens.shape[1], context.past_length
+    positions, key_mask = _checked_positions(context), _key_mask(context)
     continues = key_mask is None and context.cache_state is not None and context.cache_state.in_order
-    if key_mask is None:
-        keys, agreed = in_order, _is_true(agree(in_order, None), continues, _NOT_CONTINUED)
-        counted: tuple[int, ...] = (total,)
-        ordered: tuple[int, ...] | None = (0,) * rows
-    else:
-        by_mask = (key_mask.cumsum(-1) - 1).clamp(min=0)
-        first_real = key_mask.int().argmax(-1)
-        one_run = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1
-        # Padding on the right is behind every query of a first forward, and between queries and keys of later ones.
-        to_the_end = (first_real + key_mask.sum(-1) == total) | (past_length == 0)
-        facts = [agree(in_order, None), agree(by_mask, key_mask), key_mask.all(), (one_run & to_the_end).all()]
-        values = torch.cat([torch.stack(facts), first_real, key_mask.sum(-1)]).tolist()
-        (without_mask, with_mask, all_real, is_ordered), firsts = values[:4], values[4 : 4 + rows]
-        counted = tuple(values[4 + rows :])
-        if all_real:
-            key_mask, keys, ordered, agreed = None, in_order, (0,) * rows, bool(without_mask)
-        else:
-            # A module around the decoder that counts tokens, padding among them, leaves the positions to the mask.
-            agreed = bool(with_mask) or (context.filled_in and bool(without_mask))
-            keys, ordered = by_mask, tuple(firsts) if is_ordered else None
-    if agreed or positions is None:
-        return TokenPositions(keys[:, past_length:], keys, ordered, key_mask, counted)
+    keys = _count_keys(context, positions, key_mask, continues=continues)
+    if keys.agree or positions is None:
+        return TokenPositions(
+            query_positions=keys.positions[:, past_length:],
+            key_positions=keys.positions,
+            left_padding=keys.left_padding,
+            key_mask=keys.key_mask,
+            counted=keys.counted,
+        )
     if past_length == 0:  # several inputs in a row, or positions that do not begin at 0
         context.packed = bool(several_inputs(positions, context.padding_mask))
-        return TokenPositions(positions, positions, None, key_mask)
-    keys = keys + positions[:, -1:] - keys[:, -1:]
-    if continues or not bool(agree(keys, key_mask)):
+        return TokenPositions(positions, positions, None, keys.key_mask)
+    # The keys in the cache stand before the new tokens, one position apart, wherever those are.
+    shifted = keys.positions + positions[:, -1:] - keys.positions[:, -1:]
+    if continues or not bool(_agree(positions, shifted[:, -tokens:], keys.key_mask)):
         raise LengthError(_NOT_CONTINUED)
-    if key_mask is None and not bool((keys[:, 0] > 0).any()):  # left padding, known from the positions alone
-        before = (-keys[:, 0]).expand(rows)
-        padded = keys >= 0 if bool(before.any()) else None
-        return TokenPositions(positions, keys.clamp(min=0), tuple(before.tolist()), padded)
-    return TokenPositions(positions, keys, None, key_mask)
+    if keys.key_mask is None and not bool((shifted[:, 0] > 0).any()):  # left padding, known from the positions alone
+        padding = (-shifted[:, 0]).expand(len(context.new_tokens))
+        padded = shifted >= 0 if bool(padding.any()) else None
+        return TokenPositions(positions, shifted.clamp(min=0), tuple(padding.tolist()), padded)
+    return TokenPositions(positions, shifted, None, keys.key_mask)
+
+
+def _checked_positions(context: ForwardContext) -> Tensor | None:
+    """Return the position_ids of a call on the device of its tokens; None where the call has none."""
+    positions = context.position_ids
+    if positions is None:
+        return None
+    if positions.ndim != 2:
+        raise LengthError(
+            f"remapping methods need one position per token, a tensor of shape (rows, tokens); got position_ids "
+            f"of shape {tuple(positions.shape)}"
+        )
+    return positions.to(context.new_tokens.device)
+
+
+def _key_mask(context: ForwardContext) -> Tensor | None:
+    """Return the padding mask of all keys, (rows, past + tokens) bool; tokens beyond the given mask are no padding."""
+    if context.padding_mask is None:
+        return None
+    total = context.past_length + context.new_tokens.shape[1]
+    mask = context.padding_mask.bool().to(context.new_tokens.device)
+    return nn.functional.pad(mask, (0, max(0, total - mask.shape[1])), value=True)[:, :total]
+
+
+def _agree(positions: Tensor | None, counted: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Return whether the positions of the new tokens are the counted ones, but for padding; a bool scalar.
+
+    `key_mask`: of all keys, of which the new tokens are the last.
+    """
+    if positions is None:
+        return torch.ones((), dtype=torch.bool, device=counted.device)
+    differ = counted != positions
+    if key_mask is not None:
+        differ = differ & key_mask[:, -counted.shape[1] :]
+    return ~differ.any()
+
+
+def _count_keys(
+    context: ForwardContext, positions: Tensor | None, key_mask: Tensor | None, *, continues: bool
+) -> _CountedKeys:
+    """Return the keys of a forward by a count of its tokens, and whether its positions agree with that.
+
+    `continues`: the keys in the cache are known to be in order and without padding, so that positions should agree.
+    """
+    new_tokens, past_length = context.new_tokens, context.past_length
+    rows, tokens = new_tokens.shape[:2]
+    total = past_length + tokens
+    in_order = torch.arange(total, device=new_tokens.device)[None]
+    no_padding = (0,) * rows
+    if key_mask is None:
+        agree = positions is None or _is_true(
+            _agree(positions, in_order[:, past_length:], None), continues, _NOT_CONTINUED
+        )
+        return _CountedKeys(in_order, None, no_padding, (total,), agree)
+    by_mask = (key_mask.cumsum(-1) - 1).clamp(min=0)
+    first_real = key_mask.int().argmax(-1)
+    one_run = key_mask.int().diff(dim=-1).clamp(min=0).sum(-1) + key_mask[:, 0] == 1
+    # Padding on the right is behind every query of a first forward, and between queries and keys of later ones.
+    to_the_end = (first_real + key_mask.sum(-1) == total) | (past_length == 0)
+    flags = [
+        _agree(positions, in_order[:, past_length:], None),
+        _agree(positions, by_mask[:, past_length:], key_mask),
+        key_mask.all(),
+        (one_run & to_the_end).all(),
+    ]
+    values = torch.cat([torch.stack(flags), first_real, key_mask.sum(-1)]).tolist()  # one wait for the device
+    agree_in_order, agree_by_mask, all_real, is_ordered = values[:4]
+    left_padding, counted = tuple(values[4 : 4 + rows]), tuple(values[4 + rows :])
+    if all_real:
+        return _CountedKeys(in_order, None, no_padding, counted, bool(agree_in_order))
+    # A module around the decoder that counts tokens, padding among them, leaves the positions to the mask.
+    agree = bool(agree_by_mask) or (context.filled_in and bool(agree_in_order))
+    return _CountedKeys(by_mask, key_mask, left_padding if is_ordered else None, counted, agree)

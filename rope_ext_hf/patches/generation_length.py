@@ -1,7 +1,8 @@
-"""Lengths beside the config, which follow a patch as max_position_embeddings does.
+"""Lengths that are stated beside the config, and that a patch raises as it raises max_position_embeddings.
 
 Some models state their context length as `max_length` in generation_config.json (Llama 2: 4096). `generate` then
-refuses longer prompts, whatever the model can read.
+refuses longer prompts, whatever the model can read. Models of sentence-transformers cut their texts to a
+`max_seq_length` in the same way.
 """
 
 from __future__ import annotations
@@ -14,29 +15,33 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.files import read_json, write_json
-from rope_ext_hf.patches.slots import ConfigSwap, PatchedSlot, PatchState
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
+from rope_ext_hf.patches.slots import PatchedSlot
 
 GENERATION_CONFIG = "generation_config.json"
 _KEY = "generation_max_length"
-"""The key in the record of a patch that states `max_length` as it was before, and as the patch left it."""
+"""The key in the record of a patch that holds `max_length` as it was before, and as the patch wrote it."""
 
 
 def _extended(stated: Any, state: PatchState) -> int | None:
-    """Return the length that a patch puts in the place of `max_length` in a generation config; None: it stays.
+    """Return the length that a patch puts in the place of a stated one; None where the stated one stays.
 
-    A length below the context length is somebody's choice, and a method without an extended length gives none.
+    It stays where it is shorter than the context length, because then somebody chose it, and where the method has no
+    extended length.
     """
     context_length = min(state.record["before"]["max_position_embeddings"], state.spec.rotary.context_length)
     extended = state.encoding.extended_length
-    lengthened = type(stated) is int and extended is not None and context_length <= stated < extended
-    return extended if lengthened else None
+    if type(stated) is not int or extended is None:
+        return None
+    return extended if context_length <= stated < extended else None
 
 
 class _GenerationLength:
-    """The generation config of one patched model, a copy of the one before; `remove` takes it away again."""
+    """A generation config for the extended length, in place of a model's own; `remove` puts its own back."""
 
     def __init__(self, model: Any, length: int) -> None:
-        self.model, original = model, model.generation_config
+        self.model = model
+        original = model.generation_config
         self.swap = ConfigSwap(copy.deepcopy(original), original)
         self.swap.patched.max_length = length
         self.swap.note_written()
@@ -49,25 +54,28 @@ class _GenerationLength:
 
 
 class _EmbeddedLength:
-    """The length to which a model of sentence-transformers cuts its texts; `remove` puts the one before back."""
+    """The length to which a model of sentence-transformers cuts its texts, raised; `remove` puts its own back."""
 
     def __init__(self, model: Any, length: int) -> None:
-        self.model, self.before, self.written = model, model.max_seq_length, length
+        self.model = model
+        self.before = model.max_seq_length
+        self.written = length
         model.max_seq_length = length
 
     def remove(self) -> None:
-        if self.model.max_seq_length == self.written:  # else its user has chosen another one
+        if self.model.max_seq_length == self.written:  # else its user has set another one since
             self.model.max_seq_length = self.before
 
 
 def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
-    """Give a model, and every model inside it, a generation config for the extended length.
+    """Raise the lengths that a model, and every model inside it, states beside its config to the extended length.
 
-    So, too, the `max_seq_length` of a model of sentence-transformers around it. The slot keeps the way back.
+    The slot keeps what undoes this among its hooks.
     """
     for module in model.modules():
         stated = getattr(module.__dict__.get("generation_config"), "max_length", None)
-        if (length := _extended(stated, slot.state)) is not None:
+        length = _extended(stated, slot.state)
+        if length is not None:
             slot.hooks.append(_GenerationLength(module, length))
             slot.state.record[_KEY] = {"before": stated, "written": length}
         if isinstance(getattr(type(module), "max_seq_length", None), property):
@@ -77,19 +85,26 @@ def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
 
 
 def restore_generation_length(model: Any, record: Mapping[str, Any]) -> None:
-    """Give a model that was loaded from a patched folder the length of its generation config before that patch."""
-    lengths, config = record.get(_KEY), model.__dict__.get("generation_config")
-    before, written = (lengths.get(key) if isinstance(lengths, dict) else None for key in ("before", "written"))
-    if type(before) is int and getattr(config, "max_length", None) == written:
+    """Undo in a model that was loaded from a patched folder what the patch wrote into its generation config.
+
+    `record`: of the patch, from the folder's config. A length that was edited in the folder since stays.
+    """
+    lengths = record.get(_KEY)
+    if not isinstance(lengths, dict):
+        return
+    config = model.__dict__.get("generation_config")
+    before = lengths.get("before")
+    if type(before) is int and getattr(config, "max_length", None) == lengths.get("written"):
         config.max_length = before
 
 
 def extend_generation_file(folder: Path, state: PatchState) -> dict[str, Any]:
-    """Write the extended length into generation_config.json; return what the record of the patch keeps of it."""
+    """Write the extended length into a folder's generation_config.json; return what the patch's record keeps of it."""
     file = folder / GENERATION_CONFIG
     settings = read_json(file) if file.is_file() else {}
     stated = settings.get("max_length")
-    if (length := _extended(stated, state)) is None:
+    length = _extended(stated, state)
+    if length is None:
         return {}
     write_json(file, settings | {"max_length": length})
     return {_KEY: {"before": stated, "written": length}}

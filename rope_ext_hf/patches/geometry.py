@@ -165,7 +165,7 @@ def rope_of_config(layers: AttentionLayers, slots: Sequence[Slot] = ()) -> tuple
     """
     parameters = getattr(layers.config, "rope_parameters", None) or {}
     nested = [key for key, value in parameters.items() if isinstance(value, Mapping)]
-    chosen = layers.choose(layers.served(nested or [None]))
+    chosen = layers.choose(layers.layers_by_embedding(nested or [None]))
     if not chosen:
         raise layers.nothing_to_extend()
     dims = {layer_type: rope.plain.dim for slot in slots for layer_type, rope in slot.as_loaded.items()}

@@ -1,4 +1,8 @@
-"""Which layers of a model attend to everything before them, which rotate, and by which of its rotary embeddings."""
+"""The attention layers of a model by its config: how far each attends, whether it rotates, by which rotary embedding.
+
+A method for a longer context is for *full-attention* layers, which attend to all tokens before them. A sliding-window
+layer sees no further however its tokens are rotated, so that a patch leaves it alone unless its user names it.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,20 @@ from rope_ext_hf.patches.patch_records import recorded_specs
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
 _NOT_FULL = SLIDING | {"linear_attention", "conv", "moe", "mamba", "recurrent"}
-"""Those, and layer types without keys that could be rotated; all others attend to everything."""
+"""Sliding-window types, and types without keys that could be rotated; every other type attends to everything."""
 LayerType = str | None
 """The name of one of several rotary embeddings, a layer type in most families; None: there is one for all layers."""
 Layers = str | int | Sequence[str | int]
 """A choice of layers: layer types, keys of `rope_parameters`, or indices from 0 on."""
+_LISTED_INDICES = 6
+"""How many layers a message names before it says "..."."""
 
-
-_Served = Mapping[LayerType, tuple[int, ...]]  # the indices of the layers that use each of a rotary module's embeddings
+_LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
+"""The indices of the layers that use each rotary embedding of a rotary module; the key None: one embedding for all."""
 
 
 class AttentionLayers:
-    """How far each layer attends, and whether it rotates, by a text config, with or without a patch recorded in it."""
+    """The layers of a text config, whether or not a patch is recorded in it."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -38,32 +44,34 @@ class AttentionLayers:
     def types(self) -> list[str]:
         """The type of every layer.
 
-        Where the config has none, "sliding_attention" under a window shorter than the length that the config states, as
-        in Mistral 7B v0.1, else "full_attention": no input of that length reaches beyond a longer window.
+        A config without `layer_types` has one type for all layers: "sliding_attention" where its window is shorter than
+        the length that it states, as in Mistral 7B v0.1, else "full_attention", because no input of that length reaches
+        beyond the window.
         """
         count, window = self.config.num_hidden_layers, self.window
         only = "sliding_attention" if window and window < self._stated_length() else "full_attention"
         return list(getattr(self.config, "layer_types", None) or [only] * count)[:count]
 
     def _stated_length(self) -> int:
-        """The length in tokens that the config states, without the patches recorded in it; 0: none."""
-        with suppress(MethodError):  # a damaged record is refused by whoever reads the patch
-            if specs := recorded_specs(self.config):
+        """Return the length in tokens that the config stated before it was patched; 0 where it states none."""
+        with suppress(MethodError):  # a damaged record is refused by the function that reads the patch
+            specs = recorded_specs(self.config)
+            if specs:
                 return specs[0].rotary.context_length
         stated = getattr(self.config, "max_position_embeddings", None)
         return stated if isinstance(stated, int) else 0
 
     @cached_property
     def window(self) -> int | None:
-        """The window in tokens of the sliding-window layers; None: there is none."""
+        """The window in tokens of the sliding-window layers, the largest of several; None: there is none."""
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         stated = [*values_of(self.config, "sliding_window"), *values_of(self.config, "attention_chunk_size")]
-        return max([each for each in stated if isinstance(each, int) and each > 0], default=None)
+        return max([size for size in stated if isinstance(size, int) and size > 0], default=None)
 
     @property
     def sliding(self) -> int:
-        """How many layers have the window."""
+        """The number of layers that have the window."""
         stated = getattr(self.config, "layer_types", None)
         if not self.window:
             return 0
@@ -71,76 +79,113 @@ class AttentionLayers:
 
     @cached_property
     def rotating(self) -> tuple[int, int]:
-        """How many full-attention layers rotate their queries and keys, and how many there are."""
+        """The number of full-attention layers that rotate their queries and keys, and the number of all of them."""
         config = self.config
         full = [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
         if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
             return 0, len(full)
         settings: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-        without = {key for key, value in settings.items() if value is None}
-        # 0 in either where a layer does not rotate, though no_rope_layers is named for the contrary (Llama 4, SmolLM3)
-        stated = [each for key in ("no_rope_layers", "layer_rope_theta") if (each := getattr(config, key, None))]
-        rotating = {index for index in full if self._rope_keys[index] not in without}
-        return len(rotating - {index for each in stated for index in rotating if not each[index]}), len(full)
+        without_rope = {key for key, value in settings.items() if value is None}
+        rotating = {index for index in full if self._rope_keys[index] not in without_rope}
+        # Both lists hold 0 for a layer that does not rotate. `no_rope_layers` does, too, in spite of its name (Llama 4,
+        # SmolLM3).
+        for key in ("no_rope_layers", "layer_rope_theta"):
+            by_layer = getattr(config, key, None)
+            if by_layer:
+                rotating = {index for index in rotating if by_layer[index]}
+        return len(rotating), len(full)
 
     @cached_property
     def _rope_keys(self) -> list[str]:
-        """The name of the rotary embedding of every layer, where there are several."""
+        """The name of every layer's rotary embedding, in a model that has several."""
         return rope_keys(self.config.model_type, self.types)
 
-    def served(self, keys: Sequence[LayerType], theta: float | None = None) -> _Served:
-        """The indices of the layers that use each of a rotary module's embeddings, `keys`; [None]: one for all layers.
+    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> _LayersByEmbedding:
+        """Return the indices of the layers that use each rotary embedding of one rotary module.
 
-        `theta`: of a module that serves those layers only whose `layer_rope_theta` is this number; None: of others.
+        Args:
+            keys: the embeddings of the module; [None] for a module with one.
+            theta: the base of a module that serves only the layers with this number in `layer_rope_theta`; None: the
+                module serves all layers.
         """
         if list(keys) == [None]:
-            thetas = getattr(self.config, "layer_rope_theta", None) if theta is not None else None
+            thetas = None if theta is None else getattr(self.config, "layer_rope_theta", None)
             return {None: tuple([i for i in range(len(self.types)) if thetas is None or thetas[i] == theta])}
-        return {key: tuple([i for i, each in enumerate(self._rope_keys) if each == key]) for key in keys}
+        return {key: tuple([i for i, name in enumerate(self._rope_keys) if name == key]) for key in keys}
 
-    def choose(self, served: _Served, asked: Layers | None = None) -> tuple[LayerType, ...]:
-        """The embeddings of those `served` that a method changes; `asked` None: of layers that attend to everything."""
-        types = self.types
-        if asked is None:
-            if list(served) == [None]:
-                attend = not _NOT_FULL.issuperset([types[i] for i in served[None]])
-                apart = len(served[None]) < len(types)  # a module of its own theta, maybe for windows alone
-                windows = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
-                return (None,) if served[None] and (attend or not (apart or windows)) else ()
-            full = tuple([key for key, each in served.items() if not _NOT_FULL.issuperset([types[i] for i in each])])
-            return full or tuple(key for key, indices in served.items() if not indices and key not in SLIDING)
-        wanted = self._indices(served, asked)
-        for indices in served.values():
-            if (some := wanted & set(indices)) and (rest := set(indices) - wanted):
+    def choose(self, by_embedding: _LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
+        """Return the rotary embeddings that a method changes, of those of one module.
+
+        Args:
+            by_embedding: the layers that use each of them.
+            layers: the layers that the method is for; None: all that attend to everything before them.
+
+        Raises:
+            MethodError: `layers` names no layers of this model.
+            UnsupportedModelError: a layer that is named shares its embedding with one that is not.
+        """
+        if layers is None:
+            return self._of_full_attention(by_embedding)
+        wanted = self._indices(by_embedding, layers)
+        for indices in by_embedding.values():
+            named, others = wanted & set(indices), set(indices) - wanted
+            if named and others:
                 raise UnsupportedModelError(
-                    f"layers {_listed(some)} of this {self.config.model_type!r} model share one rotary embedding with "
-                    f"layers {_listed(rest)}; a method applies to all of them or to none"
+                    f"layers {_listed(named)} of this {self.config.model_type!r} model share one rotary embedding with "
+                    f"layers {_listed(others)}; a method applies to all of them or to none"
                 )
-        return tuple(key for key, indices in served.items() if wanted & set(indices))
+        return tuple(key for key, indices in by_embedding.items() if wanted & set(indices))
 
-    def _indices(self, served: _Served, asked: Layers) -> set[int]:
+    def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
+        """Return the rotary embeddings that a method changes where its user names no layers."""
+        types = self.types
+        full = [
+            key
+            for key, indices in by_embedding.items()
+            if not _NOT_FULL.issuperset([types[index] for index in indices])
+        ]
+        if full:
+            return tuple(full)
+        if list(by_embedding) != [None]:  # an embedding that no layer names may still be one for full attention
+            return tuple(key for key, indices in by_embedding.items() if not indices and key not in SLIDING)
+        # The only embedding of a module, and none of its layers is known to attend to everything. It is changed all the
+        # same, because types of layers that are not known here may; except where windows are all that it serves: by a
+        # window in a config without types, or by a base of its own for some of the layers.
+        indices = by_embedding[None]
+        windows_alone = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
+        return (None,) if indices and len(indices) == len(types) and not windows_alone else ()
+
+    def _indices(self, by_embedding: _LayersByEmbedding, layers: Layers) -> set[int]:
+        """Return the indices of the layers that a user names."""
         types, chosen = self.types, set[int]()
-        for each in [asked] if isinstance(asked, (str, int)) else asked:
-            if isinstance(each, str):
-                known = {*types, *(key for key in served if key is not None)}
-                if each not in known:
+        for layer in [layers] if isinstance(layers, (str, int)) else layers:
+            if isinstance(layer, str):
+                known = {*types, *(key for key in by_embedding if key is not None)}
+                if layer not in known:
                     raise MethodError(
-                        f"this {self.config.model_type!r} model has no {each!r} layers, only "
-                        f"{', '.join(sorted(known))}.{did_you_mean(each, known)}"
+                        f"this {self.config.model_type!r} model has no {layer!r} layers, only "
+                        f"{', '.join(sorted(known))}.{did_you_mean(layer, known)}"
                     )
-                chosen |= {i for i, names in enumerate(zip(types, self._rope_keys, strict=True)) if each in names}
-            elif isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < len(types):
-                raise MethodError(f"layers must be layer types, or numbers from 0 to {len(types) - 1}; got {each!r}")
+                chosen |= {i for i, names in enumerate(zip(types, self._rope_keys, strict=True)) if layer in names}
+            elif isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < len(types):
+                raise MethodError(f"layers must be layer types, or numbers from 0 to {len(types) - 1}; got {layer!r}")
             else:
-                chosen.add(each)
+                chosen.add(layer)
         if not chosen:
-            raise MethodError("layers names no layer of this model; leave it away for those that attend to everything")
+            raise MethodError(
+                "layers names no layer of this model: give layer types or indices, or leave it out for all layers that "
+                "attend to everything before them"
+            )
         return chosen
 
-    def check_rotating(self, asked: Layers | None = None) -> None:
-        """Raise UnsupportedModelError where no full-attention layer rotates and no other layers were asked for."""
+    def check_rotating(self, layers: Layers | None = None) -> None:
+        """Check that a method has something to change: a full-attention layer that rotates, or `layers` by name.
+
+        Raises:
+            UnsupportedModelError: no full-attention layer rotates, and `layers` is None.
+        """
         rotating, full = self.rotating
-        if full and not rotating and asked is None:
+        if full and not rotating and layers is None:
             raise UnsupportedModelError(
                 f"none of the {full} full-attention layers of this {self.config.model_type!r} model rotates its "
                 "queries and keys; a RoPE method would change its sliding-window layers only, which see no further "
@@ -150,10 +195,14 @@ class AttentionLayers:
     def sliding_note(
         self, apart: ConfigRope | None, extended_length: int, changed: LayerType = None
     ) -> tuple[str | None, bool]:
-        """What a patch does to sliding-window layers, as a sentence, and whether every layer is one.
+        """Return a sentence on what a patch does to sliding-window layers, and whether every layer is one.
 
-        `apart`: the rotary embedding of the sliding-window layers, where it is one of their own; `changed`: their type,
-        where the patch is for them.
+        The sentence is None where the model has no window, or one that is longer than any input will be.
+
+        Args:
+            apart: the rotary embedding of the sliding-window layers, where they have one of their own; else None.
+            extended_length: of the patched model, in tokens.
+            changed: the type of these layers, where the patch is for them; else None.
         """
         window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
         if not window or not sliding or window >= extended_length:
@@ -171,7 +220,7 @@ class AttentionLayers:
         return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
 
     def unrotated_note(self, method: RopeMethod) -> str | None:
-        """What a method does to full-attention layers without RoPE, as a sentence; None: it reaches every layer."""
+        """Return a sentence on full-attention layers that a method cannot reach, for they have no RoPE; else None."""
         rotating, full = self.rotating
         if rotating == full:
             return None
@@ -184,7 +233,11 @@ class AttentionLayers:
         return f"{layers}: the method does not reach them."
 
     def nothing_to_extend(self) -> UnsupportedModelError:
-        """The error for a model whose every layer sees a window; raised where full-attention layers do not rotate."""
+        """Return the error for a model in which a method finds no layer that attends to everything before it.
+
+        Raises:
+            UnsupportedModelError: the model has such layers, and they do not rotate.
+        """
         self.check_rotating()
         window = f" of {self.window:,} tokens" if self.window else ""
         return UnsupportedModelError(
@@ -195,5 +248,5 @@ class AttentionLayers:
 
 
 def _listed(indices: set[int]) -> str:
-    first = ", ".join(map(str, sorted(indices)[:6]))
-    return f"{first}, ..." if len(indices) > 6 else first
+    first = ", ".join(map(str, sorted(indices)[:_LISTED_INDICES]))
+    return f"{first}, ..." if len(indices) > _LISTED_INDICES else first

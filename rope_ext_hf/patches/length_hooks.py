@@ -1,223 +1,293 @@
-"""Length-dependent methods in a live model: row lengths for the rotary modules, and a cache whose keys follow.
+"""Hooks of length-dependent methods: row lengths for the rotary modules, and a cache whose keys follow them.
 
-A rotary module is given positions only. Which of them are padding, and what the cache holds, is known one level up, so
-hooks stand around the decoder's forward while its method depends on the length (`rotary/kv_cache.py` describes how the
-cache is kept).
+Under dynamic NTK, for example, the frequencies of a text of 5,000 tokens are not those of its first 4,000. A rotary
+module cannot know which it should use: it is given positions only, and not which of them are padding, nor what a cache
+holds. So hooks stand around the decoder's forward, where the mask and the cache are arguments. They work out the length
+of every row, which the rotary modules inside look up, and see to it that the keys in the cache meet the new queries as
+if they had been rotated by the frequencies of that length from the start (`rotary/rotating_cache.py` tells how).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.errors import LengthError, one_line
-from rope_ext_hf.patches.decoder_arguments import (
-    arguments,
-    cache_argument,
-    cache_of_output,
-    cache_parameter,
-    paged_cache,
-)
-from rope_ext_hf.patches.forward_context import ForwardContext, row_lengths, several_inputs
-from rope_ext_hf.patches.forward_hooks import DecoderHooks, forward_without_hooks
+from rope_ext_hf.errors import LengthError
+from rope_ext_hf.patches.decoder_arguments import arguments, cache_argument, cache_parameter, paged_cache
+from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH, ForwardContext, row_lengths, several_inputs
+from rope_ext_hf.patches.forward_hooks import DecoderHooks
+from rope_ext_hf.patches.key_layout_probe import probe_key_layouts
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
-from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
-from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import (
+from rope_ext_hf.rotary.cache_state import (
     CacheState,
-    KeyLayout,
-    KeyRotation,
-    Layers,
     RowState,
     check_origin,
     discard_state,
     follow_rows,
     has_origin,
-    infer_key_layout,
     packed_error,
-    rotate_cached_keys_,
-    rotate_keys_on_read,
 )
-
-_REMEDY = "Hold one length for all calls: with rope_ext_hf.fixed_length(model, prompt_length + max_new_tokens): ..."
-
-
-class CacheCannotFollowError(LengthError):
-    """The keys in the cache of this class of decoders cannot follow the length; with one length held, all works."""
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
 
 
 class LengthHooks(DecoderHooks):
     """Hooks around the forward of a decoder under a length-dependent method.
 
-    They refuse a cache that was filled elsewhere, or whose keys cannot be rotated again, by a LengthError; not under
-    `fixed_length`, where no frequencies change.
+    They raise LengthError for a cache that something else has filled, or whose keys cannot be rotated again. Inside
+    `fixed_length` no frequencies change, so that any cache of this model and this length will do.
     """
 
     def __init__(self, slots: Sequence[PatchedSlot]) -> None:
         super().__init__(slots)
-        self.key_layouts: list[KeyLayout | None] | None = None  # of the layers of its cache; found out at first need
+        self.key_layouts: list[KeyLayout | None] | None = None  # of each layer of a cache; probed when first needed
 
     def pre_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Work out the lengths of the rows, and rotate the keys in the cache to their frequencies."""
         tables = [table for table in tables_of(self.slots) if table.length_dependent]
         call = arguments(decoder, args, kwargs)
         if not tables:
-            cache = cache_argument(decoder, call)
-            if cache is not None and self._held() and not torch.compiler.is_compiling():
-                origin = self.origin()  # keys may have been stored at another length than is held now
-                if not has_origin(cache, origin) and cache.get_seq_length():
-                    check_origin(cache, origin)
+            self._check_held_cache(cache_argument(decoder, call))
             return
         if paged_cache(call) is not None:
             raise LengthError(
-                f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {_REMEDY}"
+                f"a paged cache holds parts of many inputs, whose keys cannot be rotated again. {HOLD_ONE_LENGTH}"
             )
         if cache_argument(decoder, call) is None:
-            self._begin(decoder, call, tables)
+            self._begin_forward(decoder, call, tables)
         else:  # tensors that stay with a cache must not be outputs of a CUDA graph, which its next run overwrites
-            graph_break(self._begin)(decoder, call, tables)
+            graph_break(self._begin_forward)(decoder, call, tables)
 
-    def _begin(self, decoder: nn.Module, call: Mapping[str, Any], tables: list[RotaryEmbedding]) -> None:
+    def _check_held_cache(self, cache: Any) -> None:
+        """Check inside `fixed_length` that the keys in a cache were not stored at another length."""
+        if cache is None or not self._is_held() or torch.compiler.is_compiling():
+            return
+        origin = self.origin()
+        if not has_origin(cache, origin) and cache.get_seq_length():
+            check_origin(cache, origin)
+
+    def _begin_forward(self, decoder: nn.Module, call: Mapping[str, Any], tables: list[RotaryEmbedding]) -> None:
+        """Give the rotary modules `tables` the lengths of the rows, and prepare the cache for them."""
         context = self.begin(decoder, call)
-        if context is not None:
-            self._begin_rows(decoder, context, tables)
-
-    def _begin_rows(self, decoder: nn.Module, context: ForwardContext, tables: list[RotaryEmbedding]) -> None:
+        if context is None:
+            return
         table, positions = tables[0], _token_positions(context)
         context.tables = tuple(tables)
         context.row_lengths = table.resolve_lengths(row_lengths(positions, context.padding_mask, context.past_length))
-        # Whether row lengths are no larger than numbers of tokens, and no other forward changes them.
-        counted = context.padding_mask is not None or context.position_ids is None
-        counted = counted and not table.method.sticky_length
+        # Is a row never longer than its number of tokens in the cache? Then the number tells when frequencies change,
+        # without a look at the lengths, which are on the device. Positions that are given may be larger; and under
+        # sticky growth another forward may change the lengths.
+        bounded = context.padding_mask is not None or context.position_ids is None
+        bounded = bounded and not table.method.sticky_length
         lengths = context.row_lengths if context.row_lengths.ndim == 1 else context.row_lengths.amax(-1)
         if context.past_length:
-            self._rotate_cache_to(decoder, context, lengths, positions, counted)
+            self._rotate_cache_to(decoder, context, lengths, positions, bounded)
             return
         if context.cache is not None:
             discard_state(context.cache)
         first_change = table.method.constant_until(table.rotary, 1)
-        # An exported program has one graph for all lengths, and keeps no cache that this would save a look at.
-        counted = counted and not torch.compiler.is_exporting()
-        valid_up_to = first_change if counted and context.new_tokens.shape[1] <= first_change else 0
+        # An exported program has one graph for all lengths, and a number of tokens is no constant there.
+        bounded = bounded and not torch.compiler.is_exporting()
+        valid_up_to = first_change if bounded and context.new_tokens.shape[1] <= first_change else 0
         context.cache_state = CacheState(self.origin())
         context.cache_rows = RowState(lengths, positions, valid_up_to, context.position_ids is None)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Store with the cache what rotated its keys, so that the next forward onto it can go on."""
         context = self.end(decoder)
         if output is None:
             return
         cache = cache_argument(decoder, arguments(decoder, args, kwargs))
         if context is None:
-            if self._held():
+            if self._is_held():
                 self.record(cache, output, CacheState(self.origin()))
             return
-        if (state := context.cache_state) is not None:
+        state = context.cache_state
+        if state is not None:
             state.rows = context.cache_rows
             self.record(cache, output, state)
 
-    def _held(self) -> bool:
+    def _is_held(self) -> bool:
+        """Return whether the model is inside `fixed_length`."""
         return any(table.fixed_length for table in tables_of(self.slots))
-
-    def _continued(self, context: ForwardContext, positions: Tensor) -> tuple[CacheState, RowState, Tensor, Tensor]:
-        """The state of a cache that fits this forward, and of its rows, and the positions of past and of all tokens."""
-        rows = context.new_tokens.shape[0]
-        context.cache_state = state = check_origin(context.cache, self.origin())
-        stored = state.rows
-        if stored is None:
-            raise LengthError("an error has left the keys in this cache rotated half-way: fill a new one")
-        filled = max(stored.lengths.shape[0], stored.positions.shape[0])
-        if filled not in (1, rows):
-            raise LengthError(
-                f"this cache was filled with {filled} rows, and which of them became the {rows} of this call is not "
-                f"known. {_REMEDY}"
-            )
-        if stored.positions.shape[1] < context.past_length:
-            raise LengthError(f"something else has added keys to this cache. {_REMEDY}")
-        past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
-        return state, stored, past, torch.cat([past, positions.expand(past.shape[0], -1)], dim=1)
 
     @graph_break  # it looks at values
     def _rotate_cache_to(
-        self, decoder: nn.Module, context: ForwardContext, lengths: Tensor, positions: Tensor, counted: bool
+        self, decoder: nn.Module, context: ForwardContext, lengths: Tensor, positions: Tensor, bounded: bool
     ) -> None:
-        """Rotate the keys of a cache to the frequencies of rows of `lengths` (rows or 1,) tokens.
+        """Have the keys of a cache rotated to the frequencies of rows of other lengths.
 
-        `positions` (rows or 1, tokens): of the new tokens; `counted`: no row is longer than its number of tokens.
+        Args:
+            lengths: (rows or 1,) integers, of the rows with their new tokens.
+            positions: (rows or 1, tokens), of the new tokens.
+            bounded: no row is longer than its number of tokens in the cache.
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
-        table, cache = tables[0], context.cache
-        state, stored, past, every = self._continued(context, positions)
-        if lengths.shape[0] == 1:
-            lengths = lengths.expand_as(stored.lengths)
-        total = every.shape[1]
+        cache = context.cache
+        context.cache_state = state = check_origin(cache, self.origin())
+        continued = _continue(state, context, tables[0], lengths, positions)
+        stored = continued.stored
+        context.cache_rows = replace(stored, positions=continued.positions)
         cropped = stored.positions.shape[1] - context.past_length
-        context.cache_rows = replace(stored, positions=every)
         if not state.follows:  # compiled code made this cache, and code between the two may have moved its rows
-            grown = stored.lengths + positions.shape[1] - cropped
-            if not table.method.sticky_length and not bool((grown == lengths).all()):
-                raise LengthError(
-                    "the rows of this cache, which compiled code has made, are not as long as they were: its rows were "
-                    "moved, or tokens were padded in between. Pass a cache to the first forward: "
-                    f"{cache_parameter(decoder)}=DynamicCache()"
-                )
+            if not continued.table.method.sticky_length:
+                _check_rows_stayed(decoder, stored.lengths + positions.shape[1] - cropped, continued.lengths)
             follow_rows(cache, state)
-        if counted and not cropped and total <= stored.valid_up_to:
-            return  # follows from the number of tokens, without waiting for the device
+        if bounded and not cropped and continued.positions.shape[1] <= stored.valid_up_to:
+            return  # no frequencies have changed: known from the number of tokens, without waiting for the device
         if self.key_layouts is None:
-            self.key_layouts = _key_layouts(decoder, context.new_tokens, tables)
+            self.key_layouts = probe_key_layouts(decoder, context.new_tokens, tables)
         layers = [(layer, layout) for layer, layout in zip(cache.layers, self.key_layouts, strict=False) if layout]
-        in_steps = table.method.changes_in_steps(table.rotary) and _can_rotate_in_place(cache, layers)
-        packed = None if stored.one_input_each else several_inputs(past, context.padding_mask)
+        method, rotary = continued.table.method, continued.table.rotary
+        in_steps = method.changes_in_steps(rotary) and _can_rotate_in_place(cache, layers)
+        packed = None
+        if not stored.one_input_each:
+            packed = several_inputs(continued.past_positions, context.padding_mask)
         if in_steps or packed is not None:
-            now, before = _read_on_host(lengths, stored.lengths, packed)
-            stored = replace(stored, one_input_each=True)
-            context.cache_rows = replace(stored, positions=every)
+            now, before = _read_on_host(continued.lengths, stored.lengths, packed)
+            continued = replace(continued, stored=replace(stored, one_input_each=True))
+            context.cache_rows = replace(continued.stored, positions=continued.positions)
             if in_steps:
-                ends = [table.method.constant_until(table.rotary, length) for length in now]
-                if ends != [table.method.constant_until(table.rotary, length) for length in before]:
-                    state.rows = None  # an error on the way leaves the cache without it, and so refused
-                    for scaled, some in _by_attention_factor(layers):
-                        rotation, _ = KeyRotation.read_and_store(table, stored.lengths, lengths, past, 0, scaled)
-                        rotate_cached_keys_(some, rotation)
-                    state.rows = replace(stored, lengths=lengths, positions=past)
-                slack = min(end - length for end, length in zip(ends, now, strict=True))
-                context.cache_rows = RowState(lengths, every, total + slack if counted else 0, True)
+                slack = _rotate_in_place(state, continued, layers, now, before)
+                valid_up_to = continued.positions.shape[1] + slack if bounded else 0
+                context.cache_rows = RowState(continued.lengths, continued.positions, valid_up_to, True)
                 return
-        context.undo = ExitStack()
-        for scaled, some in _by_attention_factor(layers):
-            after_reading, before_storing = KeyRotation.read_and_store(
-                table, stored.lengths, lengths, every, positions.shape[1], scaled
+        context.undo = _rotate_on_read(continued, layers, positions.shape[1])
+
+
+@dataclass(frozen=True)
+class _Continued:
+    """The rows of a cache, before and after the new tokens of one forward."""
+
+    table: RotaryEmbedding  # the rotary module whose frequencies change
+    stored: RowState  # how the keys in the cache are rotated
+    lengths: Tensor  # (rows or 1,) int64, of the rows with their new tokens
+    past_positions: Tensor  # (rows or 1, past) int64, of the keys in the cache
+    positions: Tensor  # (rows or 1, past + tokens) int64, of all keys
+
+
+def _continue(
+    state: CacheState, context: ForwardContext, table: RotaryEmbedding, lengths: Tensor, positions: Tensor
+) -> _Continued:
+    """Return the rows of a cache that a forward goes on from; see `LengthHooks._rotate_cache_to` for the arguments.
+
+    Raises:
+        LengthError: the state that is kept with the cache does not describe its keys, or not this number of rows.
+    """
+    rows = context.new_tokens.shape[0]
+    stored = state.rows
+    if stored is None:
+        raise LengthError("an error has left the keys in this cache rotated half-way: fill a new one")
+    stored_rows = max(stored.lengths.shape[0], stored.positions.shape[0])
+    if stored_rows not in (1, rows):
+        raise LengthError(
+            f"this cache was filled with {stored_rows} rows, and which of them became the {rows} of this call is not "
+            f"known. {HOLD_ONE_LENGTH}"
+        )
+    if stored.positions.shape[1] < context.past_length:
+        raise LengthError(
+            "other code has added keys to this cache, and the length that they were rotated for is not known. "
+            f"{HOLD_ONE_LENGTH}"
+        )
+    past = stored.positions[:, : context.past_length].expand(max(len(positions), len(stored.positions)), -1)
+    return _Continued(
+        table=table,
+        stored=stored,
+        lengths=lengths.expand_as(stored.lengths) if lengths.shape[0] == 1 else lengths,
+        past_positions=past,
+        positions=torch.cat([past, positions.expand(past.shape[0], -1)], dim=1),
+    )
+
+
+def _check_rows_stayed(decoder: nn.Module, expected: Tensor, lengths: Tensor) -> None:
+    """Check that every row of a cache is as long as its tokens make it, in the order in which the cache was filled.
+
+    `expected` and `lengths`: (rows or 1,) integers.
+    """
+    if not bool((expected == lengths).all()):
+        raise LengthError(
+            "the rows of this cache, which compiled code has made, are not as long as they were: its rows were "
+            "moved, or tokens were padded in between. Pass a cache to the first forward: "
+            f"{cache_parameter(decoder)}=DynamicCache()"
+        )
+
+
+def _rotate_in_place(
+    state: CacheState, continued: _Continued, layers: Layers, lengths: Sequence[int], stored_lengths: Sequence[int]
+) -> int:
+    """Rotate the keys in a cache once where a row has passed a length at which frequencies change.
+
+    Args:
+        lengths: of the rows now.
+        stored_lengths: of the rows when their keys were rotated.
+
+    Returns:
+        How many tokens every row can take before the frequencies of any change again.
+    """
+    table, stored = continued.table, continued.stored
+    ends = [table.method.constant_until(table.rotary, length) for length in lengths]
+    if ends != [table.method.constant_until(table.rotary, length) for length in stored_lengths]:
+        state.rows = None  # so that a cache which an error leaves half rotated is refused from then on
+        for scaled, group in _by_attention_factor(layers):
+            rotation, _ = KeyRotation.read_and_store(
+                table, stored.lengths, continued.lengths, continued.past_positions, 0, scaled
             )
-            context.undo.enter_context(rotate_keys_on_read(some, before_storing, after_reading))
+            rotate_cached_keys_(group, rotation)
+        state.rows = replace(stored, lengths=continued.lengths, positions=continued.past_positions)
+    return min(end - length for end, length in zip(ends, lengths, strict=True))
+
+
+def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
+    """Have the layers of a cache return rotated copies of their keys, until the returned stack is closed.
+
+    The last `new` keys come rotated by the model's present frequencies, and are rotated back before they are stored, so
+    that all keys in the cache keep the frequencies of the lengths that they were stored at.
+    """
+    undo = ExitStack()
+    for scaled, group in _by_attention_factor(layers):
+        after_reading, before_storing = KeyRotation.read_and_store(
+            continued.table, continued.stored.lengths, continued.lengths, continued.positions, new, scaled
+        )
+        undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+    return undo
 
 
 def _token_positions(context: ForwardContext) -> Tensor:
-    """Positions of the new tokens, (rows or 1, tokens); LengthError: the length of a row does not follow from them."""
+    """Return the positions of the new tokens, (rows or 1, tokens).
+
+    Raises:
+        LengthError: the length of each row does not follow from the arguments of the call.
+    """
     positions = context.position_ids
     if positions is None:
         if context.prepared_mask:
             raise LengthError(
                 "the length of each row does not follow from a prepared attention mask; give position_ids with it, or "
-                f"a mask of shape (rows, tokens). {_REMEDY}"
+                f"a mask of shape (rows, tokens). {HOLD_ONE_LENGTH}"
             )
         tokens, past_length = context.new_tokens.shape[1], context.past_length
         return torch.arange(past_length, past_length + tokens, device=context.new_tokens.device)[None]
     if positions.ndim != 2:
         raise LengthError(
             f"the length of each row does not follow from position_ids of shape {tuple(positions.shape)}; give one "
-            f"position per token, (rows, tokens). {_REMEDY}"
+            f"position per token, (rows, tokens). {HOLD_ONE_LENGTH}"
         )
     return positions
 
 
 def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tuple[list[int], list[int]]:
-    """Lengths (rows,) and stored lengths (rows,), in one wait for the device; LengthError: a row is packed."""
+    """Return lengths (rows,) and stored lengths (rows,) as numbers, waiting once for the device.
+
+    Raises:
+        LengthError: the bool scalar `packed` says that a row holds several inputs one after the other.
+    """
     flag = torch.zeros_like(lengths[:1]) if packed is None else packed.reshape(1).to(lengths.device)
     *values, any_packed = torch.cat([lengths, stored.to(lengths.device), flag.to(lengths.dtype)]).tolist()
     if any_packed:
@@ -226,84 +296,18 @@ def _read_on_host(lengths: Tensor, stored: Tensor, packed: Tensor | None) -> tup
 
 
 def _can_rotate_in_place(cache: Any, layers: Layers) -> bool:
+    """Return whether nothing but the model itself reads or moves the keys of a cache."""
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    # An offloading cache may be copying its keys elsewhere.
+    # Other kinds of layers keep keys in a form of their own; an offloading cache may be copying them elsewhere.
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer, _ in layers)
     return plain and not getattr(cache, "offloading", False)
 
 
 def _by_attention_factor(layers: Layers) -> list[tuple[bool, Layers]]:
-    """The layers whose keys carry the attention factor (True) and the others, where there are any."""
+    """Return the layers whose keys carry the attention factor, as (True, layers), and the others, as (False, layers).
+
+    A group without layers is left out.
+    """
     groups = [(scaled, [pair for pair in layers if pair[1].scaled == scaled]) for scaled in (True, False)]
-    return [(scaled, some) for scaled, some in groups if some]
-
-
-def _cache_of_one_token(decoder: nn.Module, token: dict[str, Tensor]) -> Any:
-    """The cache that a decoder fills with one token: its own, or one given to it where it returns none."""
-    from transformers.cache_utils import DynamicCache
-
-    cache = cache_of_output(forward_without_hooks(decoder, **token, use_cache=True, return_dict=True))
-    if cache is None:
-        cache = DynamicCache(config=decoder.config)
-        given = token | {cache_parameter(decoder): cache}
-        forward_without_hooks(decoder, **given, use_cache=True, return_dict=True)
-    return cache
-
-
-def _key_layouts(decoder: nn.Module, new_tokens: Tensor, tables: Sequence[RotaryEmbedding]) -> list[KeyLayout | None]:
-    """Find out how each layer of a decoder's cache keeps its keys, by running one token with three rotations.
-
-    A token that attends to itself alone is rotated together with its key, so that all hidden states are the same
-    whatever the angle, and only the rotation differs in the cache. Quarters of a cycle are exact in any dtype.
-    """
-    name = "inputs_embeds" if new_tokens.is_floating_point() else "input_ids"
-    token = {name: new_tokens[:1, -1:], "position_ids": torch.ones(1, 1, dtype=torch.int64, device=new_tokens.device)}
-    radians = (1 + torch.arange(tables[0].rotary.dim // 2) % 3) * (math.pi / 2)
-    caches = []
-    for angles, factor in ((torch.zeros_like(radians), 1.0), (radians, 1.0), (radians, 1.25)):
-        with override_angles(tables, angles, factor), torch.no_grad():
-            try:
-                caches.append(_cache_of_one_token(decoder, token))
-            except (TypeError, ValueError) as error:  # the decoder of an encoder and decoder needs both
-                raise CacheCannotFollowError(
-                    f"{type(decoder).__name__} does not run on one token alone, so how it keeps its keys cannot be "
-                    f"found out ({one_line(error)}). {_REMEDY}"
-                ) from error
-    try:
-        unrotated, rotated, rotated_scaled = (cache.layers for cache in caches)
-        return [infer_key_layout(*layers, radians) for layers in zip(unrotated, rotated, rotated_scaled, strict=True)]
-    except ValueError as error:
-        raise CacheCannotFollowError(
-            f"the {error} that {type(decoder).__name__} keeps in its cache are not simply rotated (a norm after the "
-            f"rotation, or an index with keys of its own), so they cannot follow other frequencies. {_REMEDY}"
-        ) from error
-
-
-class _CheckedBatching:
-    """`init_continuous_batching` of one model, refused while its frequencies follow the length of the input.
-
-    Forwards of continuous batching run in a thread, whose errors reach a log and not the caller.
-    """
-
-    def __init__(self, model: Any, slots: Sequence[PatchedSlot]) -> None:
-        self.model, self.slots = model, slots
-        model.__dict__["init_continuous_batching"] = self
-
-    def remove(self) -> None:
-        self.model.__dict__.pop("init_continuous_batching", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(table.length_dependent for table in tables_of(self.slots)):
-            raise LengthError(
-                "continuous batching holds parts of many inputs in one cache, whose keys cannot follow the length of "
-                f"each. {_REMEDY}"
-            )
-        return type(self.model).init_continuous_batching(self.model, *args, **kwargs)
-
-
-def check_batching(model: nn.Module, slots: Sequence[PatchedSlot]) -> None:
-    """Have continuous batching of a model, and of every model inside it, refused; the first slot keeps the way back."""
-    for module in model.modules():
-        if hasattr(type(module), "init_continuous_batching"):
-            slots[0].hooks.append(_CheckedBatching(module, slots))
+    return [(scaled, group) for scaled, group in groups if group]

@@ -28,14 +28,10 @@ from rope_ext_hf.patches.families import family, rotates_back
 from rope_ext_hf.patches.geometry import BaseRope, base_rope, bind_to, check_pairing, stated_length, undo_saved_patch
 from rope_ext_hf.patches.layer_types import Layers
 from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.patches.patch_state import ConfigSwap, PatchState
 from rope_ext_hf.patches.recipes import recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
-from rope_ext_hf.patches.slots import (
-    ConfigSwap,
-    PatchState,
-    Slot,
-    patch_state,
-)
+from rope_ext_hf.patches.slots import Slot, patch_state
 
 M = TypeVar("M", bound=nn.Module)
 

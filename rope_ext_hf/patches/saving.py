@@ -21,7 +21,8 @@ from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.engine_keys import EngineAgreement, compare_engines, former_spelling
 from rope_ext_hf.patches.fingerprint import fingerprint_record
 from rope_ext_hf.patches.patch_records import PATCH_KEY
-from rope_ext_hf.patches.slots import PatchedSlot, PatchState, patched_slots
+from rope_ext_hf.patches.patch_state import PatchState
+from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

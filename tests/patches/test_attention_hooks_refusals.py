@@ -13,7 +13,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.attention.blockwise import attend
 from rope_ext_hf.attention.rules import LocalAttention, TokenPositions
 from rope_ext_hf.errors import LengthError, UnsupportedModelError
-from rope_ext_hf.patches import attention_hooks
+from rope_ext_hf.patches import attention_function
 from rope_ext_hf.rotary.forward_state import running
 from tests.support.models import TRAINED, build, build_known, logits, tokens
 
@@ -76,7 +76,7 @@ def test_attention_outside_a_forward_is_refused() -> None:
     model = rope.patch(build("llama"), "dca")
     x, attention = torch.zeros(1, 4, 2, 16), model.model.layers[0].self_attn
     with pytest.raises(UnsupportedModelError, match="outside a forward of its decoder"):
-        attention_hooks.remapped_attention(attention, x, x, x, None)
+        attention_function.remapped_attention(attention, x, x, x, None)
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
@@ -84,29 +84,29 @@ def test_attention_outside_a_forward_is_refused() -> None:
 def test_transformers_own_masks_take_the_fast_path(
     name: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask of (tokens, tokens) would mean that its mask function was not recognised."""
+    """A mask of (tokens, tokens) would mean that the mask function was not recognised."""
     masks: list[Any] = []
 
     def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
         masks.append(attention_mask)
         return plain(module, query, key, value, attention_mask, **kwargs)
 
-    plain = attention_hooks.remapped_attention
-    monkeypatch.setattr(attention_hooks, "remapped_attention", spy)
+    plain = attention_function.remapped_attention
+    monkeypatch.setattr(attention_function, "remapped_attention", spy)
     model, ids = rope.patch(build(name, **overrides), "dca"), tokens(100, batch=2)
     padding = torch.ones_like(ids)
     padding[1, :30] = 0
     for mask in (None, padding):
         logits(model, ids, attention_mask=mask)
     monkeypatch.undo()
-    attention_hooks.register()
+    attention_function.register()
     assert any(mask is not None for mask in masks)
     assert all(mask is None or mask.ndim == 2 for mask in masks)
 
 
 @pytest.mark.parametrize("padded", [0, 3])
 def test_the_sliding_window_of_the_score_path_is_exact(padded: int) -> None:
-    """Query m sees the keys m - w + 1 to m, and no further one: each key has a value of its own."""
+    """Query m sees the keys m - w + 1 to m and no others: each key has a value of its own, which tells."""
     window, count = 4, 12
     keys = (torch.arange(count)[None] - padded).clamp(min=0)
     mask = (torch.arange(count) >= padded)[None] if padded else None
@@ -115,8 +115,8 @@ def test_the_sliding_window_of_the_score_path_is_exact(padded: int) -> None:
     value = torch.eye(count)[None, None]
     out = attend(LocalAttention(window), None, positions, query, key, value, 1.0)[0, 0]
     for m in range(padded, count):
-        seen = [n for n in range(count) if out[m, n] > 0]
-        assert seen == list(range(max(padded, m - window + 1), m + 1))
+        visible = [n for n in range(count) if out[m, n] > 0]
+        assert visible == list(range(max(padded, m - window + 1), m + 1))
 
 
 def gemma3_with_images(**text: Any) -> Any:
@@ -168,7 +168,7 @@ def with_adaption_prompt(model: Any) -> Any:
 @pytest.mark.parametrize("order", ["patch-first", "adapter-first"])
 @pytest.mark.parametrize("method", REMAPPING_OVER_64)
 def test_adapters_that_rotate_queries_of_their_own_are_refused(method: str, order: str, family: str) -> None:
-    """PEFT's AdaptionPrompt rotates queries by the cos and sin of the layer, which say half of it under remapping."""
+    """PEFT's AdaptionPrompt rotates queries by the layer's cos and sin, half of a rotation under remapping."""
     model, parameters = build(family), REMAPPING_OVER_64[method]
     refused = pytest.raises(UnsupportedModelError, match=r"AdaptedAttention stands around the attention of .*self_attn")
     if order == "patch-first":

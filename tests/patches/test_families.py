@@ -251,6 +251,7 @@ def tiny_on_meta(model_type: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("entry", WITH_A_CLASS)
+@pytest.mark.sampled(3)
 def test_the_table_names_what_the_class_holds(entry: str) -> None:
     """This takes a tenth of a second for each family; other tests need models that run."""
     known = family(entry)

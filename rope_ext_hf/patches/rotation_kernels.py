@@ -1,0 +1,71 @@
+"""Check kernels of the Hub that rotate queries and keys in place of transformers' own function (`use_kernels=True`).
+
+Such a kernel multiplies by the cos and sin that a patched model gives, and so keeps its frequencies. But some kernels
+rotate every row of a batch by the angles of the first row (kernels-community/aiter-rope, for AMD), which is wrong where
+each row has angles of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.rotary.embedding import RotaryEmbedding, arrange
+
+_TOLERANCE = 1e-2
+"""The largest difference that counts as rounding; a wrong row differs by about 1."""
+
+
+class _RotationKernels:
+    """The functions that rotate queries and keys in a decoder, and which of their kernels were compared with them.
+
+    All models of a class share such a function, so its kernel may have come with another model, at any time. Hence the
+    check before every forward, which compares each kernel once.
+    """
+
+    def __init__(self, table: RotaryEmbedding) -> None:
+        self.table = table  # a rotary module of the decoder, whose size and layout the comparison uses
+        self.functions: list[Any] | None = None  # looked up when first needed
+        self.compared: dict[Any, Any] = {}  # the kernel that was last compared, by function
+
+    def check(self, decoder: nn.Module, device: torch.device) -> None:
+        """Check that the kernels in use rotate rows of different angles as transformers' own functions do.
+
+        Raises:
+            UnsupportedModelError: a kernel does not.
+        """
+        if self.functions is None:
+            attached = [module.__dict__.get("_kernel_funcs", {}) for module in decoder.modules()]
+            every = {function for functions in attached for function in functions.values()}
+            self.functions = [function for function in every if function.kernel_layer_name == "rotary_pos_emb"]
+        for function in self.functions:
+            kernel = function.__dict__.get("forward")
+            if kernel is None or kernel is self.compared.get(function):
+                continue
+            if not self._rotates_each_row(function, device):
+                raise UnsupportedModelError(
+                    "the kernel that rotates queries and keys (use_kernels=True) gives rows of different length, "
+                    "padding or positions other angles than transformers' own function, so a batch of several rows is "
+                    f"wrong under {self.table.method.name}: give one row at a time, or load the model without kernels"
+                )
+            self.compared[function] = kernel
+
+    def _rotates_each_row(self, function: Any, device: torch.device) -> bool:
+        """Return whether a function, with its kernel, rotates two rows of different angles as its class does."""
+        dim = self.table.rotary.dim
+        x = torch.linspace(-1, 1, dim, device=device).expand(2, 1, 1, -1).contiguous()
+        angle = torch.linspace(0, 1, 2, device=device)[:, None, None].expand(2, 1, dim // 2)
+        arguments = (x, x, *arrange(angle.cos(), angle.sin(), self.table.layout, None))
+        expected = type(function).forward(function, *arguments)[0]
+        return torch.allclose(function(*arguments)[0], expected, atol=_TOLERANCE)
+
+
+def kernels_of(tables: Sequence[RotaryEmbedding]) -> _RotationKernels | None:
+    """Return the check of the kernels in the decoder of some rotary modules; None where no kernels can be in use."""
+    # transformers has imported the library by now, if any model of this process uses kernels.
+    return _RotationKernels(tables[0]) if "kernels" in sys.modules else None
