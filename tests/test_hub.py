@@ -176,8 +176,8 @@ def test_a_token_setting_that_would_reach_the_terminal(file: str, folder: Path) 
 @pytest.mark.slow
 def test_what_transformers_logs_and_raises_is_one_line(folder: Path, tmp_path: Path) -> None:
     _edit(folder, model_type="falcon", head_dim=16)  # a property there, which transformers logs with the whole config
-    said = run_forked(run_command, ["describe", str(folder)], folder=tmp_path, status=2)
-    assert re.fullmatch("rope-ext: .* property 'head_dim' of 'FalconConfig' object has no setter\n", said)
+    output = run_forked(run_command, ["describe", str(folder)], folder=tmp_path, status=2)
+    assert re.fullmatch("rope-ext: .* property 'head_dim' of 'FalconConfig' object has no setter\n", output)
 
 
 @pytest.mark.slow

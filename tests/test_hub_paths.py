@@ -145,8 +145,8 @@ def test_an_adapter_whose_model_is_on_the_hub(hub: Hub, tmp_path: Path) -> None:
         hub.run("ppl", name, *ONE_SPAN, "--json", "--out", str(tmp_path / str(number)))
         for number, name in enumerate(("some/adapter", str(tmp_path / "folder"), "some/base"))
     ]
-    assert [each.code for each in ppl] == [0, 0, 0], ppl
-    losses = [json.loads(each.out)["results"][0]["loss"] for each in ppl]
+    assert [outcome.code for outcome in ppl] == [0, 0, 0], ppl
+    losses = [json.loads(outcome.out)["results"][0]["loss"] for outcome in ppl]
     assert losses[0] == losses[1] != losses[2]
     assert written != files["adapter_model.safetensors"]
 
@@ -165,7 +165,7 @@ def test_measuring_by_hub_id(command: str, options: list[str], hub: Hub, tmp_pat
         outcome = hub.run(command, source, *options, "--json", "--out", str(tmp_path / out))
         assert outcome.code == 0, outcome
         results.append(json.loads(outcome.out))
-    by_id, by_folder = ([without_times(result) for result in each["results"]] for each in results)
+    by_id, by_folder = ([without_times(result) for result in run["results"]] for run in results)
     assert by_id == by_folder
     assert results[0]["provenance"]["model"] == "some/sharded"
 
@@ -260,13 +260,13 @@ WAITING = ("cut off", "silent", "a silent API")
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "what",
+    "failure",
     [pytest.param(name, marks=[THOROUGH] * (name in WAITING)) for name in FAILURES],
 )
-def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(what: str, hub: Hub, tmp_path: Path) -> None:
-    pattern, values, message = FAILURES[what]
+def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(failure: str, hub: Hub, tmp_path: Path) -> None:
+    pattern, values, message = FAILURES[failure]
     files = content(hub.folders["plain"])
-    name = f"some/{what.replace(' ', '-')}"
+    name = f"some/{failure.replace(' ', '-')}"
     hub.server.add("models", name, files)
     replace = {"damaged": damaged(files, pattern, -1), "short": files[WEIGHTS][:1000]} if "replace" in values else {}
     commands = {
@@ -286,12 +286,12 @@ def test_a_transfer_that_fails_is_one_line_and_leaves_nothing(what: str, hub: Hu
 
 
 def test_a_file_that_was_changed_in_the_cache_is_left_alone(hub: Hub, tmp_path: Path) -> None:
-    """What a user changed there is not what arrived damaged."""
+    """A file that a user changed there is not taken for one that arrived damaged."""
     hub.server.add("models", "some/edited", content(hub.folders["plain"]))
     assert hub.run("describe", "some/edited").code == 0
     config = next(hub.cache.glob("hub/models--some--edited/snapshots/*/config.json"))
     longer = json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 777})
-    config.resolve().write_text(longer)  # no longer what its checksum says
+    config.resolve().write_text(longer)  # its checksum is another one now
     assert hub.run("ppl", "some/edited", *ONE_SPAN, "--out", str(tmp_path)).code == 0  # its tokenizer arrives
     assert config.read_text() == longer
 

@@ -39,9 +39,9 @@ def check_refusals(wrong: Mapping[tuple[str, ...], str]) -> None:
     """Each command must be refused in one line, with its message, by a process that imports no heavy library."""
     words = json.dumps(list(wrong))
     done = subprocess.run([sys.executable, "-c", CODE, words], capture_output=True, text=True, check=True)
-    heavy, said = json.loads(done.stdout)
+    heavy, outcomes = json.loads(done.stdout)
     assert heavy == []
-    for (code, error), message in zip(said, wrong.values(), strict=True):
+    for (code, error), message in zip(outcomes, wrong.values(), strict=True):
         assert code == 2
         assert message in error
         assert len(error.splitlines()) == 1

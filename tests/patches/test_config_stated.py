@@ -35,14 +35,14 @@ def test_the_trained_length_is_that_of_the_dual_chunks(family: str) -> None:
 def test_dca_takes_the_chunks_that_are_stated(family: str) -> None:
     model = rope.patch(stating(family), "dca", target_length=1000)
     assert rope.describe(model).params | {"chunk": 248, "window": 8} == rope.describe(model).params
-    given = rope.patch(stating(family), "dca", target_length=1000, chunk=64)
-    assert rope.describe(given).params["chunk"] == 64
+    with_chunk = rope.patch(stating(family), "dca", target_length=1000, chunk=64)
+    assert rope.describe(with_chunk).params["chunk"] == 64
     without = rope.patch(build(family, max_position_embeddings=256), "dca", target_length=1000)
     assert rope.describe(without).params["chunk"] == 192
 
 
 def write_qwen_1m(folder: Path) -> Path:
-    """Write a small Qwen2.5-1M with its published lengths: 262,144 tokens, 8,192 of them local; the folder again."""
+    """Write a small Qwen2.5-1M with its published lengths, 262,144 tokens, 8,192 of them local; return the folder."""
     stated = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
     sizes: dict[str, Any] = {"max_position_embeddings": 1010000, "dual_chunk_attention_config": stated}
     build("qwen2", {"rope_type": "default", "rope_theta": 1e7}, **sizes).save_pretrained(folder)

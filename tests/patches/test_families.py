@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_reads_rows_and_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "said"),
+    ("table", "message"),
     [
         ('pairng = "half"', "pairng"),
         ("head_dim = 64", "head_dim"),
@@ -122,8 +122,8 @@ def test_reads_rows_and_numbers() -> None:
         ("rope_labels = {}", "rope_labels"),
     ],
 )
-def test_refuses_what_it_does_not_know(table: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as caught:
+def test_refuses_what_it_does_not_know(table: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
         parse_families(f'[fine]\npairing = "half"\n\n[wrong]\n{table}\n\n[later]\n')
     assert "[wrong]" in str(caught.value)
 
@@ -139,7 +139,7 @@ CONFIG_KEYS = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "index_n_heads", "index_head_dim"),
     *("rotary_dim", "rope_theta", "max_position_embeddings"),
 )
-"""The numbers that the package asks a family for."""
+"""The numbers that the package reads by the keys of a family."""
 
 
 @pytest.mark.parametrize("entry", families())
@@ -148,25 +148,25 @@ def test_the_values_of_a_table_are_possible_ones(entry: str) -> None:
     assert "like" not in tables()[entry] or tables()[entry]["like"] in names[: names.index(entry)], "`like`: one above"
     assert known.config_keys.keys() <= {*CONFIG_KEYS}
     every: dict[str, Any] = {**known.rotated, **known.config_keys}
-    for at, alternatives in every.items():
-        conditions = [each.when for each in alternatives]
-        assert conditions[-1] is None, f"{at}: the last alternative has no `when`"
-        assert None not in conditions[:-1], f"{at}: every alternative but the last must have `when`"
-    for rows in (each for alternatives in known.rotated.values() for each in alternatives):
+    for name, alternatives in every.items():
+        conditions = [alternative.when for alternative in alternatives]
+        assert conditions[-1] is None, f"{name}: the last alternative must not have `when`"
+        assert None not in conditions[:-1], f"{name}: every alternative but the last must have `when`"
+    for rows in chain.from_iterable(known.rotated.values()):
         assert rows.blocks
         assert rows.repeat == KV_HEADS or int(rows.repeat) > 0
-    for number in (each for alternatives in known.config_keys.values() for each in alternatives):
+    for number in chain.from_iterable(known.config_keys.values()):
         assert number.product
-        assert all(isinstance(each, str) or 0 < each < float("inf") for each in number.product)
+        assert all(isinstance(factor, str) or 0 < factor < float("inf") for factor in number.product)
     if known.remote_attention is not None:
         assert re.fullmatch(r"\w+\.\{\}\.\w+", known.remote_attention), "like 'layers.{}.self_attention'"
-        assert "rotary_dim" in known.config_keys, "there is no model that could be asked"
+        assert "rotary_dim" in known.config_keys, "there is no model from which it could be read"
 
 
 def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
-    """What the family's own function makes of x (batch, heads, length, DIM) when every pair turns by its own angle.
+    """Return the function of a family that rotates x (batch, heads, length, DIM), each pair by an angle of its own.
 
-    cos and sin come in the arrangement that this family's rotary module would give them in.
+    cos and sin are arranged as the rotary module of the family gives them.
     """
     module = modeling(model_type)
     angle = torch.linspace(0.3, 1.2, DIM // 2).view(1, 1, -1)
@@ -200,7 +200,7 @@ def rotation(model_type: str) -> Callable[[Tensor], Tensor]:
 
 
 def arranged(model_type: str, config: Any) -> str:
-    """How the family's rotary module lays out its cosines: each angle twice, next to itself or not, or once."""
+    """Return how the rotary module of a family arranges cosines: each twice ("interleaved" or "half"), or "once"."""
     module = modeling(model_type)
     classes = {name: value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")}
     rotary = next(value for name, value in classes.items() if "Vision" not in name)(config)
@@ -216,12 +216,12 @@ def arranged(model_type: str, config: Any) -> str:
 @pytest.mark.parametrize("model_type", ROTATING)
 def test_pairing_is_what_transformers_computes(model_type: str) -> None:
     rotate = rotation(model_type)
-    lit = []  # which outputs each input dim lights up; the two dims of a pair light up the same two
+    lit = []  # the outputs that each input dim reaches; the two dims of a pair reach the same two
     for i in range(DIM):
         x = torch.zeros(1, 1, 1, DIM)
         x[..., i] = 1.0
         lit.append(frozenset(rotate(x).flatten().nonzero().flatten().tolist()))
-    assert all(len(each) == 2 for each in lit)
+    assert all(len(outputs) == 2 for outputs in lit)
     pairs = {(i, j) for i, j in combinations(range(DIM), 2) if lit[i] == lit[j]}
     expected = {
         "half": {(i, i + DIM // 2) for i in range(DIM // 2)},
@@ -231,17 +231,18 @@ def test_pairing_is_what_transformers_computes(model_type: str) -> None:
 
 
 def tiny_on_meta(model_type: str) -> nn.Module:
-    """A tiny model of a family without any memory for its weights."""
+    """Return a tiny model of a family on the meta device."""
     every_model.stand_in_for_timm()
     config_class: Any = transformers.CONFIG_MAPPING[model_type]
     config = config_class(**every_model.settings(config_class))
-    classes = [getattr(transformers, each.name) for each in every_model.entries() if each.model_type == model_type]
-    if not classes:  # of a model of texts and images: its part that reads text
+    entries = [entry for entry in every_model.entries() if entry.model_type == model_type]
+    classes = [getattr(transformers, entry.name) for entry in entries]
+    if not classes:  # the part for text of a model of text and images
         beside = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
         classes = [
-            each
-            for each in vars(beside).values()
-            if getattr(each, "config_class", None) is config_class and "forward" in vars(each)
+            value
+            for value in vars(beside).values()
+            if getattr(value, "config_class", None) is config_class and "forward" in vars(value)
         ]
     assert classes, f"transformers has no model class whose config has the model_type {model_type!r}"
     with torch.device("meta"):
@@ -252,7 +253,7 @@ def tiny_on_meta(model_type: str) -> nn.Module:
 @pytest.mark.parametrize("entry", WITH_A_CLASS)
 @pytest.mark.sampled(3)
 def test_the_table_names_what_the_class_holds(entry: str) -> None:
-    """Every family, in a tenth of a second: what else is true of it takes models that run."""
+    """This takes a tenth of a second for each family; other tests need models that run."""
     known = family(entry)
     model = tiny_on_meta(entry)
     held: set[str] = set()
@@ -268,7 +269,7 @@ def test_the_table_names_what_the_class_holds(entry: str) -> None:
             "`rotated` the modules that make queries and keys, or choose another `like`"
         )
     stated = {*known.rotated, *known.unrotated}
-    missing = sorted(name for name in held if not any(f"{name}.".startswith(f"{each}.") for each in stated))
+    missing = sorted(name for name in held if not any(f"{name}.".startswith(f"{part}.") for part in stated))
     assert not missing, (
         f"{where}: attention modules of {type(model).__name__} also hold {missing}; name each under `rotated`, where "
         "its rows rotate, or under `unrotated`"

@@ -134,12 +134,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 @pytest.mark.sampled(3)
 def test_a_mistake_is_named(name: str) -> None:
     expected, actual, sentence = MISTAKES[name]
-    one, other = fingerprint_of(expected()), fingerprint_of(actual())
-    differences = "\n".join(one.differences(other))
+    right, wrong = fingerprint_of(expected()), fingerprint_of(actual())
+    differences = "\n".join(right.differences(wrong))
     assert re.search(sentence, differences), differences
-    assert one.digest != other.digest
-    assert other.differences(one)
-    assert one.differences(one) == []
+    assert right.digest != wrong.digest
+    assert wrong.differences(right)
+    assert right.differences(right) == []
 
 
 STATIC = [("linear", 4.0), ("ntk", 4.0), ("yarn", 4.0), ("by-parts", 8.0), ("llama3", 4.0)]

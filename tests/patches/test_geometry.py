@@ -38,12 +38,12 @@ def test_over_original_a_patch_starts_from_the_original_settings(carrier: str, m
     own = logits(copy.deepcopy(model), ids)
     logits(model, ids)  # transformers' dynamic keeps what it grew to
     before = state(model)
-    got = logits(rope.patch(model, method, factor=4, over="original"), ids)
-    assert torch.equal(got, logits(rope.patch(build(name), method, factor=4), ids))
+    output = logits(rope.patch(model, method, factor=4, over="original"), ids)
+    assert torch.equal(output, logits(rope.patch(build(name), method, factor=4), ids))
     assert rope.describe(model).trained_length == TRAINED
     assert rope.describe(model).extended_length == LONG
     if method != form["rope_type"]:
-        assert difference(got, own) >= CHANGED
+        assert difference(output, own) >= CHANGED
     rope.unpatch(model)
     assert state(model) == before
     assert torch.equal(logits(model, ids), own)

@@ -168,8 +168,8 @@ def test_the_softmax_scale_survives(name: str, method: str, over: str, tmp_path:
     model, expected = build(name), PUBLISHED[name]["rows"][0]["softmax_scale"]
     rope.patch(model, method, factor=2, over=over).save_pretrained(tmp_path)
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    for each in (model, loaded):
-        assert each.model.layers[0].self_attn.scaling == pytest.approx(expected, rel=1e-12)
+    for present in (model, loaded):
+        assert present.model.layers[0].self_attn.scaling == pytest.approx(expected, rel=1e-12)
     ids = tokens()
     assert float((logits(loaded, ids) - logits(model, ids)).abs().max()) <= 1e-4
 
@@ -269,13 +269,13 @@ def test_live_patches_stack_and_come_off_one_by_one(tmp_path: Path) -> None:
         assert float((logits(loaded, ids) - twice).abs().max()) <= 1e-4
     restored = rope.from_pretrained(tmp_path).eval()
     assert rope.describe(restored).underneath == described.underneath
-    for each in (restored, model):
-        rope.unpatch(each)
-        assert float((logits(each, ids) - once).abs().max()) <= 1e-6
-        assert rope.describe(each).method == "yarn"
-        rope.unpatch(each)
-        assert torch.equal(logits(each, ids), plain) or each is restored
-        assert rope.describe(each).method == "llama3"
+    for present in (restored, model):
+        rope.unpatch(present)
+        assert float((logits(present, ids) - once).abs().max()) <= 1e-6
+        assert rope.describe(present).method == "yarn"
+        rope.unpatch(present)
+        assert torch.equal(logits(present, ids), plain) or present is restored
+        assert rope.describe(present).method == "llama3"
     rope.patch(rope.patch(model, "yarn", factor=2), "ntk", factor=4)  # over="own": the patch is replaced
     assert rope.describe(model).extended_length == 4 * 131072
 

@@ -154,15 +154,15 @@ def test_a_model_inside_another(tmp_path: Path) -> None:
 def test_patching_a_plain_reload_starts_from_the_original(name: str, which: str, saved: Lookup) -> None:
     reloaded = load_plainly(saved("static", name, which).folder)
     own = logits(reloaded, tokens(LONG))
-    said = copy.deepcopy(reloaded.config.to_dict())
+    before = copy.deepcopy(reloaded.config.to_dict())
     fresh = rope.patch(build(name), "linear", factor=4)
     rope.patch(reloaded, "linear", factor=4)
     assert torch.equal(logits(reloaded, tokens(LONG)), logits(fresh, tokens(LONG)))
-    seen = rope.describe(reloaded)
-    assert (seen.trained_length, seen.extended_length, seen.theta) == (TRAINED, LONG, THETA)
+    described = rope.describe(reloaded)
+    assert (described.trained_length, described.extended_length, described.theta) == (TRAINED, LONG, THETA)
     assert reloaded.config.max_position_embeddings == LONG
     rope.unpatch(reloaded)
-    assert reloaded.config.to_dict() == said
+    assert reloaded.config.to_dict() == before
     assert difference(logits(reloaded, tokens(LONG)), own) == 0
 
 
@@ -308,10 +308,10 @@ def test_a_model_that_would_rotate_otherwise_than_the_saved_one_is_refused(
 
 def test_a_class_with_another_softmax_scale_is_noticed(saved: Lookup, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("static", "llama", "yarn").folder
-    made = transformers.models.llama.modeling_llama.LlamaAttention.__init__
+    init = transformers.models.llama.modeling_llama.LlamaAttention.__init__
 
     def as_another_version(self: Any, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
+        init(self, *args, **kwargs)
         self.scaling *= 2
 
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaAttention, "__init__", as_another_version)
@@ -354,9 +354,9 @@ def test_a_folder_without_a_config(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_method_is_patched_in_beside_the_arguments_of_transformers(tmp_path: Path) -> None:
-    asked: dict[str, Any] = {"target_length": "1k", "beta_fast": 16.0}
-    loaded = rope.from_pretrained("reference", "yarn", dtype="float32", attn_implementation="eager", **asked)
-    expected = rope.patch(rope.from_pretrained("reference", dtype=torch.float32), "yarn", **asked)
+    arguments: dict[str, Any] = {"target_length": "1k", "beta_fast": 16.0}
+    loaded = rope.from_pretrained("reference", "yarn", dtype="float32", attn_implementation="eager", **arguments)
+    expected = rope.patch(rope.from_pretrained("reference", dtype=torch.float32), "yarn", **arguments)
     assert (loaded.dtype, loaded.config._attn_implementation) == (torch.float32, "eager")
     assert not rope.fingerprint(loaded).differences(rope.fingerprint(expected))
     loaded.save_pretrained(tmp_path)
@@ -368,7 +368,7 @@ def test_a_method_is_patched_in_beside_the_arguments_of_transformers(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "message"),
     [
         ({"method": "yarrn"}, "unknown method 'yarrn'. Did you mean 'yarn'?"),
         (
@@ -381,9 +381,9 @@ def test_a_method_is_patched_in_beside_the_arguments_of_transformers(tmp_path: P
         ({"method": "yarn", "target_length": "4x"}, "not a length in tokens: '4x'"),
     ],
 )
-def test_a_mistake_in_a_method_is_one_sentence(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(rope.MethodError, match=re.escape(said)):
-        rope.from_pretrained("reference", **given)
+def test_a_mistake_in_a_method_is_one_sentence(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(rope.MethodError, match=re.escape(message)):
+        rope.from_pretrained("reference", **arguments)
 
 
 # --- other classes than causal language models ----------------------------------------------------------------------
@@ -440,7 +440,7 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("arguments", "message"),
     [
         ({"method": "yarn"}, "yarn needs factor"),
         ({"method": "yarn", "factor": 0.5}, "factor must be at least 1"),
@@ -448,11 +448,11 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
         ({"method": "yarn", "factor": 2, "target_length": 128}, "give one"),
     ],
 )
-def test_a_mistake_in_a_method_is_told_before_weights_are_read(
-    asked: dict[str, Any], said: str, tmp_path: Path
+def test_a_mistake_in_a_method_is_reported_before_weights_are_read(
+    arguments: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     build("llama").config.save_pretrained(tmp_path)
-    with pytest.raises(MethodError, match=said):
-        rope.from_pretrained(tmp_path, **asked)
+    with pytest.raises(MethodError, match=message):
+        rope.from_pretrained(tmp_path, **arguments)
     with pytest.raises(OSError, match="no file named"):
         rope.from_pretrained(tmp_path, method="yarn", factor=2)

@@ -27,9 +27,9 @@ def own_cache_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(sys.modules[module], "HF_MODULES_CACHE", str(tmp_path / "code"))
 
 
-def published(tmp_path: Path, name: str, method: str, **given: Any) -> Path:
+def published(tmp_path: Path, name: str, method: str, **options: Any) -> Path:
     build(name).save_pretrained(tmp_path / "plain")
-    words = [word for key, value in given.items() for word in (f"--{key.replace('_', '-')}", str(value))]
+    words = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     out = tmp_path / "published"
     arguments = ["patch", str(tmp_path / "plain"), "--method", method, *words, "--out", str(out), "--as-code"]
     result = CliRunner().invoke(app, arguments)
@@ -38,12 +38,12 @@ def published(tmp_path: Path, name: str, method: str, **given: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "given"),
+    ("name", "method", "parameters"),
     [("llama", "jet-long", {}), ("qwen3", "self-extend", {"group": 4, "window": 20}), ("gemma3", "dca", {})],
 )
-def test_plain_transformers_loads_it(tmp_path: Path, name: str, method: str, given: dict[str, Any]) -> None:
-    out, ids = published(tmp_path, name, method, **given), tokens(3 * TRAINED)
-    expected = logits(rope.patch(build(name), method, **given), ids)
+def test_plain_transformers_loads_it(tmp_path: Path, name: str, method: str, parameters: dict[str, Any]) -> None:
+    out, ids = published(tmp_path, name, method, **parameters), tokens(3 * TRAINED)
+    expected = logits(rope.patch(build(name), method, **parameters), ids)
     model = transformers.AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True, dtype=torch.float32)
     assert type(model) is type(build(name))
     assert torch.equal(logits(model, ids), expected)

@@ -50,10 +50,10 @@ def test_equals_the_same_weights_loaded_natively(name: str, which: str) -> None:
     native = build(name, case.form, max_position_embeddings=LONG, seed=9)
     native.load_state_dict(model.state_dict())
     plain, expected = logits(model, ids), logits(native, ids)
-    got = logits(rope.patch(model, case.method, **case.params), ids)
-    assert difference(got, expected) <= TOLERANCE
+    output = logits(rope.patch(model, case.method, **case.params), ids)
+    assert difference(output, expected) <= TOLERANCE
     if which != "default":
-        assert difference(got, plain) >= CHANGED
+        assert difference(output, plain) >= CHANGED
 
 
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED, TRAINED + 1, LONG])
@@ -73,10 +73,10 @@ def test_length_dependent_equals_a_fresh_native_model(name: str, which: str, len
     native = build(name, form, max_position_embeddings=kept, seed=9)
     native.load_state_dict(model.state_dict())
     plain, expected = logits(model, ids), logits(native, ids)
-    got = logits(rope.patch(model, method, **params), ids)
-    assert difference(got, expected) <= TOLERANCE
+    output = logits(rope.patch(model, method, **params), ids)
+    assert difference(output, expected) <= TOLERANCE
     if length == LONG:
-        assert difference(got, plain) >= CHANGED
+        assert difference(output, plain) >= CHANGED
 
 
 @pytest.mark.parametrize("layers", [["full_attention"] * 2, ["sliding_attention", "full_attention"]])
@@ -171,8 +171,8 @@ def test_unpatch_is_exact(name: str, method: str) -> None:
     rope.patch(model, method, factor=4)
     assert state(model)["modules"] != before["modules"]
     assert list(model.state_dict()) == before["keys"]
-    for each in (model, twin):  # both lose the same bits of their frequencies and weights
-        each.to(torch.bfloat16).to(torch.float32)
+    for present in (model, twin):  # both lose the same bits of their frequencies and weights
+        present.to(torch.bfloat16).to(torch.float32)
     ids = tokens(LONG)
     logits(model, ids)
     assert rope.unpatch(model) is model
@@ -229,14 +229,14 @@ BAD: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("already", [None, "ntk", "dynamic"])
-@pytest.mark.parametrize("what", BAD)
-def test_a_failed_patch_leaves_the_model_as_it_was(what: str, already: str | None) -> None:
-    method, params, error, said = BAD[what]
+@pytest.mark.parametrize("mistake", BAD)
+def test_a_failed_patch_leaves_the_model_as_it_was(mistake: str, already: str | None) -> None:
+    method, params, error, message = BAD[mistake]
     model, ids = build("llama"), tokens(LONG)
     if already:
         rope.patch(model, already, factor=2)
     before, out = state(model), logits(model, ids)
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         rope.patch(model, method, **params)
     assert state(model) == before
     assert torch.equal(logits(model, ids), out)
@@ -308,10 +308,10 @@ def test_patched_that_fails_to_patch_leaves_the_model_alone() -> None:
 
 def test_patched_restores_a_patch_with_all_its_settings() -> None:
     model = rope.patch(build("llama"), "dynamic", factor=4, native=True)
-    said, route = copy.deepcopy(model.config.to_dict()), rope.describe(model).save_route
+    before, route = copy.deepcopy(model.config.to_dict()), rope.describe(model).save_route
     with rope.patched(model, "theta", theta=1e6, target_length=LONG):
         assert model.config.max_position_embeddings == LONG
-    assert model.config.to_dict() == said
+    assert model.config.to_dict() == before
     assert rope.describe(model).save_route == route
 
 
@@ -348,23 +348,23 @@ def test_what_else_changed_in_the_config_while_patched_stays(change: Any, act: A
 @every_family
 def test_two_models_of_one_config_object(name: str, method: str) -> None:
     config = build_config(name)
-    one, other = from_config(config, seed=0), from_config(config, seed=1)
-    assert one.config is other.config is config
-    ids, said = tokens(LONG), copy.deepcopy(config.to_dict())
-    out, before = logits(other, ids), state(other)
-    rope.patch(one, method, factor=4)
-    logits(one, ids)
-    assert one.config is not config
-    assert config.to_dict() == said
-    assert state(other) == before
-    assert torch.equal(logits(other, ids), out)
-    rope.patch(other, "linear", factor=2)
-    patched = logits(one, ids)
-    rope.unpatch(other)
-    assert torch.equal(logits(one, ids), patched)
-    assert torch.equal(logits(other, ids), out)
-    assert one.config.max_position_embeddings != TRAINED or method == "dynamic"
-    assert config.to_dict() == said
+    first, second = from_config(config, seed=0), from_config(config, seed=1)
+    assert first.config is second.config is config
+    ids, config_before = tokens(LONG), copy.deepcopy(config.to_dict())
+    out, before = logits(second, ids), state(second)
+    rope.patch(first, method, factor=4)
+    logits(first, ids)
+    assert first.config is not config
+    assert config.to_dict() == config_before
+    assert state(second) == before
+    assert torch.equal(logits(second, ids), out)
+    rope.patch(second, "linear", factor=2)
+    patched = logits(first, ids)
+    rope.unpatch(second)
+    assert torch.equal(logits(first, ids), patched)
+    assert torch.equal(logits(second, ids), out)
+    assert first.config.max_position_embeddings != TRAINED or method == "dynamic"
+    assert config.to_dict() == config_before
 
 
 @every_family

@@ -103,7 +103,7 @@ def test_generate_is_greedy_search_without_a_cache(name: str, method: str) -> No
     params: dict[str, Any] = {"factor": 4} if method == "yarn" else {}
     model, ids, new = rope.patch(build(name), method, **params), tokens(TRAINED - 3), 8
     with rope.fixed_length(model, TRAINED - 3 + new):
-        got = model.generate(
+        generated = model.generate(
             ids,
             max_new_tokens=new,
             min_new_tokens=new,
@@ -115,10 +115,10 @@ def test_generate_is_greedy_search_without_a_cache(name: str, method: str) -> No
         expected = ids
         for step in range(new):
             last = logits(model, expected)[:, -1]
-            assert difference(got.logits[step], last) <= TOLERANCE
+            assert difference(generated.logits[step], last) <= TOLERANCE
             last[:, 2] = -torch.inf  # min_new_tokens keeps the end-of-sequence token out
             expected = torch.cat((expected, last.argmax(-1, keepdim=True)), dim=1)
-    assert torch.equal(got.sequences, expected)
+    assert torch.equal(generated.sequences, expected)
 
 
 @pytest.mark.slow
@@ -126,13 +126,13 @@ def test_generate_is_greedy_search_without_a_cache(name: str, method: str) -> No
 def test_generate_with_a_static_cache_and_with_beams(method: str) -> None:
     params: dict[str, Any] = {"factor": 4} if method == "yarn" else {}
     model, ids = rope.patch(build("llama"), method, **params), tokens(TRAINED - 3, batch=2)
-    asked = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    arguments = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with rope.fixed_length(model, TRAINED + 5):
-        expected = model.generate(ids, **asked)
-        assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
-        assert torch.equal(model.generate(ids, use_cache=False, **asked), expected)
-        beams = model.generate(ids, num_beams=3, **asked)
-        assert torch.equal(model.generate(ids, num_beams=3, use_cache=False, **asked), beams)
+        expected = model.generate(ids, **arguments)
+        assert torch.equal(model.generate(ids, cache_implementation="static", **arguments), expected)
+        assert torch.equal(model.generate(ids, use_cache=False, **arguments), expected)
+        beams = model.generate(ids, num_beams=3, **arguments)
+        assert torch.equal(model.generate(ids, num_beams=3, use_cache=False, **arguments), beams)
 
 
 def test_left_padding_under_a_fixed_length() -> None:
@@ -140,9 +140,9 @@ def test_left_padding_under_a_fixed_length() -> None:
     mask = torch.ones_like(ids)
     mask[0, :10] = 0
     with rope.fixed_length(model, 80):
-        got = logits(model, ids, attention_mask=mask)
-        assert difference(got[:1, 10:], logits(model, ids[:1, 10:])) <= TOLERANCE
-        assert difference(got[1:], logits(model, ids[1:])) <= TOLERANCE
+        output = logits(model, ids, attention_mask=mask)
+        assert difference(output[:1, 10:], logits(model, ids[:1, 10:])) <= TOLERANCE
+        assert difference(output[1:], logits(model, ids[1:])) <= TOLERANCE
         assert model.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False).shape == (2, 83)
 
 

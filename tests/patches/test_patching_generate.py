@@ -16,7 +16,7 @@ REMINDER = "exceeded the model's predefined maximum length"
 
 
 def reminded(model: Any, length: int, caplog: pytest.LogCaptureFixture) -> bool:
-    """Whether generation from so many tokens warns."""
+    """Return whether transformers warns when it generates from a prompt of `length` tokens."""
     transformers_logging.warning_once.cache_clear()
     caplog.clear()
     ids = torch.arange(length)[None] % 90 + 3

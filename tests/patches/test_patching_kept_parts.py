@@ -1,4 +1,4 @@
-"""What a model has beside its frequencies: learned multipliers, temperatures that follow positions, a YaRN's window."""
+"""Parts of a model beside its frequencies: learned multipliers, temperatures that follow positions, a YaRN's window."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class TestMistralLarge4:
         """YaRN's original length is that of one phase of its training; what the model is for is more."""
         described = rope.describe(self.build(factor=2048.0, original_max_position_embeddings=512))
         assert described.context_length == 2048 * 512
-        assert [each.context_length for each in described.underneath] == []
+        assert [scaling.context_length for scaling in described.underneath] == []
         patched = rope.describe(rope.patch(self.build(), "linear", factor=2))
         assert patched.extended_length == 2 * 64
 

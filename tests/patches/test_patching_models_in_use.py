@@ -32,14 +32,14 @@ from tests.support.models import (
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
 def test_a_deep_copy_is_a_model_of_its_own(name: str, method: str) -> None:
     model, ids = build(name), tokens(LONG)
-    plain, said = logits(model, ids), copy.deepcopy(model.config.to_dict())
+    plain, plain_config = logits(model, ids), copy.deepcopy(model.config.to_dict())
     rope.patch(model, method, factor=4)
     out, patched_config = logits(model, ids), copy.deepcopy(model.config.to_dict())
     copied = copy.deepcopy(model)
     assert torch.equal(logits(copied, ids), out)
     rope.unpatch(copied)
     assert torch.equal(logits(copied, ids), plain)
-    assert copied.config.to_dict() == said
+    assert copied.config.to_dict() == plain_config
     assert state(copied)["hooks"] == 0
     assert state(copied)["own save"] == []
     assert torch.equal(logits(model, ids), out)
@@ -48,7 +48,7 @@ def test_a_deep_copy_is_a_model_of_its_own(name: str, method: str) -> None:
     rope.unpatch(model)
     assert torch.equal(logits(other, ids), out)
     assert torch.equal(logits(model, ids), plain)
-    assert model.config.to_dict() == said
+    assert model.config.to_dict() == plain_config
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3"])
@@ -128,9 +128,9 @@ def test_gradients_equal_those_of_the_native_model() -> None:
     model, ids = build("llama"), tokens(LONG)
     native = build("llama", {"rope_type": "linear", "factor": 4.0}, max_position_embeddings=LONG)
     rope.patch(model, "linear", factor=4)
-    for each in (model, native):
-        each.train()
-        each(input_ids=ids, labels=ids).loss.backward()
+    for trained in (model, native):
+        trained.train()
+        trained(input_ids=ids, labels=ids).loss.backward()
     for (path, ours), (_, theirs) in zip(model.named_parameters(), native.named_parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-4, msg=path)
 
@@ -330,14 +330,14 @@ DEVICE_MAP = {
 }
 
 
-def offload(model: Any, how: str, folder: Path) -> Any:
+def offload(model: Any, kind: str, folder: Path) -> Any:
     from accelerate import cpu_offload, disk_offload, dispatch_model
 
-    if how == "cpu":
+    if kind == "cpu":
         return cpu_offload(model, execution_device=torch.device("cpu"))
-    if how == "cpu, buffers too":
+    if kind == "cpu, buffers too":
         return cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
-    if how == "disk":
+    if kind == "disk":
         return disk_offload(model, str(folder), execution_device=torch.device("cpu"))
     return dispatch_model(model, DEVICE_MAP, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
@@ -346,13 +346,13 @@ OFFLOADS = ["cpu", "cpu, buffers too", "disk", "map"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("kind", OFFLOADS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_patch_after_dispatch(name: str, how: str, tmp_path: Path) -> None:
+def test_patch_after_dispatch(name: str, kind: str, tmp_path: Path) -> None:
     ids = tokens(LONG)
     plain = logits(build(name), ids)
     expected = logits(rope.patch(build(name), "yarn", factor=4), ids)
-    model = offload(build(name), how, tmp_path)
+    model = offload(build(name), kind, tmp_path)
     assert torch.equal(logits(model, ids), plain)
     rope.patch(model, "yarn", factor=4)
     assert torch.equal(logits(model, ids), expected)
@@ -360,13 +360,13 @@ def test_patch_after_dispatch(name: str, how: str, tmp_path: Path) -> None:
     assert torch.equal(logits(model, ids), plain)
 
 
-@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("kind", OFFLOADS)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_dispatch_after_patch(name: str, how: str, tmp_path: Path) -> None:
+def test_dispatch_after_patch(name: str, kind: str, tmp_path: Path) -> None:
     ids = tokens(LONG)
     plain = logits(build(name), ids)
     expected = logits(rope.patch(build(name), "yarn", factor=4), ids)
-    model = offload(rope.patch(build(name), "yarn", factor=4), how, tmp_path)
+    model = offload(rope.patch(build(name), "yarn", factor=4), kind, tmp_path)
     assert torch.equal(logits(model, ids), expected)
     rope.unpatch(model)
     assert torch.equal(logits(model, ids), plain)

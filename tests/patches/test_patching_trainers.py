@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 LONG = 2 * TRAINED
 METHODS: list[tuple[str, dict[str, Any]]] = [("yarn", {"factor": 4}), ("dynamic-yarn", {})]
 either = pytest.mark.parametrize(
-    ("method", "params"), [pytest.param(*each, marks=[pytest.mark.thorough] * (each[0] == "yarn")) for each in METHODS]
+    ("method", "params"),
+    [pytest.param(method, params, marks=[pytest.mark.thorough] * (method == "yarn")) for method, params in METHODS],
 )
 
 

@@ -49,8 +49,9 @@ def config_of(file: str, changes: dict[str, Any]) -> Any:
 
 
 def published(recipe: Recipe) -> Any:
-    """The published config that a recipe is for."""
-    return config_of(*next(each for each in ((f, c) for f, (name, c) in FITTING.items() if name == recipe.name)))
+    """Return the published config that a recipe is for."""
+    file, changes = next((file, changes) for file, (name, changes) in FITTING.items() if name == recipe.name)
+    return config_of(file, changes)
 
 
 def qwen3(**changes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `save_pretrained` of a patched model leaves behind: the same model for plain transformers, or a clear stop."""
+"""Folders that `save_pretrained` of a patched model writes: plain transformers loads the same model, or stops."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def read(saved: Lookup, request: pytest.FixtureRequest, tmp_path_factory: pytest
     root = tmp_path_factory.mktemp("read")
     tests = [item for item in request.session.items if isinstance(item, pytest.Function)]
     params: list[dict[str, Any]] = [dict(item.callspec.params) for item in tests if "read" in item.fixturenames]
-    asked = {(each["name"], each["which"]) for each in params}
-    chosen = {case[:3]: case[3] for case in cases({name for name, _ in asked}) if case[1:3] in asked}
+    tested = {(values["name"], values["which"]) for values in params}
+    chosen = {case[:3]: case[3] for case in cases({name for name, _ in tested}) if case[1:3] in tested}
     (root / "manifest.json").write_text(
         json.dumps([(str(saved(*case).folder), length) for case, length in chosen.items()])
     )
@@ -228,9 +228,9 @@ def test_saved_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "phi3", "gemma3", "mixtral"])
 def test_generate_agrees_across_the_trained_length(name: str, which: str, saved: Lookup) -> None:
     it, ids = saved("static", name, which), tokens(TRAINED - 4)
-    asked = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "output_logits": True}
+    arguments = {"max_new_tokens": 10, "min_new_tokens": 10, "do_sample": False, "output_logits": True}
     plain, ours = (
-        model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **asked)
+        model.generate(ids, attention_mask=torch.ones_like(ids), return_dict_in_generate=True, **arguments)
         for model in (load_plainly(it.folder), it.model)
     )
     assert torch.equal(plain.sequences, ours.sequences)
@@ -337,7 +337,7 @@ def test_unpatching_before_saving_gives_the_plain_model(name: str, method: str, 
     build(name).save_pretrained(tmp_path / "stock")
     model = rope.unpatch(rope.patch(build(name), method, factor=4))
     model.save_pretrained(tmp_path / "unpatched")
-    stock, unpatched = ((tmp_path / each / "config.json").read_bytes() for each in ("stock", "unpatched"))
+    stock, unpatched = ((tmp_path / name / "config.json").read_bytes() for name in ("stock", "unpatched"))
     assert unpatched == stock
     assert torch.equal(logits(load_plainly(tmp_path / "unpatched"), tokens(LONG)), logits(build(name), tokens(LONG)))
     assert not rope.describe(rope.from_pretrained(tmp_path / "unpatched")).patched
@@ -384,5 +384,5 @@ def test_saving_says_nothing_where_plain_transformers_loads(
     method: str, parameters: dict[str, Any], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     rope.patch(build("llama"), method, **parameters).save_pretrained(tmp_path / "model")
-    assert not [each for each in recwarn if "from_pretrained alone" in str(each.message)]
+    assert not [warning for warning in recwarn if "from_pretrained alone" in str(warning.message)]
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
