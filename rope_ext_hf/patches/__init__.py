@@ -26,6 +26,7 @@ Put modules in
 
 Hook the forward (length-dependent and remapping methods; docs/internals.md shows a forward)
     forward_hooks: install hooks around a decoder's forward.
+    hooked_forward: run the hooks also where `module.forward(...)` is called directly.
     forward_context: what one forward was called with, and what its hooks worked out.
     decoder_arguments: find the arguments of a decoder's forward in every release of transformers.
     length_hooks: hooks of length-dependent methods, which also rotate the keys in a cache.
