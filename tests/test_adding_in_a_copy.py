@@ -1,4 +1,4 @@
-"""The changes of tests/additions.py, made together in one copy of the tree, as CONTRIBUTING.md says.
+"""The changes of checks/additions.py, made together in one copy of the tree, as docs/internals.md says.
 
 One source file each, `make figures`, and nothing else: what each change is for then works in the copy, and the tests
 that run over everything registered pass there. A test that fails here names a second place that somebody who makes the
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.additions import CHANGES
+from checks.additions import CHANGES
 
 pytestmark = pytest.mark.thorough  # and a target of its own: `make test-additions`
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def results(copy: Path) -> dict[str, str]:
     """What the checks say in the copy, by title."""
     assert run(copy, "-c", "import rope_ext_hf; print(rope_ext_hf.__file__)").startswith(str(copy))
-    checked: dict[str, str] = json.loads(run(copy, "-m", "tests.additions").splitlines()[-1])
+    checked: dict[str, str] = json.loads(run(copy, "-m", "checks.additions").splitlines()[-1])
     return checked
 
 

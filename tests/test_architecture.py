@@ -158,7 +158,7 @@ def check(offences: Iterable[str]) -> None:
     """Fail on an offence that is not known yet, and on a known one that is none any more: delete it below."""
     rule = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
     known, present = set(KNOWN.get(rule, ())), set(offences)
-    assert not present - known, f"{rule} fails for these; see CONTRIBUTING.md:\n" + "\n".join(sorted(present - known))
+    assert not present - known, f"{rule} fails for these; see docs/internals.md:\n" + "\n".join(sorted(present - known))
     assert not known - present, "no offences any more:\n" + "\n".join(sorted(known - present))
 
 
@@ -169,9 +169,9 @@ def test_every_module_stands_in_a_room_and_every_room_exists() -> None:
     assert {module.room for module in modules().values()} - {""} == LEVELS.keys()
 
 
-def test_contributing_has_these_floors() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[3].split()).split(" < "))
+def test_internals_has_these_floors() -> None:
+    text = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8").partition("\n## Where code stands\n")[2]
+    lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[1].split()).split(" < "))
     assert lowest == tuple(room for rooms in FLOORS[:4] for room in rooms if room != "reference")  # data, no code
     assert tuple(others) == tuple(rooms for rooms in FLOORS[4:] if rooms != ("__main__",))
     for room in {room for rooms in others for room in rooms} - {"hub"}:
@@ -312,7 +312,8 @@ def test_no_private_name_crosses_modules() -> None:
 @functools.cache
 def taken_outside() -> set[tuple[str, str | None]]:
     """What tests, benchmarks, examples and the scripts of the pages take from modules."""
-    files = [path for folder in ("tests", "benchmarks", "examples", "docs") for path in (ROOT / folder).rglob("*.py")]
+    folders = ("tests", "checks", "benchmarks", "examples", "docs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return {
         (each.target, each.name)
         for path in files
@@ -407,6 +408,7 @@ OF_THE_WHOLE = frozenset(
         "adding_in_a_copy",
         "adding_things",
         "architecture",
+        "skill",
         "coverage",
         "docs",
         "examples",
@@ -451,10 +453,11 @@ def of_the_whole(path: Path) -> bool:
 
 
 def test_tests_of_the_library_need_no_tool() -> None:
-    """Neither they nor what they import from tests/."""
+    """Neither they nor what they import from tests/ and checks/."""
     trees = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): (path, ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for folder in ("tests", "checks")
+        for path in sorted((ROOT / folder).rglob("*.py"))
     }
     imports = {
         name: {
@@ -464,7 +467,11 @@ def test_tests_of_the_library_need_no_tool() -> None:
         }
         for name, (_, tree) in trees.items()
     }
-    needed = {name for name, (path, _) in trees.items() if path.name.startswith("test_") and not of_the_whole(path)}
+    needed = {
+        name
+        for name, (path, _) in trees.items()
+        if name.startswith("tests.") and path.name.startswith("test_") and not of_the_whole(path)
+    }
     waiting = [*needed, "tests.conftest"]
     while waiting:
         new = imports[waiting.pop()] & trees.keys() - needed

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from checks.coverage import RESULT, measure
 from docs.figures.models import COLUMNS, _rotating
-from tests.coverage import RESULT, measure
 from tests.support.every_model import Entry, entries
 
 RECORD: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))

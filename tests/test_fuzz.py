@@ -1,4 +1,4 @@
-"""A short campaign of tests/fuzz.py, and that it notices what it looks for."""
+"""A short campaign of checks/fuzz.py, and that it notices what it looks for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import campaign, describe, import_libraries
-from tests.fuzzing import continued, running
-from tests.fuzzing.cases import make_case
-from tests.fuzzing.inputs import Inputs, make_inputs
-from tests.fuzzing.running import Answer, Snapshot, problems, run
+from checks.fuzz import campaign, describe, import_libraries
+from checks.fuzzing import continued, running
+from checks.fuzzing.cases import make_case
+from checks.fuzzing.inputs import Inputs, make_inputs
+from checks.fuzzing.running import Answer, Snapshot, problems, run
 from tests.support.inputs import write_inputs
 
 pytestmark = [

@@ -271,7 +271,7 @@ LAUNCHES = {  # per layer with Triton and without, and once per step; transforme
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.slow
 @pytest.mark.parametrize("with_positions", [False, True])
 @pytest.mark.parametrize("triton", [True, False])

@@ -44,7 +44,7 @@ def ruler_tables() -> str:
 
 def ruler_section(line: Row) -> str:
     """The scores of one model by method and length, their mean, and the mean that a paper reports."""
-    from rope_ext_hf.tools.advice.advice import reported
+    from rope_ext_hf.tools.advice.reported import reported
 
     tables = [each for each in reported() if each.model == line["model"].rpartition("/")[2] and len(each.lengths) == 1]
     lengths = list(dict.fromkeys(row["length"] for row in line["rows"] if row["length"]))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from docs.figures.registry import FIGURES, ROOT, anchor, figure, made_by, markdown_table, names_in_lines, read_result
 from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.files import package_table
-from rope_ext_hf.tools.engines.base import Engine, Target, find_engine, list_engines
+from rope_ext_hf.tools.engines.base import Engine, find_engine, list_engines
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import WITH_A_CLASS, small_config
 from tests.tools.support.serving_models import SERVED, targets
@@ -200,7 +201,7 @@ def _way(name: str, family: str, target: Target) -> str:
     try:
         engine.config_for(target)
     except ServingError as error:
-        if type(engine).with_plugin is not Engine.with_plugin:
+        if engine.has_plugin():
             with suppress(ServingError):
                 engine.with_plugin().config_for(target)
                 return "plug-in"

@@ -1,7 +1,8 @@
-"""The command line: `rope-ext COMMAND --help` shows an example of each command.
+"""The program `rope-ext`: its commands, its own options, and its errors.
 
 Bad input ends with one line on standard error and exit code 2; a loss that is not finite with exit code 1; Ctrl-C with
-130. torch and transformers load inside the commands, so that --help answers at once.
+130. `rope-ext COMMAND --help` shows an example of each command. torch and transformers are imported inside the
+commands, here and in the other modules of this folder, so that --help answers at once.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
-from rope_ext_hf.cli.options import CommandSettings, expand_options, method_parameters
-from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, one_line, short
+from rope_ext_hf.cli.expansion import expand_options
+from rope_ext_hf.cli.options import CommandSettings
+from rope_ext_hf.cli.parameters import split_arguments
+from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short
 from rope_ext_hf.plug_ins import plug_in, plug_in_names
 
-_LIBRARY = (
+_LIBRARY_COMMANDS = (
     demo.demo,
     models.methods,
     models.describe,
@@ -39,11 +42,11 @@ _LIBRARY = (
     run_files.run,
     lm_eval.lm_eval,
 )
-"""The commands of the library, in the order of --help; those of plug-ins come behind them."""
+"""The commands of the library, in the order of --help; --help lists the commands of plug-ins behind them."""
 
 
-def _plugged_in() -> list[Callable[..., Any]]:
-    """The commands that plug-ins add; one that cannot be loaded stops no other, and is named on standard error."""
+def _plug_in_commands() -> list[Callable[..., Any]]:
+    """Load the commands of plug-ins; one that fails to load is named on standard error and left out."""
     commands = []
     for name in plug_in_names("commands"):
         try:
@@ -54,84 +57,65 @@ def _plugged_in() -> list[Callable[..., Any]]:
 
 
 _ANYWHERE = frozenset({"--raise-limit", "--traceback"})
-"""Options of `rope-ext` itself that are accepted behind the command too."""
+"""Options of `rope-ext` itself that may also stand behind the command."""
 
 
 class _Command(TyperCommand):
-    """A command that answers a misspelt option with the nearest one, and accepts the methods' own parameters."""
+    """A command that takes the parameters of methods as options too, and suggests a name for a misspelt option."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the methods' parameters out of the arguments, into `ctx.args`, and parse the others."""
-        ordinary, parameters = self._split(ctx, args)
-        super().parse_args(ctx, ordinary)
+        """Put the parameters of methods into `ctx.args`, and let typer parse the other arguments."""
+        declared, parameters = self._split(ctx, args)
+        super().parse_args(ctx, declared)
         ctx.args = parameters
         return parameters
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; standard output holds nothing but its results, and standard error one line for an error."""
+        """Run the command, with only its results on standard output; what libraries print goes to standard error."""
         with results_to():
             return super().invoke(ctx)
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
-        options: dict[str, Any] = {
-            name: param
-            for param in self.get_params(ctx)
-            for name in (*param.opts, *param.secondary_opts)
-            if name.startswith("-")
+        takes_value = {
+            name: not parameter.is_flag
+            for parameter in self.get_params(ctx)
+            for name in (*parameter.opts, *parameter.secondary_opts)
+            if name.startswith("-")  # an option, and no argument
         }
-        takes_methods = "--method" in options
-        ordinary: list[str] = []
-        parameters: list[str] = []
-        rest = list(args)
-        while rest:
-            arg = rest.pop(0)
-            if arg == "--":
-                return [*ordinary, arg, *rest], parameters
-            name, equals, value = arg.partition("=")
-            if name not in options and (dashed := name.replace("_", "-")) in options:  # as lm-eval has them
-                name, arg = dashed, dashed + equals + value
-            if name in options or not arg.startswith("--"):
-                ordinary.append(arg)
-                if name in options and not equals and not options[name].is_flag and rest:
-                    ordinary.append(rest.pop(0))
-                continue
-            known = {f"--{parameter.replace('_', '-')}" for parameter in method_parameters()} if takes_methods else {}
-            if name not in known and name.replace("_", "-") not in known:
-                hint = did_you_mean(name, [*options, *known])
-                ctx.fail(f"no such option: {short(name)}.{hint}")
-            parameters.append(arg)
-            if not equals and rest and not (rest[0].startswith("--") or rest[0] in options):
-                parameters.append(rest.pop(0))
-        return ordinary, parameters
+        return split_arguments(args, takes_value, takes_methods="--method" in takes_value)
 
 
-class _Repeated(_Command):
-    """A command whose first argument says which command takes the others."""
+class _RepeatingCommand(_Command):
+    """A command whose first argument decides which command takes the others: `run`, with the options of a run file."""
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
         return (["--help"], []) if "--help" in args else (args[:1], args[1:])
 
 
-_PATTERN_HINT = "; a shell turns a pattern such as texts/*.txt into several arguments: quote it, --data 'texts/*.txt'"
-
-
 class _Group(TyperGroup):
-    """`rope-ext` itself: every error a user can cause becomes one line, every warning too."""
+    """The program `rope-ext`: every error that a user can cause becomes one line, and every warning too."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse its own options, which may stand anywhere on the line: errors advise to add one to what was typed."""
+        """Move the options of `rope-ext` itself in front of the command.
+
+        They may stand anywhere on the line, because error messages advise to add one to the line that was typed.
+        """
         own: list[str] = []
         rest: list[str] = []
         waiting = list(args)
         while waiting and waiting[0] != "--":
-            arg = waiting.pop(0)
-            name = arg.partition("=")[0]
-            (own if name in _ANYWHERE else rest).append(arg)
-            if name == arg == "--raise-limit" and waiting:
+            word = waiting.pop(0)
+            name, equals, _ = word.partition("=")
+            if name not in _ANYWHERE:
+                rest.append(word)
+                continue
+            own.append(word)
+            if name == "--raise-limit" and not equals and waiting:
                 own.append(waiting.pop(0))
         return super().parse_args(ctx, [*own, *rest, *waiting])
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command that was typed."""
         try:
             with all_results():
                 return super().invoke(ctx)
@@ -139,21 +123,24 @@ class _Group(TyperGroup):
             if ctx.params["traceback"] and not isinstance(error, BrokenPipeError):
                 traceback.print_exception(error)
             raise
-        except (KeyboardInterrupt, typer.Abort) as error:  # the second at a question
-            hint = _SETTINGS[ctx.invoked_subcommand].interrupted if ctx.invoked_subcommand in _SETTINGS else ""
-            print_error("stopped" + (f"; {hint}" if hint else ""))
+        except (KeyboardInterrupt, typer.Abort) as error:  # typer.Abort: Ctrl-C at a question
+            settings = _SETTINGS.get(ctx.invoked_subcommand)
+            advice = f"; {settings.interrupted}" if settings is not None and settings.interrupted else ""
+            print_error(f"stopped{advice}")
             raise typer.Exit(130) from error
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run the program and exit; errors are printed here, and not by typer."""
         try:
             with all_results(), short_warnings():
                 code = super().main(*args, **kwargs | {"standalone_mode": False})
-        except BrokenPipeError:  # the reader has seen enough
+        except BrokenPipeError:  # the program that reads the output, such as `head`, has seen enough
             code = 1
         except Exception as error:
             print_error(_message(error))
             code = 2
-            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):  # others of a launcher would wait
+            if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1"):
+                # one of several processes: the others would wait for this one
                 from rope_ext_hf.runs.workers import tell_others
 
                 tell_others(error)
@@ -161,16 +148,18 @@ class _Group(TyperGroup):
 
 
 def _message(error: Exception) -> str:
-    """What an error of a user says; of one of the disk, which a library met, the file too. Others are raised again."""
+    """Return the line that is printed for an error that a user can cause; raise any other error again."""
     if isinstance(error, RopeExtError):
         return str(error)
     if isinstance(error, OSError):
-        where = repr(str(error.filename)) if error.filename else "a file"
-        return f"{where} could not be read or written: {error.strerror or one_line(error)}"
-    if not hasattr(error, "format_message"):  # the base class of usage errors moved between typer's versions
+        file = repr(str(error.filename)) if error.filename else "a file"
+        return f"{file} could not be read or written: {error.strerror or one_line(error)}"
+    if not hasattr(error, "format_message"):  # a usage error: versions of typer take its class from different modules
         raise error
     text: str = error.format_message()
-    return text + _PATTERN_HINT if "unexpected extra argument" in text else text
+    if "unexpected extra argument" in text:
+        return f"{text}; quote a pattern, --data 'texts/*.txt', or the shell turns it into several arguments"
+    return text
 
 
 app = typer.Typer(
@@ -211,23 +200,35 @@ def _options(
         print_text(context.get_help())
 
 
-_SETTINGS: dict[str, CommandSettings] = {}
+_SETTINGS: dict[str | None, CommandSettings] = {}
 """The settings of every command, by the name that is typed."""
 
-_functions: list[Any] = [*_LIBRARY, *_plugged_in()]
-for _function in _functions:
-    _settings: CommandSettings = _function.command_settings
-    _name = _function.__name__.replace("_", "-")
-    _SETTINGS[_name] = _settings
-    app.command(_name, cls=_Repeated if _settings.repeats else _Command, rich_help_panel=_settings.panel)(
-        expand_options(_function)
-    )
+
+def _add_command(function: Any) -> None:
+    settings: CommandSettings = function.command_settings
+    name = function.__name__.replace("_", "-")
+    _SETTINGS[name] = settings
+    cls = _RepeatingCommand if settings.repeats else _Command
+    app.command(name, cls=cls, rich_help_panel=settings.panel)(expand_options(function))
+
+
+for _function in [*_LIBRARY_COMMANDS, *_plug_in_commands()]:
+    _add_command(_function)
 
 
 def main() -> None:
-    with suppress(OSError):  # either stream may be closed
-        # Compiled code, that of tokenizers say, prints past sys.stdout: its file descriptor becomes standard error's.
-        results = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = open(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115, PTH123
+    """Run `rope-ext` with the arguments of this process."""
+    with suppress(OSError):  # a stream may be closed
+        _keep_results_apart()
     app()
+
+
+def _keep_results_apart() -> None:
+    """Send everything that is written to file descriptor 1 to standard error, except for `sys.stdout`.
+
+    `results_to` redirects what Python code prints. Compiled code, such as that of tokenizers, writes to the descriptor
+    itself, and its messages would end up among the results, inside JSON say.
+    """
+    results = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = open(results, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)  # noqa: SIM115, PTH123

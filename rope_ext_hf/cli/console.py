@@ -1,4 +1,4 @@
-"""What the command line prints: text, JSON, tables, progress, warnings and errors, safe for any terminal.
+"""The output of the command line: text, JSON, tables, progress, warnings and errors, safe for any terminal.
 
 Results go to standard output; progress, warnings and errors go to standard error.
 """
@@ -22,12 +22,15 @@ from rope_ext_hf.terminal import terminal_width, wrapped
 if TYPE_CHECKING:
     from rich.table import Table
 
-_results: list[TextIO] = []  # where results are printed; the last one counts
+_results: list[TextIO] = []  # streams for results; the last one counts
 
 
 @contextmanager
 def results_to(stream: TextIO | None = None) -> Iterator[None]:
-    """Inside, results go to this stream, by default where they go already; what libraries print, to standard error."""
+    """Send results to a stream, and everything else that is printed to standard error, inside the `with` block.
+
+    Without a stream, results go where they went before.
+    """
     _results.append(stream or (_results[-1] if _results else sys.stdout))
     try:
         with redirect_stdout(sys.stderr):
@@ -38,8 +41,11 @@ def results_to(stream: TextIO | None = None) -> Iterator[None]:
 
 @contextmanager
 def _results_stream() -> Iterator[TextIO | None]:
-    """Where results go, None: nowhere; a full disk there is one error, and what was not written is given up."""
-    stream: TextIO | None = _results[-1] if _results else sys.stdout  # None where it was closed before the start
+    """Yield the stream for results; None: standard output was closed before the program started.
+
+    If the stream cannot be written, on a full disk say, that is one FileError, and not another one at the exit.
+    """
+    stream: TextIO | None = _results[-1] if _results else sys.stdout
     try:
         yield stream
         if stream is not None:
@@ -47,20 +53,20 @@ def _results_stream() -> Iterator[TextIO | None]:
     except OSError as error:
         if stream is not None:
             _give_up(stream)
-        if isinstance(error, BrokenPipeError):  # the reader has seen enough, which ends quietly
+        if isinstance(error, BrokenPipeError):  # the reader has seen enough: the program ends quietly
             raise
         raise FileError(f"the results could not be printed: {error.strerror or error}") from error
 
 
 def _give_up(stream: TextIO) -> None:
-    """Let a stream that cannot be written end in nothing, so that what it holds is no error at the end either."""
+    """Connect a stream that cannot be written to the null device, where its buffer can be flushed at the exit."""
     with open(os.devnull, "w") as nothing:  # noqa: PTH123
         os.dup2(nothing.fileno(), stream.fileno())
 
 
 @contextmanager
 def all_results() -> Iterator[None]:
-    """Inside, results may be printed without the functions of this module, as the help of a command is."""
+    """Flush results at the end of the `with` block that were printed without this module, as typer prints help."""
     try:
         yield
     finally:
@@ -69,23 +75,23 @@ def all_results() -> Iterator[None]:
 
 
 def print_text(text: str) -> None:
-    """Print results, control characters escaped."""
+    """Print results, with control characters escaped."""
     with _results_stream() as stream:
         typer.echo(printable(text), file=stream)
 
 
 def print_note(name: str, text: str) -> None:
-    """Print one line of information, under a name, on standard error."""
-    _print_aside(f"{name:<9}{text}")
+    """Print a line of information on standard error, with a name in front."""
+    _print_to_stderr(f"{name:<9}{text}")
 
 
 def print_error(text: str) -> None:
-    """Print an error as one line on standard error, long values in it cut short."""
-    _print_aside(f"rope-ext: {bounded(text)}")
+    """Print an error as one line on standard error, with long values in it cut short."""
+    _print_to_stderr(f"rope-ext: {bounded(text)}")
 
 
-def _print_aside(line: str) -> None:
-    """Print a line on standard error, where that takes any; on a terminal lines end between words."""
+def _print_to_stderr(line: str) -> None:
+    """Print a line on standard error, wrapped between words on a terminal; do nothing if it cannot be written."""
     try:
         if sys.stderr is not None:
             text = wrapped(line, then=" " * 9) if sys.stderr.isatty() else line
@@ -95,7 +101,7 @@ def _print_aside(line: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal, its title and caption as lines of text; in a pipe up to 160 columns."""
+    """Print a table as wide as the terminal, or 160 columns in a pipe, with its title and caption as lines of text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -112,7 +118,10 @@ def print_table(table: Table) -> None:
 
 @contextmanager
 def short_warnings() -> Iterator[None]:
-    """Inside, a warning is one line on standard error; what transformers and PEFT will change some day is left out."""
+    """Print warnings as one line on standard error inside the `with` block.
+
+    FutureWarnings of transformers and PEFT are left out, because a user of the command line can do nothing about them.
+    """
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         print_note("warning", bounded(str(message)))
@@ -124,7 +133,7 @@ def short_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Switch off transformers' progress bars, advice and its log of errors, which it also raises: one line says it."""
+    """Switch off transformers' progress bars, advice and error log: it raises the errors too, and they are printed."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -132,22 +141,23 @@ def quiet_transformers() -> None:
 
 
 class _ProgressBar:
-    """A progress bar with the name of what is being done; beside it, the time that is left is said."""
+    """A progress bar with the name of the present step, and lines with the time that is left."""
 
     def __init__(self, bar: Any, task: Any, show: bool, passes: tuple[str, str]) -> None:
         self._bar, self._task = bar, task
-        self.left = TimeLeft(0.0, partial(print_note, "time") if show else lambda line: None, passes=passes)
+        self.left = TimeLeft(0.0, partial(print_note, "time") if show else lambda text: None, passes=passes)
 
     def set_total(self, total: int) -> None:
         self._bar.update(self._task, total=total)
 
     def advance(self, name: str, count: int, work: float = 0.0) -> None:
-        """So many more are done, of what has this name, with so much of the work in `left`."""
+        """Advance the bar by `count`, and the time left by `work`; `name` is the present step."""
         self._bar.update(self._task, advance=count, description=name)
         if work:
             self.left.passed(work)
 
     def set(self, done: int, total: int) -> None:
+        """Set the bar to `done` of `total`, which are the work too."""
         self._bar.update(self._task, completed=done, total=total)
         if not self.left.total:
             self.left.total = total
@@ -156,13 +166,13 @@ class _ProgressBar:
             self.left.passed(done - self.left.done)
 
 
-# what is timed, one and several of it, by what is counted
+# the words for one and several timed steps, by the unit of the bar
 _PASSES = {"tokens": ("pass", "passes"), "bytes": ("part", "parts"), "pictures": ("picture", "pictures")}
 
 
 @contextmanager
 def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Iterator[_ProgressBar]:
-    """A progress bar on standard error, where that is a terminal, and everywhere the time that is left."""
+    """Show a progress bar on standard error if that is a terminal, and print the time that is left in any case."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -181,22 +191,22 @@ def progress_bar(name: str, *, show: bool = True, unit: str = "tokens") -> Itera
         yield _ProgressBar(bar, bar.add_task(name, total=None), show, _PASSES[unit])
 
 
-_LONG = 5.0  # seconds; beside them, what only a first pass does (loading kernels, allocating) is little
-_ENOUGH = 2.0  # seconds of further passes
-_CORRECTED = 30.0  # seconds by which an estimate is off at least before it is corrected, and a quarter of what is left
+_LONG_FIRST_PASS = 5.0  # seconds; in so long a first pass, loading kernels and allocating take a small part
+_ENOUGH = 2.0  # seconds of timed passes that are enough for an estimate
+_CORRECTION = 30.0  # seconds; an estimate is corrected if it is off by more, and by more than a quarter of the rest
 
 
 class TimeLeft:
-    """Say how much time is left, and again whenever that turns out wrong.
+    """An estimate of the time that is left, which is printed once, and again if it turns out wrong.
 
-    A pass of a few seconds is enough; shorter ones are taken together. The first pass counts only until there is a
-    second one, because loading kernels and allocating belong to it. Nothing is said before a pass with at least half
-    of the work of the largest one was timed, because short passes say little about long ones.
+    The estimate needs timed passes of some seconds together. A short first pass does not count once there is a second
+    one, because it includes loading kernels and allocating. Short passes say little about long ones, so one pass with
+    at least half of the work of the largest must have been timed.
 
     Attributes:
-        total: all work, in any unit; the clock counts seconds.
+        total: all work, in any unit.
         largest: the work of the largest pass; 0: all passes are alike.
-        count: the number of passes, each of which takes some time besides that of its work; 0: not known.
+        count: the number of passes, each of which takes some time beside that for its work; 0: not known.
     """
 
     def __init__(
@@ -206,47 +216,58 @@ class TimeLeft:
         clock: Callable[[], float] = time.perf_counter,
         passes: tuple[str, str] = ("pass", "passes"),
     ) -> None:
-        self.total, self.say, self.clock, self.counted = total, say, clock, passes
+        self.total, self.say, self.clock, self.words = total, say, clock, passes
         self.largest = self.count = 0.0
         self.passes = 0
         self.done = self.began = 0.0
         self.timed: list[tuple[float, float]] = []  # work and seconds of each pass
-        self.ends: float | None = None  # when, by what was said last
+        self.ends: float | None = None  # the time of the end by the last estimate that was printed
 
     def begin(self) -> None:
+        """Start the clock of the first pass."""
         self.began = self.clock()
 
     def passed(self, work: float) -> None:
+        """Time a pass that has just ended; print the time that is left if it is known, or known better."""
         now = self.clock()
-        seconds_of_it = now - self.began
-        self.timed.append((work, seconds_of_it))
+        seconds = now - self.began
+        self.timed.append((work, seconds))
         self.began = now
         self.passes += 1
         self.done += work
-        if (self.passes == 1 and seconds_of_it < _LONG) or (self.passes == 2 and len(self.timed) == 2):
-            del self.timed[0]  # the first pass
-        seconds = sum([each for _, each in self.timed])
-        if self.ends is None and (
-            seconds < _ENOUGH or max(self.timed)[0] < self.largest / 2 or self.done >= self.total
-        ):
+        short_first_pass = self.passes == 1 and seconds < _LONG_FIRST_PASS
+        long_first_pass_has_successor = self.passes == 2 and len(self.timed) == 2
+        if short_first_pass or long_first_pass_has_successor:
+            del self.timed[0]
+        if self.ends is None and not self._is_known():
             return
         left = self._left()
-        counted = f"1 {self.counted[0]}" if self.passes == 1 else f"{self.passes} {self.counted[1]}"
-        if self.ends is None:
-            if left >= 1:
-                self.say(f"about {duration(left)} left ({counted} timed)")
-        elif abs(now + left - self.ends) > max(_CORRECTED, left / 4):
-            self.say(f"about {duration(left)} left ({counted} timed)")
-        else:
+        first_estimate = self.ends is None
+        if self.ends is not None and abs(now + left - self.ends) <= max(_CORRECTION, left / 4):
             return
         self.ends = now + left
+        if first_estimate and left < 1:
+            return
+        count = f"1 {self.words[0]}" if self.passes == 1 else f"{self.passes} {self.words[1]}"
+        self.say(f"about {duration(left)} left ({count} timed)")
+
+    def _is_known(self) -> bool:
+        """Return whether the timed passes are enough for a first estimate, and there is work left."""
+        seconds = sum([seconds for _, seconds in self.timed])
+        return seconds >= _ENOUGH and max(self.timed)[0] >= self.largest / 2 and self.done < self.total
 
     def _left(self) -> float:
-        """Return the seconds that are left, by a line through the passes: a time of each pass, and one of its work."""
-        count, work, seconds = len(self.timed), sum(w for w, _ in self.timed), sum(s for _, s in self.timed)
+        """Return the seconds that are left, by a least-squares line through the timed passes.
+
+        Its slope is the time for a unit of work, its intercept the time that each pass takes beside its work.
+        """
+        count = len(self.timed)
+        work = sum(work for work, _ in self.timed)
+        seconds = sum(seconds for _, seconds in self.timed)
         slope = seconds / work
-        if self.count and (spread := sum((w - work / count) ** 2 for w, _ in self.timed)):
-            joint = sum((w - work / count) * (s - seconds / count) for w, s in self.timed)
-            slope = min(max(joint / spread, 0.0), slope)
-        of_each = (seconds - slope * work) / count
-        return of_each * max(0.0, self.count - self.passes) + slope * (self.total - self.done)
+        variance = sum((w - work / count) ** 2 for w, _ in self.timed)
+        if self.count and variance:
+            covariance = sum((w - work / count) * (s - seconds / count) for w, s in self.timed)
+            slope = min(max(covariance / variance, 0.0), slope)
+        intercept = (seconds - slope * work) / count
+        return intercept * max(0.0, self.count - self.passes) + slope * (self.total - self.done)

@@ -1,4 +1,7 @@
-"""Commands that measure how far a model reads: `ppl`, `sweep`, `passkey`, `report`."""
+"""The commands that measure at which lengths a model reads well: `ppl`, `sweep`, `passkey`, `report`.
+
+`Prepared` holds the steps that all of them share: plan, check that the model fits into memory, measure, print.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,22 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.reading.preflight import Forecast
-    from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.runs.measurement import Measurement, RunPlan
+    from rope_ext_hf.runs.run import Run
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-_RESULTS = Path("rope-ext-results")
-
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What every measurement is given: the model, the methods, and where results are kept."""
+    """The options of every measurement: the model, the methods, and the folder for results."""
 
     model: Model
     methods: MethodChoice
     load: EvalOptions
-    out: Out = _RESULTS
+    out: Out = Path("rope-ext-results")
     dry_run: DryRun = False
     as_json: Json = False
 
@@ -58,31 +60,34 @@ class ProcessOptions(Question):
     )
 
     def launched(self, load: EvalOptions) -> tuple[Workers, EvalOptions]:
-        """The processes, and how this one loads the model: on a device of its own."""
+        """Return the processes that torchrun started, and the options for this one, which gets a device of its own."""
         import torch
 
         from rope_ext_hf.runs.workers import Workers
 
         workers = Workers.from_launcher(self.processes)
         if workers.count > 1 and load.device == "auto":
-            own = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-            load = replace(load, device=own)
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+            load = replace(load, device=device)
         return workers, load
 
     def reading(
         self, plan: RunPlan[Any], model: str, empty: PreTrainedModel, load: EvalOptions, workers: Workers
     ) -> RunPlan[Any]:
-        """Return the plan with what reads its text; print what is left out. `empty` has no weights."""
+        """Return the plan with the program that reads its text; by default transformers does.
+
+        `empty` is the model without weights.
+        """
         return plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReaderOptions(ProcessOptions):
-    """The processes, and the engine that reads in place of transformers."""
+    """The processes that share a measurement, and the engine that reads the text in place of transformers."""
 
     engine: str | None = argument(
         None,
-        "What reads the text in place of transformers, once both agree on the first span of each length, e.g. vllm.",
+        "Let an engine such as vllm read the text, after it agrees with transformers on one span of each length.",
         metavar="NAME",
     )
     gpus: int | None = argument(None, "GPUs that share the model in vLLM (tensor parallelism).", least=1, metavar="N")
@@ -98,12 +103,16 @@ class ReaderOptions(ProcessOptions):
             return plan
         read_by_engine = plug_in("readers", self.engine)
         if read_by_engine is None:
-            known = ", ".join(plug_in_names("readers")) or "no engine, for no package with one is installed"
-            raise MethodError(f"--engine takes {known}, got {short(self.engine)!r}; without it transformers reads")
+            engines = ", ".join(plug_in_names("readers"))
+            if not engines:
+                raise MethodError(f"no package with engines for --engine is installed, got {short(self.engine)!r}")
+            raise MethodError(
+                f"--engine takes {engines}, got {short(self.engine)!r}; leave it out to read with transformers"
+            )
         if is_adapter(model, revision=load.revision):
             raise MethodError(
-                f"{short(model)!r} is an adapter, and --engine reads whole models: save the merged one "
-                "(merge_and_unload of PEFT) and give that folder, or leave out --engine"
+                f"{short(model)!r} is an adapter, and --engine reads whole models: merge it (merge_and_unload of "
+                "PEFT), save the model, and give that folder; or leave out --engine"
             )
         alone = workers.count == 1 and load.device_map is None
         gpus = self.gpus or 1
@@ -114,40 +123,41 @@ class ReaderOptions(ProcessOptions):
 
 
 @command("Measure", interrupted=CONTINUES)
-def ppl(given: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
+def ppl(options: RunOptions, question: Perplexity, reader: ReaderOptions) -> None:
     """Measure perplexity by context length, under each method.
 
     All methods, and the unpatched model, are scored on the same tokens.
 
     Example: `rope-ext ppl reference --method yarn --factor 8 --lengths 256,512,1024,2048 --max-spans 16`
     """
-    Prepared(given, question, reader).measure()
+    Prepared(options, question, reader).measure()
 
 
 @command("Measure", interrupted=CONTINUES)
-def sweep(given: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
+def sweep(options: RunOptions, question: Sweep, reader: ReaderOptions) -> None:
     """Measure the perplexity of every method with every factor.
 
-    The same command continues where it was stopped. Without --method: linear, ntk, dynamic-ntk, by-parts, yarn,
-    dynamic-yarn and llama3. Without --factor and --target-length, each length beyond the context length gets the factor
-    that it needs: lengths 4k,8k,16k of a model for 4k measure every method with factors 2 and 4, at every length.
+    The same command continues where it was stopped. Without --method it measures linear, ntk, dynamic-ntk, by-parts,
+    yarn, dynamic-yarn and llama3. Without --factor and --target-length it takes the factors that the lengths need: for
+    a model with a context length of 4k, the lengths 4k,8k,16k give the factors 2 and 4.
 
     Example: `rope-ext sweep reference --method ntk,yarn --factor 4,8 --lengths 256,1024,2048 --max-spans 16`
     """
-    Prepared(given, question, reader).measure()
+    Prepared(options, question, reader).measure()
 
 
 @command("Measure", interrupted=CONTINUES)
-def passkey(given: RunOptions, question: Passkey, shared: ProcessOptions) -> None:
+def passkey(options: RunOptions, question: Passkey, processes: ProcessOptions) -> None:
     """Hide a statement in a long text, and ask for it.
 
-    Measured by length and depth: exact answers, and the rank of the right answer among wrong ones.
+    Two things are measured at each length and depth: how many answers are exact, and how the right answer ranks among
+    wrong ones.
 
     Example: `rope-ext passkey reference --method yarn --factor 8 --lengths 256,512,1024,2048 --trials 6`
     """
-    if question.task is None and given.model == "reference":
+    if question.task is None and options.model == "reference":  # the bundled model knows this form
         question = replace(question, task="key-value")
-    Prepared(given, question, shared).measure()
+    Prepared(options, question, processes).measure()
 
 
 @command("Measure")
@@ -156,27 +166,33 @@ def report(
         list[Path],
         typer.Argument(metavar="FOLDER...", help="Folders of runs, as `ppl`, `sweep`, `tasks` and others print them."),
     ],
-    out: Path | None = argument(None, "The page of several runs. Default: comparison.html beside the first folder."),
+    out: Path | None = argument(
+        None, "The page that compares several runs. Default: comparison.html beside the first folder."
+    ),
     unit: str | None = argument(
         None,
-        "How losses are shown: perplexity, nats (per token) or bits (per byte). Default: perplexity.",
+        "The unit of losses: perplexity, nats (per token) or bits (per byte). Default: perplexity.",
         metavar="UNIT",
     ),
     as_json: Json = False,
 ) -> None:
     """Print and draw a run again, or compare several runs.
 
-    One run, finished or not: its table, CSV, picture and HTML page are written anew. Several runs of one model, of
-    perplexity, tasks and retrieval: one page that says which method is best, up to what length, and at what cost.
+    For one run, finished or not, its table is printed, and its CSV, picture and HTML page are written anew. Several
+    runs of one model (perplexity, tasks, retrieval) become one page, which says which method is best, up to what
+    length, and at what cost.
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
+    from rope_ext_hf.runs.comparison import compare_runs
     from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import compare_runs, write_files
+    from rope_ext_hf.runs.report import write_files
 
     if len(folders) == 1:
         if out is not None:
-            raise MethodError("--out names the page of several runs; the files of one run stand in its folder")
+            raise MethodError(
+                "--out names the page that compares several runs; the files of one run stay in its folder"
+            )
         run = read_run(folders[0])
         run = run if unit is None else run.in_unit(unit)
         write_files(run)
@@ -194,61 +210,85 @@ def report(
     print_text(f"{wrapped(str(comparison.conclusion))}\nreport   {page}")
 
 
-class Prepared:
-    """A measurement, planned from the model on the meta device, that fits into memory; what it needs is printed."""
+# --- the steps that the commands share --------------------------------------------------------------------------------
 
-    def __init__(self, given: RunOptions, question: LengthsQuestion, shared: ProcessOptions) -> None:
+
+class Prepared:
+    """A measurement that is planned and fits into memory, before the weights of the model are read.
+
+    Attributes:
+        forecast: the time, memory and disk that it would take, for a dry run; None: it is not a dry run.
+    """
+
+    def __init__(self, options: RunOptions, question: LengthsQuestion, processes: ProcessOptions) -> None:
+        """Plan a measurement on the model without weights; print what it needs, or stop if it does not fit."""
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.run_file import run_file
 
-        self.given = given
-        workers, load = shared.launched(given.load)
-        with workers.in_step(leave=False), foreign_errors(f"the model {short(given.model)!r} could not be measured"):
-            empty = load.empty_model(given.model)
-            plan = question.plan(empty, given.methods, tokenizer=load.tokenizer(given.model), **load.reading)
-            self.file = run_file(question, given.model, given.methods, given.load, shared, out=given.out)
+        self.options = options
+        name = options.model
+        workers, load = processes.launched(options.load)
+        with workers.in_step(leave=False), foreign_errors(f"the model {short(name)!r} could not be measured"):
+            empty = load.empty_model(name)
+            plan = question.plan(empty, options.methods, tokenizer=load.tokenizer(name), **load.reading)
+            self.file = run_file(question, name, options.methods, options.load, processes, out=options.out)
             if isinstance(question, Perplexity):
-                plan = _with_keys(plan, question, given, load, workers, self.file)
-            plan = shared.reading(plan, given.model, empty, load, workers)
-            most_spans = getattr(question, "max_spans", None)
-            self.forecast = _preflight(empty, load, plan, workers, most_spans, given)  # what a dry run takes
+                plan = _with_key_tokens(plan, question, options, load, workers, self.file)
+            plan = processes.reading(plan, name, empty, load, workers)
+            self.forecast: Forecast | None = None
+            if options.dry_run:
+                self.forecast = _forecast(empty, load, plan, workers, options.out)
+            else:
+                _check_memory(empty, load, plan, workers, most_spans=getattr(question, "max_spans", None))
         self.load, self.plan, self.workers = load, plan, workers
 
     def measure(self) -> Run[Any]:
-        """Measure, and print from the first process; of a dry run print what it would take, and end."""
+        """Measure, and print the result; for a dry run print the forecast, and end the program."""
         from rope_ext_hf.hub import foreign_errors
         from rope_ext_hf.runs.runner import carry_out
 
         if self.forecast is not None:
-            print_forecast(self.forecast, self.given.as_json)
+            print_forecast(self.forecast, self.options.as_json)
             raise typer.Exit
-        name, shown = self.given.model, shown_progress(self.workers)
-        kept: dict[str, Any] = {"out": self.given.out, "workers": self.workers, "file": self.file}
+        name = self.options.model
         with self.workers.in_step(), foreign_errors(f"the model {short(name)!r} could not be measured"):
-            run = carry_out(self.load.model(name), self.plan, progress=shown, **kept)
+            run = carry_out(
+                self.load.model(name),
+                self.plan,
+                out=self.options.out,
+                workers=self.workers,
+                file=self.file,
+                progress=shown_progress(self.workers),
+            )
         if self.workers.rank == 0:
-            _print_run(run, self.given.as_json)
+            _print_run(run, self.options.as_json)
         _stop_if_not_finite(run)
         return run
 
 
-def _with_keys(
-    plan: RunPlan[Any], question: Perplexity, given: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
+def _with_key_tokens(
+    plan: RunPlan[Any], question: Perplexity, options: RunOptions, load: EvalOptions, workers: Workers, file: RunFile
 ) -> RunPlan[Any]:
-    """The plan with its key tokens, which another model finds before the measured one is loaded."""
+    """Return the plan with its key tokens if the question asks for them; another model finds them, in a run before."""
     from rope_ext_hf.runs.runner import carry_out
 
-    evaluator = replace(load, revision=None)  # that one is of the measured model
+    evaluator = replace(load, revision=None)  # --revision is one of the measured model
 
-    def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
-        empty = evaluator.empty_model(source)
-        of_keys = make(empty, evaluator.tokenizer(source))
-        forecast = _preflight(empty, evaluator, of_keys, workers, None, given)
-        if forecast is not None:
-            print_forecast(forecast, given.as_json)
+    def measure_with(name: str, plan_of: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
+        empty = evaluator.empty_model(name)
+        key_plan = plan_of(empty, evaluator.tokenizer(name))
+        if options.dry_run:
+            print_forecast(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
-        shown = shown_progress(workers)
-        run = carry_out(evaluator.model(source), of_keys, out=given.out, workers=workers, progress=shown, file=file)
+        _check_memory(empty, evaluator, key_plan, workers)
+        run = carry_out(
+            evaluator.model(name),
+            key_plan,
+            out=options.out,
+            workers=workers,
+            file=file,
+            progress=shown_progress(workers),
+        )
         if workers.rank == 0:
             print_note(run.kind.name, run.kind.outcome(run))
         return run
@@ -256,60 +296,82 @@ def _with_keys(
     return question.with_key_tokens(plan, measure_with)
 
 
-def _preflight(
-    empty: PreTrainedModel,
-    load: EvalOptions,
-    plan: RunPlan[Any],
-    workers: Workers,
-    most_spans: int | None,
-    given: RunOptions,
-) -> Forecast | None:
-    """Print what memory and time a measurement needs, before weights are read; stop where it cannot fit. Of a dry run
-    return it instead.
-    """
+def _check_memory(
+    empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, most_spans: int | None = None
+) -> None:
+    """Raise an error if a measurement does not fit into memory; print the memory and the time that it needs."""
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.reading.memory import check_memory
+
+    device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
+    passes = plan.measurement.passes
+    needed = check_memory(
+        empty, max(passes), dtype, device, spread=load.device_map is not None, offload_cache=load.offload_cache
+    )
+    seconds = _seconds(empty, load, plan, workers)
+    if workers.rank != 0:
+        return
+    if not needed.is_ample(device):
+        print_note("needs", str(needed))
+    print_note("reads", f"{count_text(sum(passes))} tokens{_readers_clause(plan)}: about {duration(seconds)}")
+    too_short = getattr(plan.measurement.setting, "left_out", 0)
+    if too_short:
+        are = "document is" if too_short == 1 else "documents are"
+        print_note("without", f"{too_short} {are} too short and left out")
+    if most_spans:
+        print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
+
+
+def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers, out: Path) -> Forecast:
+    """Return the time, memory and disk that a measurement would take."""
     import torch
 
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.preflight import Forecast, check_memory, estimate_memory, measure_flops
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.memory import estimate_memory
     from rope_ext_hf.runs.labels import label
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
-    passes, repeats = plan.measurement.passes, max(1, len(plan.methods))
-    how: dict[str, Any] = {"offload_cache": load.offload_cache}
-    if given.dry_run:
-        needed = estimate_memory(empty, max(passes), dtype, device=device, **how)
-    else:
-        needed = check_memory(empty, max(passes), dtype, device, spread=load.device_map is not None, **how)
-    work = repeats * _work(empty, plan.measurement, *passes) / workers.count
-    seconds = work / measure_flops(device, dtype)
-    if given.dry_run:
-        named = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
-        lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
-        at = ", ".join(f"{length:,}" for length in lengths)
-        return Forecast(
-            does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(named)}",),
-            tokens=repeats * sum(passes),
-            seconds=seconds,
-            device=device,
-            memory=needed,
-            gpu=estimate_memory(empty, max(passes), dtype, device=torch.device("cuda"), **how),
-            disk=0,
-            folder=str(given.out),
-        )
-    if workers.rank == 0:
-        if not needed.is_ample(device):
-            print_note("needs", str(needed))
-        print_note("reads", f"{count_text(sum(passes))} tokens{_readers(plan)}: about {duration(seconds)}")
-        if too_short := getattr(plan.measurement.setting, "left_out", 0):
-            are = "document is" if too_short == 1 else "documents are"
-            print_note("without", f"{too_short} {are} too short and left out")
-        if most_spans:
-            print_note("spans", f"at most {most_spans} per length; --max-spans all reads the whole text")
-    return None
+    passes = plan.measurement.passes
+    memory, memory_on_gpu = (
+        estimate_memory(empty, max(passes), dtype, device=each, offload_cache=load.offload_cache)
+        for each in (device, torch.device("cuda"))
+    )
+    methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
+    lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
+    at = ", ".join(f"{length:,}" for length in lengths)
+    return Forecast(
+        does=(f"measure {plan.measurement.kind} of {plan.data} at {at} tokens: {', '.join(methods)}",),
+        tokens=max(1, len(plan.methods)) * sum(passes),
+        seconds=_seconds(empty, load, plan, workers),
+        device=device,
+        memory=memory,
+        gpu=memory_on_gpu,
+        disk=0,
+        folder=str(out),
+    )
 
 
-def _readers(plan: RunPlan[Any]) -> str:
-    """Return what reads the text, as the rest of a clause: ", unpatched and patched"."""
+def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
+    """Return about how many seconds a measurement takes, by the speed of the device, which is measured."""
+    from rope_ext_hf.hub import find_device, loaded_dtype
+    from rope_ext_hf.reading.operations import measure_flops
+
+    operations = max(1, len(plan.methods)) * _work(empty, plan.measurement, *plan.measurement.passes)
+    return operations / workers.count / measure_flops(find_device(load.device), loaded_dtype(empty, load.dtype))
+
+
+def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
+    """Return the floating-point operations of passes of so many tokens, and of the answers that follow each pass."""
+    from rope_ext_hf.reading.operations import estimate_flops
+
+    after = [1] * (measurement.after_each_pass * len(passes))
+    scored = measurement.scored * len(passes) // len(measurement.passes)
+    return estimate_flops(model, [*passes, *after], scored)
+
+
+def _readers_clause(plan: RunPlan[Any]) -> str:
+    """Return the forms of the model that read the text, as the rest of a clause: ", unpatched and patched"."""
     patched = sum(method is not None for method in plan.methods)
     unpatched = ", unpatched" if None in plan.methods else ""
     if not patched:
@@ -322,39 +384,40 @@ def print_forecast(forecast: Forecast, as_json: bool) -> None:
     print_text(json_text(forecast.to_dict()) if as_json else str(forecast))
 
 
-def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
-    """Floating-point operations of some of a measurement's passes, and of what is read after each."""
-    from rope_ext_hf.reading.preflight import estimate_flops
-
-    after = [1] * (measurement.after_each_pass * len(passes))
-    scored = measurement.scored * len(passes) // len(measurement.passes)
-    return estimate_flops(model, [*passes, *after], scored)
+# --- progress and results ---------------------------------------------------------------------------------------------
 
 
 def shown_progress(workers: Workers | None = None) -> Progress:
-    """The progress of runs on standard error, of the first of the processes that share one: a bar, the time left."""
+    """Return the progress of runs as the command line shows it on standard error: a progress bar, and the time left.
+
+    If several processes share a run, the first one shows it.
+    """
+    # torch is imported with the base class, so that the class cannot stand at the top of this module
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
 
-    sharing = workers or Workers()
-    first = sharing.rank == 0
+    processes = workers or Workers()
+    first = processes.rank == 0
 
-    class Shown(Progress):
+    class ShownProgress(Progress):
         closing = ExitStack()
 
         def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
             self.bar = self.closing.enter_context(progress_bar("unpatched", show=first))
-            self.plan, self.share = plan, max(1, len(plan.methods)) / sharing.count
+            self.plan = plan
+            self.repeats = max(1, len(plan.methods)) / processes.count  # passes of this process over the same text
             self.work = cache(partial(_work, model, plan.measurement))
             passes = plan.measurement.passes
-            self.bar.left.total = self.share * self.work(*passes)
-            self.bar.left.largest, self.bar.left.count = self.work(max(passes, default=0)), self.share * len(passes)
+            self.bar.left.total = self.repeats * self.work(*passes)
+            self.bar.left.largest = self.work(max(passes, default=0))
+            self.bar.left.count = self.repeats * len(passes)
 
         def started(self, folder: Path, done: int, units: int) -> None:
-            self.bar.left.total *= 1 - done / max(1, units)  # fewer items than processes
-            self.bar.left.count *= 1 - done / max(1, units)
+            remaining = 1 - done / max(1, units)  # there may be no unit for this process
+            self.bar.left.total *= remaining
+            self.bar.left.count *= remaining
             if first:
-                self.bar.set_total(round(self.share * sum(self.plan.measurement.passes)))
+                self.bar.set_total(round(self.repeats * sum(self.plan.measurement.passes)))
                 print_note("run", f"{folder}{f' ({done} of {units} parts were done before)' if done else ''}")
 
         def reading(self, how: str) -> None:
@@ -363,16 +426,17 @@ def shown_progress(workers: Workers | None = None) -> Progress:
                 self.bar.left.begin()
 
         def passed(self, method: str, tokens: int) -> None:
-            timed = "engine" not in self.plan.reader  # which starts in the first pass of each method
+            timed = "engine" not in self.plan.reader  # an engine starts within the first pass of each method
             self.bar.advance(method, tokens, self.work(tokens) if timed else 0.0)
 
         def close(self) -> None:
             self.closing.close()
 
-    return Shown()
+    return ShownProgress()
 
 
 def _print_run(run: Run[Any], as_json: bool) -> None:
+    """Print the table of a run, the speed, the conclusion, and the files with the results."""
     if as_json:
         print_text(json_text(run.to_dict()))
         return
@@ -384,10 +448,11 @@ def _print_run(run: Run[Any], as_json: bool) -> None:
             print_text(f"\n{wrapped(text)}\n")
     print_text(f"results  {run.folder / 'results.csv'}\nreport   {run.folder / 'report.html'}")
     if run.chart is not None and not (run.folder / f"{run.kind.name}.png").exists():
-        print_text(f"picture  none; pictures need matplotlib: {install_command('eval')}")
+        print_text(f"picture  none, because matplotlib is not installed: {install_command('eval')}")
 
 
 def _stop_if_not_finite(run: Run[Any]) -> None:
+    """End the program with exit code 1 if a loss of a run is not a finite number."""
     if bad := run.kind.not_finite(run):
         print_error(f"the loss is not finite: {'; '.join(bad)}")
         raise typer.Exit(1)

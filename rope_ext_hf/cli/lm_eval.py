@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_note, print_text
@@ -14,7 +15,7 @@ from rope_ext_hf.installing import install_command
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.questions import argument
 
-_TEMPLATE = {"auto": None, "always": True, "never": False}
+_CHAT_TEMPLATE = {"auto": None, "always": True, "never": False}  # as `evaluate` takes it
 
 
 @command("Measure")
@@ -31,31 +32,31 @@ def lm_eval(
         None, "Longest input, e.g. 16k. Default: the extended length.", parse=parse_length, metavar="TOKENS"
     ),
     chat_template: str = argument(
-        "auto", "auto: the tokenizer's, for suites of long inputs; always; never.", among=tuple(_TEMPLATE)
+        "auto", "auto: use the tokenizer's for suites of long inputs; or always, or never.", among=tuple(_CHAT_TEMPLATE)
     ),
     output_path: Path | None = argument(
-        None, "Keep the results there, as lm-eval does.", names=("--output-path", "-o"), metavar="PATH"
+        None, "A folder or JSON file for the results, as in lm-eval.", names=("--output-path", "-o"), metavar="PATH"
     ),
     log_samples: bool = argument(
-        False, "Also keep every prompt with its answers and scores.", names=("--log-samples", "-s")
+        False, "With --output-path: also keep every prompt with its answers and scores.", names=("--log-samples", "-s")
     ),
     as_json: Json = False,
 ) -> None:
     """Run tasks of lm-evaluation-harness, with or without a method.
 
-    Inputs may be as long as the extended length. The suites of this package, rope_ruler, rope_json_kv, rope_graphwalks
-    and rope_babilong, fetch nothing; lm-eval's own (ruler, longbench2, babilong and others) do, which is said first.
-    Options may also be written as lm-eval has them, such as --output_path.
+    Inputs may be as long as the extended length. The suites of this package (rope_ruler, rope_json_kv, rope_graphwalks,
+    rope_babilong) download nothing; suites of lm-eval (ruler, longbench2, babilong and others) download data, which a
+    note says first. Options may be written with underscores, as in lm-eval: --output_path.
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
-    from rope_ext_hf.patches.patching import apply_choice
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):
         raise MethodError(f"--batch-size must be a number of at least 1 or 'auto', got {short(batch_size)!r}")
     if log_samples and output_path is None:
-        raise MethodError("--log-samples needs a place for the samples; give --output-path")
+        raise MethodError("--log-samples needs a folder for the samples; give --output-path FOLDER")
     try:
         from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
@@ -63,10 +64,12 @@ def lm_eval(
         from rope_ext_hf.eval.lm_eval_adapter import evaluate
         from rope_ext_hf.eval.lm_eval_suites import long_suite
     except ImportError as error:
-        raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
+        raise MethodError(
+            f"lm-eval is not installed ({error}); to install it, type: {install_command('eval')}"
+        ) from error
     names = tasks.split(",")
-    for fetched in dict.fromkeys(filter(None, map(long_suite, names))):
-        print_note("fetches", fetched)
+    for download in dict.fromkeys(filter(None, map(long_suite, names))):
+        print_note("fetches", download)
     loaded = load.model(model)
     tokenizer = load.tokenizer(model)
     apply_choice(methods, loaded)
@@ -81,25 +84,35 @@ def lm_eval(
         num_fewshot=num_fewshot,
         batch_size=batch_size if batch_size == "auto" else int(batch_size),
         max_length=max_length,
-        apply_chat_template=_TEMPLATE[chat_template],
+        apply_chat_template=_CHAT_TEMPLATE[chat_template],
         log_samples=log_samples,
     )
-    samples, written = results.pop("samples", {}), list[Path]()
-    if output_path is not None:  # lm-eval says nothing of errors
-        folder = output_path.parent if output_path.suffix == ".json" else output_path
-        with disk_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            before = set(folder.rglob("*.json*"))
-            tracker.save_results_aggregated(results=dict(results), samples=samples)
-            for task, own in samples.items():
-                tracker.save_results_samples(task_name=task, samples=own)
-        written = sorted({*folder.rglob("*.json*")} - before)
-        if len(written) < 1 + len(samples):
-            raise FileError(f"lm-eval could not write all of its results below {str(folder)!r}")
+    samples = results.pop("samples", {})
+    files = [] if output_path is None else _write_results(tracker, output_path, results, samples)
     if as_json:
         print_text(json_text(results))
         return
     print_text(make_table(results))
     if results.get("groups"):
         print_text(make_table(results, "groups"))
-    print_text("\n".join([f"read up to {results['max_length']:,} tokens", *(f"written to {each}" for each in written)]))
+    lines = [f"read up to {results['max_length']:,} tokens", *(f"written to {file}" for file in files)]
+    print_text("\n".join(lines))
+
+
+def _write_results(tracker: Any, output_path: Path, results: dict[str, Any], samples: dict[str, Any]) -> list[Path]:
+    """Let lm-eval's tracker write results, and samples by task; return the files.
+
+    Raises:
+        FileError: not all files were written. lm-eval only logs an error on the disk.
+    """
+    folder = output_path.parent if output_path.suffix == ".json" else output_path
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        before = set(folder.rglob("*.json*"))
+        tracker.save_results_aggregated(results=dict(results), samples=samples)
+        for task, of_task in samples.items():
+            tracker.save_results_samples(task_name=task, samples=of_task)
+    files = sorted({*folder.rglob("*.json*")} - before)
+    if len(files) < 1 + len(samples):
+        raise FileError(f"lm-eval could not write all of its results into {str(folder)!r}; is the disk full?")
+    return files

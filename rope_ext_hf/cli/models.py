@@ -1,9 +1,12 @@
-"""Commands about models and checkpoints: `methods`, `describe`, `patch`, `convert`, `detect`."""
+"""The commands about models and checkpoints: `methods`, `describe`, `patch`, `convert`, `detect`.
+
+torch is imported inside the functions, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,18 +16,19 @@ import typer
 
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.cli.console import print_table, print_text, progress_bar
-from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command, write_cards
+from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
+from rope_ext_hf.cli.publishing import PublishOptions, write_cards
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.questions import argument
+from rope_ext_hf.questions import argument, option_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
-    from rope_ext_hf.runs.kinds import Run
+    from rope_ext_hf.runs.run import Run
 
 
 @command("Patch a model")
@@ -37,7 +41,7 @@ def methods(as_json: Json = False) -> None:
     """
     from rope_ext_hf.methods.registry import list_methods
 
-    rows: list[dict[str, Any]] = [
+    rows = [
         {
             "method": name,
             "group": _group(method),
@@ -56,21 +60,41 @@ def methods(as_json: Json = False) -> None:
 
     for group in _GROUPS:
         table = Table(box=None, show_header=False, padding=(0, 2, 1, 0), title=f"{group}\n")
-        table.add_column(no_wrap=True, style="bold", width=max(len(row["method"]) for row in rows))
+        table.add_column(no_wrap=True, style="bold", width=max(len(str(row["method"])) for row in rows))
         table.add_column()
-        for row in (each for each in rows if each["group"] == group):
-            aliases = [
-                alias + "".join(f" (--{name.replace('_', '-')} {value})" for name, value in implied.items())
-                for alias, implied in row["aliases"].items()
-            ]
-            called = f"Also called {', '.join(aliases)}." if aliases else ""
-            options = []
-            for name, default in row["parameters"].items():
-                value = f" {default}" if default is not None else ""
-                options.append(f"--{name.replace('_', '-')}{' (required)' if name in row['required'] else value}")
-            # as Text: in a string, "factors[i]" would be markup
-            table.add_row(row["method"], Text("\n".join(filter(None, [row["summary"], called, ", ".join(options)]))))
+        for row in rows:
+            if row["group"] == group:
+                table.add_row(row["method"], Text(_method_text(row)))  # in a string, "factors[i]" would be markup
         print_table(table)
+
+
+def _method_text(row: Mapping[str, Any]) -> str:
+    """Return a method's summary, other names and parameters, in lines."""
+    lines = [row["summary"]]
+    aliases = []
+    for alias, implied in row["aliases"].items():
+        values = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in implied.items())
+        aliases.append(f"{alias} (with {values})" if values else alias)
+    if aliases:
+        lines.append(f"Also called {', '.join(aliases)}.")
+    required = [f"--{name.replace('_', '-')}" for name in row["required"]]
+    if required:
+        lines.append(f"Required: {', '.join(required)}")
+    optional = []
+    for name, default in row["parameters"].items():
+        if name not in row["required"]:
+            typed = _typed(default)
+            optional.append(f"--{name.replace('_', '-')} {typed}".rstrip())
+    if optional:
+        lines.append(f"Optional: {', '.join(optional)}")
+    return "\n".join(lines)
+
+
+def _typed(default: Any) -> str:
+    """Return the default of a parameter as it is typed; empty: it has none, or the method chooses one itself."""
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else option_text(default)
 
 
 _STATIC = "Frequency methods, the same for inputs of every length"
@@ -82,7 +106,7 @@ _GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
 
 def _group(method: type[RopeMethod]) -> str:
     """Return the title under which a method is listed."""
-    from rope_ext_hf.methods import RopeMethod as AnyMethod
+    from rope_ext_hf.methods.base import RopeMethod as BaseMethod
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.methods.static import Default
 
@@ -90,7 +114,7 @@ def _group(method: type[RopeMethod]) -> str:
         return _OTHERS
     if issubclass(method, RemappingMethod):
         return _REMAPPING if method.moves_keys else _OTHERS
-    return _STATIC if method.length_dependent is AnyMethod.length_dependent else _BY_LENGTH
+    return _STATIC if method.length_dependent is BaseMethod.length_dependent else _BY_LENGTH
 
 
 @command("Patch a model")
@@ -102,7 +126,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
     empty = source.empty_model(model)
@@ -132,18 +156,20 @@ def patch(
 ) -> None:
     """Write a patched copy of a model folder.
 
-    Weights are copied as they are. The copy of an adapter's folder has the method beside the adapter's settings. The
-    model card of the source is kept, with its licence, and extended.
+    Weights are copied as they are. In the copy of an adapter's folder the method stands beside the adapter's settings.
+    The model card of the source is kept, with its licence, and extended.
 
     Example: `rope-ext patch reference --method yarn --factor 8 --out reference-yarn`
     """
     methods.check_single(required=True)
     publish.check()
-    written: dict[str, Any] = {"native": native, "as_code": as_code, "keep_mistral_format": keep_mistral_format}
-    description = write_patched(model, out, methods, source, **written)
-    print_text(
-        json_text(description.to_dict() | {"out": str(out)}) if as_json else f"{description}\n  written to        {out}"
+    description = write_patched(
+        model, out, methods, source, native=native, as_code=as_code, keep_mistral_format=keep_mistral_format
     )
+    if as_json:
+        print_text(json_text(description.to_dict() | {"out": str(out)}))
+    else:
+        print_text(f"{description}\n  written to        {out}")
     publish.upload(out, trust_remote_code=source.trust_remote_code)
 
 
@@ -158,36 +184,49 @@ def write_patched(
     keep_mistral_format: bool = False,
     runs: Sequence[Run[Any]] = (),
 ) -> Description:
-    """Write a copy of a model folder that carries a method, with a card of runs that measured it, and describe it."""
+    """Write a copy of a model folder that carries a method, and describe it.
+
+    Its card has the results of `runs`. The other arguments are those of the command `patch`.
+    """
     from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
-    from rope_ext_hf.patches.saving import save_patched_folder
+    from rope_ext_hf.patches.folder_copies import save_patched_folder
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
         apply_choice(methods, empty, native=native)
         folder, hub_id = folder_and_hub_id(model, revision=source.revision)
-        of_card = {"name": out.name, "source": folder, "base_model": hub_id, "model": empty}
-        finish = partial(write_cards, runs=runs, trust_remote_code=source.trust_remote_code, **of_card)
+        finish = partial(
+            write_cards,
+            runs=runs,
+            name=out.name,
+            source=folder,
+            base_model=hub_id,
+            model=empty,
+            trust_remote_code=source.trust_remote_code,
+        )
         with progress_bar("copying", unit="bytes") as bar:
             save_patched_folder(empty, folder, out, bar.set, as_code, finish, keep_mistral_format)
         description = _describe(empty, model, source)
-        if left := mistral_format_files(folder):
-            names = ", ".join(left)
+        names = ", ".join(mistral_format_files(folder))
+        if not names:
+            return description
+        if keep_mistral_format:
             note = (
                 f"{names} are copied as they are: start vLLM with --config-format hf --load-format safetensors, or it "
                 "runs the model from them, without the method."
-                if keep_mistral_format
-                else f"{names} are left out: they hold the model in Mistral's own format, from which vLLM would run it "
+            )
+        else:
+            note = (
+                f"{names} are left out: they hold the model in Mistral's own format, from which vLLM would run it "
                 "without the method. --keep-mistral-format copies them too."
             )
-            description = replace(description, notes=(*description.notes, note))
-        return description
+        return replace(description, notes=(*description.notes, note))
 
 
 def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Description:
-    """What a model is, and how it is saved under its name."""
+    """Describe a model, with notes on the folder of this name that the model itself does not tell."""
     from rope_ext_hf.files import read_json
     from rope_ext_hf.hub import is_adapter, model_folder
     from rope_ext_hf.patches.adapters import SAVE_ROUTE
@@ -196,8 +235,10 @@ def _describe(empty: PreTrainedModel, name: str, source: SourceOptions) -> Descr
 
     description = describe_model(empty)
     config = model_folder(name, revision=source.revision, weights=False) / "config.json"
-    if config.is_file() and (unread := unread_settings(text_settings(read_json(config)))):  # an adapter has none
-        description = replace(description, notes=(*description.notes, unread))
+    if config.is_file():  # the folder of an adapter has none
+        note = unread_settings(text_settings(read_json(config)))
+        if note:
+            description = replace(description, notes=(*description.notes, note))
     if description.patched and is_adapter(name, revision=source.revision):
         return replace(description, save_route=SAVE_ROUTE)
     return description
@@ -211,7 +252,7 @@ def convert(
     to: str = argument(MISSING, "The pairing to write: half, interleaved, or meta (Meta's own format)."),
     source_pairing: str | None = argument(
         None,
-        "The present pairing of the weights. Default: what the config or the model family says.",
+        "The present pairing of the weights. Default: the pairing that the config or the model family states.",
         names=("--from",),
     ),
     force: bool = argument(False, "Convert although the config says that the weights are in that pairing already."),
@@ -250,7 +291,7 @@ def convert(
             **source.version,
             progress=bar.set,
         )
-    for warning in caught:  # the report has those of the conversion among its notes
+    for warning in caught:  # warnings of the conversion stand among the notes of the report already
         if str(warning.message) not in report.notes:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
     print_text(json_text(report.to_dict()) if as_json else str(report))
@@ -267,19 +308,20 @@ def detect(
 ) -> None:
     """Detect from its weights which RoPE pairing a checkpoint is in.
 
-    The score of each layer is printed. "undecided" means that the weights do not show it: --text FILE compares the
-    losses on a text as well.
+    The score of each layer is printed. "undecided" means that the weights do not show the pairing; --text FILE then
+    compares the losses on a text.
 
     Example: `rope-ext detect reference`
     """
-    from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
+    from rope_ext_hf.checkpoints.detection import detect_pairing
+    from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
     from rope_ext_hf.hub import foreign_errors, model_source
-    from rope_ext_hf.reading.documents import read_beginning
+    from rope_ext_hf.reading.text_files import read_beginning
 
     sample = None
     if text is not None:
         with foreign_errors(f"the text {short(str(text))!r} cannot be read"):
-            if not text.is_file():  # a device may have no end, a pipe may never begin
+            if not text.is_file():  # reading a device or a pipe might never end
                 raise CheckpointError(f"no such text file: {short(str(text))!r}")
             sample = read_beginning(text, TEXT_CHARACTERS)
     report = detect_pairing(model_source(model), text=sample, **source.version)

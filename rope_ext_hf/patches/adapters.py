@@ -22,9 +22,10 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
-from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
+from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
+from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.slots import patch_state
 from rope_ext_hf.questions import command_line
 

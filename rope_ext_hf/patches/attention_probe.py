@@ -38,7 +38,7 @@ from rope_ext_hf.patches.decoder_arguments import check_names
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.forward_hooks import decoder_of
 from rope_ext_hf.patches.slots import PatchedSlot, Slot
-from rope_ext_hf.rotary.kv_cache import KeyLayout, candidate_key_layouts, nearly_equal
+from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, nearly_equal
 
 
 @dataclass(frozen=True)

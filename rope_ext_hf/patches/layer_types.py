@@ -14,9 +14,10 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import ConfigRope, recorded_specs
+from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.families import family, rope_keys
 from rope_ext_hf.patches.family_settings import values_of
+from rope_ext_hf.patches.patch_records import recorded_specs
 
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""

@@ -4,7 +4,7 @@ Under dynamic NTK, for example, the frequencies of a text of 5,000 tokens are no
 module cannot know which it should use: it is given positions only, and not which of them are padding, nor what a cache
 holds. So hooks stand around the decoder's forward, where the mask and the cache are arguments. They work out the length
 of every row, which the rotary modules inside look up, and see to it that the keys in the cache meet the new queries as
-if they had been rotated by the frequencies of that length from the start (`rotary/kv_cache.py` tells how).
+if they had been rotated by the frequencies of that length from the start (`rotary/rotating_cache.py` tells how).
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH, ForwardContext,
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.key_layout_probe import probe_key_layouts
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import (
+from rope_ext_hf.rotary.cache_state import (
     CacheState,
-    KeyLayout,
-    KeyRotation,
-    Layers,
     RowState,
     check_origin,
     discard_state,
     follow_rows,
     has_origin,
     packed_error,
-    rotate_cached_keys_,
-    rotate_keys_on_read,
 )
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
 
 
 class LengthHooks(DecoderHooks):

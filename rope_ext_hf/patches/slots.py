@@ -19,8 +19,9 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.class_angles import built_anew, same_frequencies
-from rope_ext_hf.patches.config import ConfigRope, PatchSpec
+from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding

@@ -19,9 +19,10 @@ import torch
 from torch import nn
 
 from rope_ext_hf.errors import MethodError, RopeExtError, UnsupportedModelError
+from rope_ext_hf.patches.applying import apply_plan, needs_hooks, replay, take_off
 from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.patches.loading import class_to_load, empty_model
-from rope_ext_hf.patches.planning import apply_plan, needs_hooks, on_meta_device, plan_patch, replay, take_off
+from rope_ext_hf.patches.planning import on_meta_device, plan_patch
 from rope_ext_hf.patches.slot_finding import rotary_modules
 from rope_ext_hf.patches.slots import present_specs
 

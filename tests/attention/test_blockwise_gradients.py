@@ -16,7 +16,7 @@ from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 from tests.support.contracts import THETA
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build, tokens
@@ -133,7 +133,7 @@ def test_gradients_are_those_of_the_definition(method: RemappingMethod, situatio
 @pytest.mark.slow
 @each_situation
 @each_method
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_gradients_are_those_of_finite_differences(method: RemappingMethod, situation: str, fused: None) -> None:
     case = Case(method, **SITUATIONS[situation])
     assert torch.autograd.gradcheck(case.attended, [x.clone().requires_grad_() for x in case.inputs], fast_mode=True)
@@ -183,6 +183,7 @@ def test_second_derivatives_are_refused() -> None:
 
 
 @each_method
+@pytest.mark.slow
 def test_memory_grows_with_the_length_not_its_square(method: RemappingMethod) -> None:
     kept, largest = [], []
     saved: dict[int, int] = {}
@@ -216,6 +217,7 @@ def gradients_of(model: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
 @pytest.mark.parametrize("padded", [False, True])
 @each_method
+@pytest.mark.sampled(5)
 def test_a_model_with_gradient_checkpoints(method: RemappingMethod, padded: bool, monkeypatch: Any) -> None:
     model = rope.patch(build("llama"), method).train()
     ids = tokens(150, batch=2)

@@ -323,6 +323,7 @@ def test_the_logits_depend_on_what_is_tested(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("name", "count"), [("1", 2), ("3.1", 4), ("3.2", 1), ("2, tied", 2), ("3.2", 2)])
+@pytest.mark.sampled(2)
 def test_there_and_back_byte_for_byte(name: str, count: int, dtype: torch.dtype, tmp_path: Path) -> None:
     source = hf_llama(tmp_path / "hf", CASES[name], dtype=dtype)
     hf_to_meta(source, tmp_path / "meta", model_parallel=count)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli.demo import Demonstration
+from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.measures import Evidence, Measure
-from rope_ext_hf.runs.verdicts import Findings
 from rope_ext_hf.terminal import as_wide_as
 
 SPREAD = (-0.3, 0.1, 0.2, -0.1, 0.0, 0.05, 0.15, -0.1)
@@ -55,8 +55,8 @@ def test_the_whole_text() -> None:
         " * best, or no significant difference from the best",
         "Unpatched, it fails beyond 256: perplexity 10 times as high, no answer found.",
         "rerope and self-extend read 2,048 tokens as well as 256; only this package runs them.",
-        "yarn x8 runs in other software too; short inputs get worse (2.01 to 2.46).",
-        "A small model, 8 texts, 40 questions. Measure yours:",
+        "yarn x8 runs in other software too; short inputs get worse (perplexity 2.01 to 2.46).",
+        "This was a small model with 8 texts and 40 questions. Measure your own model:",
         "  rope-ext ppl MODEL --method yarn --factor 4 --lengths 4k,16k --data 'books/*.txt'",
     ]
 
@@ -83,7 +83,7 @@ def test_texts_that_vary_are_no_evidence_against_a_method() -> None:
         (
             {"rerope": (0.7, 1.2), "self-extend": (0.7, 1.2)},
             {},
-            "No method reads 2,048 tokens as well as 256 are read unpatched.",
+            "No method reads 2,048 tokens as well as the unpatched model reads 256.",
         ),
         ({"self-extend": (0.7, 1.2)}, {}, "rerope reads 2,048 tokens as well as 256; only this package runs it."),
         ({}, {"self-extend": (39, 12)}, "rerope reads 2,048 tokens as well as 256; only this package runs it."),

@@ -68,7 +68,7 @@ def test_the_score_of_a_task_is_that_of_plain_transformers(tmp_path: Path) -> No
         (["--batch-size", "0"], "--batch-size must be a number of at least 1 or 'auto', got '0'"),
         (["--chat-template", "sometimes"], "--chat-template must be"),
         (["--max-length", "x"], "not a length in tokens"),
-        (["--log-samples"], "--log-samples needs a place for the samples; give --output-path"),
+        (["--log-samples"], "--log-samples needs a folder for the samples; give --output-path"),
     ],
 )
 def test_refused(given: list[str], said: str) -> None:

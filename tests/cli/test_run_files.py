@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.options import questions_of
+from rope_ext_hf.cli.expansion import questions_of
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.runs.run_file import read_run_files
 from tests.support.commands import run
@@ -162,16 +162,16 @@ def test_a_mistake_in_a_file_is_a_sentence_with_its_line(inputs: Path, line: str
 @pytest.mark.parametrize(
     ("text", "typed", "said"),
     [
-        ("run: pppl\nmodel: model", (), "line 1: no such run: 'pppl'. Did you mean 'ppl'? Known: ppl, sweep"),
+        ("run: pppl\nmodel: model", (), "line 1: no such run: 'pppl'. Did you mean 'ppl'? Known runs: ppl, sweep"),
         ("run: patch\nmodel: model", (), "line 1: no such run: 'patch'"),
         ("run: ppl\nmodel: {in_memory: a model}\nlengths: 8", (), "line 2: the model was a model; save it"),
         ("run: ppl\nmodel: null\nlengths: 8", (), "line 2: the model has no name; save it"),
         (
             "run: ppl\nmodel: a\ndata: {in_memory: documents}",
             (),
-            "line 3: data was in memory, called 'documents'; give",
+            "line 3: data was in memory, under the name 'documents'; give it again: --data",
         ),
-        ("", (), "holds no run"),
+        ("", (), "describes no run"),
         (BY_HAND, ("--lenghts", "8"), "no such option: --lenghts. Did you mean '--lengths'?"),
         (BY_HAND, ("--model",), "--model takes a folder"),
         (BY_HAND, (), "'nowhere' is neither a folder here nor a model"),

@@ -453,7 +453,7 @@ def that_is_no_json(folder: Path) -> None:
         (of_another_model, "for 16 rotated dims per head, this model has 32"),
         (of_a_type_that_is_none, "an adapter of type 'LORAX', which the installed PEFT does not know"),
         (with_a_module_to_import, r"names a module to import \(megatron_core\)"),
-        (with_an_unknown_method, "a method that is not registered here"),
+        (with_an_unknown_method, "records a patch whose method cannot be used here"),
         (with_a_damaged_record, "the 'rope_ext_hf' record of the adapter .* is damaged"),
         (with_a_record_that_is_a_list, "the 'rope_ext_hf' record of the adapter .* is damaged"),
         (with_stacked_records_that_are_none, "the 'rope_ext_hf' record of the adapter .* is damaged"),

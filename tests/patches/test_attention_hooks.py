@@ -66,6 +66,7 @@ def test_layers_without_rope_get_the_temperature_alone(method: str, temperature:
 
 @each_family
 @each_method
+@pytest.mark.sampled(3)
 def test_chunks_and_single_steps_are_one_shot(name: str, method: str) -> None:
     model, ids = rope.patch(build(name), method), tokens(3 * TRAINED, batch=2)
     whole, cache, parts = logits(model, ids), DynamicCache(config=model.config), []
@@ -176,6 +177,7 @@ def test_assisted_decoding(method: str) -> None:
 
 @each_family
 @each_method
+@pytest.mark.sampled(3)
 def test_inside_the_window_nothing_changes(name: str, method: str) -> None:
     model = build(name)
     with rope.patched(model, method):

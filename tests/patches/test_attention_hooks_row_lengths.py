@@ -129,6 +129,7 @@ def test_each_row_of_a_batch_has_its_own_rule(method: str) -> None:
 @each_method
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_a_row_grows_past_the_context_length(method: str, cache: str) -> None:
     """Each step attends by the rule of the length so far, to keys that were stored under the rule of a shorter one."""
     model, first = one_layer(), torch.cat([tokens(50), tokens(50, seed=2)])

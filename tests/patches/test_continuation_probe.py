@@ -35,6 +35,7 @@ def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(5)
 def test_a_cache_that_is_found_passes(name: str, method: str, dtype: torch.dtype) -> None:
     model = rope.patch(build(name).to(dtype), method, target_length=512)
     assert len(continuation_probe._tried) == 1
@@ -45,6 +46,7 @@ def test_a_cache_that_is_found_passes(name: str, method: str, dtype: torch.dtype
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", KINDS)
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sampled(5)
 def test_a_cache_that_is_missed_is_refused(name: str, method: str, dtype: torch.dtype) -> None:
     model = build(name).to(dtype).eval()
     ids = torch.arange(3, 40)[None]

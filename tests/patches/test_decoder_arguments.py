@@ -356,7 +356,7 @@ def names_of_the_cache() -> list[str]:
 @pytest.mark.parametrize("name", names_of_the_cache())
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("method", rope.list_methods())
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_steps_with_a_cache_equal_one_forward(method: str, kind: str, name: str) -> None:
     model = build("llama", num_hidden_layers=1 if method in FOLLOWING else 2)
     rope.patch(model, example_method(rope.list_methods()[method], patch_geometry(model)))

@@ -250,6 +250,7 @@ def tiny_on_meta(model_type: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("entry", WITH_A_CLASS)
+@pytest.mark.sampled(3)
 def test_the_table_names_what_the_class_holds(entry: str) -> None:
     """Every family, in a tenth of a second: what else is true of it takes models that run."""
     known = family(entry)

@@ -35,6 +35,7 @@ def test_a_cache_of_float32_is_continued_under_autocast(method: str, name: str) 
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("method", ["dynamic-yarn", "dynamic-ntk"])
 @pytest.mark.sampled(3)
+@pytest.mark.slow
 def test_one_graph_over_a_scaling(method: str, scaling: str) -> None:
     torch._dynamo.reset()
     model, ids = rope.patch(build("llama", SCALINGS[scaling]), method), tokens(3 * TRAINED)

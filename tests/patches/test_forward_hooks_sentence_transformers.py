@@ -34,6 +34,7 @@ def model() -> Any:
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the whole model", "the model inside"])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.slow
 def test_a_text_has_one_embedding_whatever_stands_beside_it(method: str, whole: bool, model: Any) -> None:
     rope.patch(model if whole else model[0].auto_model, method, **METHODS[method])
     model.max_seq_length = 1024

@@ -88,6 +88,7 @@ def test_frequencies_underneath_are_those_of_the_kit(name: str) -> None:
 
 @pytest.mark.slow
 @every_config
+@pytest.mark.sampled(3)
 def test_factor_1_changes_nothing(name: str) -> None:
     model, ids = build(name), tokens()
     rotary, plain = patch_geometry(model), logits(model, ids)
@@ -103,6 +104,7 @@ def test_factor_1_changes_nothing(name: str) -> None:
 
 @pytest.mark.slow
 @every_config
+@pytest.mark.sampled(2)
 def test_factor_2_doubles_the_context_length(name: str) -> None:
     model, length = build(name), PUBLISHED[name]["context_length"]
     before = rope.describe(model)
@@ -124,6 +126,7 @@ def test_factor_2_doubles_the_context_length(name: str) -> None:
 @pytest.mark.parametrize(
     "method", ["ntk", "yarn", *(pytest.param(method, marks=pytest.mark.thorough) for method in ("linear", "by-parts"))]
 )
+@pytest.mark.sampled(5)
 def test_saved_plainly_loaded_patched_again_unpatched(name: str, method: str, tmp_path: Path) -> None:
     model, ids = build(name), tokens()
     plain = logits(model, ids)

@@ -106,6 +106,7 @@ def agree(actual: list[Tensor], expected: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "move", [pytest.param(move, marks=[pytest.mark.slow] * (move not in ("swapped", "selected"))) for move in MOVES]
 )
+@pytest.mark.sampled(5)
 def test_lengths_move_with_the_rows(which: str, move: str) -> None:
     """Rows of several lengths that a beam search, or a selection, puts into another order."""
     model, (ids, mask) = model_under(which, num_hidden_layers=1), padded()

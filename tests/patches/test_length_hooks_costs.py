@@ -14,7 +14,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.rotating_cache import rotate_cached_keys_
 from tests.support.dispatch import HostReads
 from tests.support.length_examples import LONG, RULES, in_parts, patched, stock
 from tests.support.models import TRAINED, build, logits, tokens

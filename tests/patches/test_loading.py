@@ -26,6 +26,7 @@ from tests.support.saved_models import DYNAMIC, FREQUENCIES, STATIC, Lookup, loa
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [case for case in STATIC if case[0] in ("llama", "phi3", "gemma3")])
+@pytest.mark.sampled(5)
 def test_our_loading_restores_static_methods(name: str, which: str, saved: Lookup) -> None:
     it = saved("static", name, which)
     model = rope.from_pretrained(it.folder)
@@ -39,6 +40,7 @@ def test_our_loading_restores_static_methods(name: str, which: str, saved: Looku
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), DYNAMIC)
+@pytest.mark.sampled(5)
 def test_our_loading_restores_length_dependent_methods(name: str, which: str, saved: Lookup) -> None:
     it = saved("dynamic", name, which)
     model = rope.from_pretrained(it.folder)
@@ -148,6 +150,7 @@ def test_a_model_inside_another(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), [c for c in STATIC if c[0] in ("llama", "phi3", "gemma3", "mixtral")])
+@pytest.mark.sampled(7)
 def test_patching_a_plain_reload_starts_from_the_original(name: str, which: str, saved: Lookup) -> None:
     reloaded = load_plainly(saved("static", name, which).folder)
     own = logits(reloaded, tokens(LONG))
@@ -432,7 +435,7 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "pytorch_model.bin").symlink_to("/dev/zero")
-    with pytest.raises(FileError, match=r"pytorch_model\.bin' is no regular file"):
+    with pytest.raises(FileError, match=r"pytorch_model\.bin' is not a regular file"):
         rope.from_pretrained(tmp_path)
 
 

@@ -59,6 +59,7 @@ def test_equals_the_same_weights_loaded_natively(name: str, which: str) -> None:
 @pytest.mark.parametrize("length", [TRAINED - 1, TRAINED, TRAINED + 1, LONG])
 @pytest.mark.parametrize("which", ["hf", "longrope"])
 @every_family
+@pytest.mark.sampled(3)
 def test_length_dependent_equals_a_fresh_native_model(name: str, which: str, length: int) -> None:
     method, params = dynamic_cases(name)[which]
     if which == "hf":

@@ -111,7 +111,7 @@ def read(saved: Lookup, request: pytest.FixtureRequest, tmp_path_factory: pytest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 def test_plain_loading_reproduces_static_methods(name: str, which: str, read: Lookup) -> None:
     case, it = static_cases(name)[which], read("static", name, which)
     assert "error" not in it.read, it.read

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS
+from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from tests.support.commands import run_json
@@ -85,6 +85,7 @@ def test_a_byte_order_mark_is_of_the_file_and_not_of_the_text(form: str, tmp_pat
     assert document.text == (text if form in FILES else MARK + text)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_file_is_that_of_its_text(tmp_path: Path) -> None:
     text = stdlib_held_out()[1].text[:1500].replace("\n", "\r\n")
     (tmp_path / "a.txt").write_bytes(text.encode())

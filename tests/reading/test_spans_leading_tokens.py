@@ -55,7 +55,7 @@ def test_the_tokens_before_a_text(template: str) -> None:
 @pytest.mark.parametrize("bos", [None, True, False])
 @pytest.mark.parametrize("protocol", sorted(PROTOCOLS))
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(11)
 def test_perplexity_of_every_protocol(template: str, protocol: str, bos: bool | None) -> None:
     model, reads = model_and_reads()
     tokenizer = byte_tokenizer(template)

@@ -91,6 +91,7 @@ def test_two_forwards_that_meet_inside_one_model(method: str) -> None:
 
 @pytest.mark.slow
 @each_method
+@pytest.mark.sampled(3)
 def test_generate_in_threads(method: str) -> None:
     """Prompts on both sides of the trained length, which one of them passes while it decodes."""
     model = patched(method)

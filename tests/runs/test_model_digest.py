@@ -159,6 +159,7 @@ def test_it_is_the_same_for_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic-ntk", "rerope", "self-extend", "dca"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.sampled(3)
 def test_a_patch_does_not_count_but_what_its_user_changed_does(name: str, method: str) -> None:
     model = build(name)
     plain = model_digest(model)

@@ -1,9 +1,9 @@
-"""What `make test` leaves to `make test-all`: families have much in common, and some tests take half a minute.
+"""The tests that `make test` and `make test-slow` leave to `make test-all`: families have much in common.
 
 - Tests marked `thorough`.
 - Of the cases of a test marked `sampled(n)`, all but every n-th. A number that divides no parameter's number of values
   lets every value of every parameter run.
-- Of a cross product of families and methods: `make test` runs every case on a family of each structural kind, and every
+- Of a cross product of families and methods: they run every case on a family of each structural kind, and every
   eighth case in turn on the others, so that every family meets some methods and every method several families.
 - Of all other tests over families, every fourth on families outside one of each kind.
 """
@@ -18,7 +18,7 @@ from importlib.metadata import version
 import pytest
 
 QUICK_FAMILIES = frozenset({"llama", "gemma3"})
-"""Those of `make test-fast`."""
+"""The families of `make test`, whose other tests over families are slow ones."""
 
 KINDS_OF_FAMILIES = frozenset({"llama", "gemma3", "phi3", "gpt_neox", "deepseek_v3"})
 """One each: the common case, settings per layer type, longrope alone, part of the head rotated, interleaved latent."""
@@ -50,5 +50,5 @@ def spread(families: Iterable[str], cases: Callable[[str], Iterable[str]]) -> li
 
 
 def in_turn(test: str) -> bool:
-    """Whether `make test` runs this test of a family outside KINDS_OF_FAMILIES: a quarter, always the same."""
+    """Return whether a test of a family outside KINDS_OF_FAMILIES is among the quarter, always the same, that runs."""
     return zlib.crc32(test.encode()) % 4 == 0

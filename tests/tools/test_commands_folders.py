@@ -17,13 +17,16 @@ COMMANDS: dict[str, list[str]] = {
     "audit": [],
     "extend": ["--target-length", "1k", "--dry-run"],
 }
-NO_ENGINE = "no serving engine runs that"
+NO_ENGINE = "no serving engine does that"
 ANSWERS = {
     ("serve-config", "restored"): (2, NO_ENGINE),
     ("serve-config", "adapter"): (2, "merge it"),
     ("extend", "adapter"): (2, "merge it"),
     ("audit", "restored"): (1, ""),  # no engine runs dca
-    ("audit", "adapter"): (2, "is an adapter of PEFT, without a config of its own; give its base model, or merge it"),
+    ("audit", "adapter"): (
+        2,
+        "is a PEFT adapter, without a config of its own; give its base model, or merge the adapter",
+    ),
     # The config of the bundled model is plain, without the former spelling that mlx-lm reads: engines disagree on it.
     ("audit", "plain"): (1, ""),
     ("audit", "converted"): (1, ""),

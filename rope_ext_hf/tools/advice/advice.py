@@ -1,116 +1,79 @@
-"""Advice, the result of `advise`: how a model gets to a length, as values and as text; and what papers report.
-
-What papers report stands in reported.toml, with the source of each number; nothing there was measured by this project.
-
-    >>> [each.numbers("jet-long") for each in reported() if "jet-long" in each.values]
-    ['4.79 / 2.18 / 2.03']
-"""
+"""`Advice`, the result of `advise`: how a model gets to a length, as values and as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from rope_ext_hf.files import package_table
 from rope_ext_hf.terminal import Rows, ShownAsTables, broken_command, text_table, wrapped
 from rope_ext_hf.tools.advice.guidance import GOALS, NOTHING
 from rope_ext_hf.tools.advice.measurements import evidence, measured_models, price
+from rope_ext_hf.tools.advice.reported import Reported
 from rope_ext_hf.tools.engines.base import usual_server
 from rope_ext_hf.tools.serving.gpu_memory import GPUMemory
 
-_SERVE = "serve with "
+_SERVE = "serve with "  # the beginning of the goals in `Advice.commands` that name an engine
 _NOTHING_NEEDED = "No method is needed."
-_MOST_LINES = 25  # of a recommendation at 80 columns; everything else is in `Advice.full_text`
-_MEMORY = "Every generated token reads those of its own input once; weights and activations come on top."
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reported:
-    """One table that is reported, or a part of it."""
-
-    source: str
-    url: str
-    place: str  # where in the source
-    model: str  # and how it was trained further
-    model_types: tuple[str, ...]  # in transformers
-    benchmark: str
-    unit: str  # and whether higher or lower is better
-    lengths: tuple[str, ...]  # what the numbers of each method belong to
-    values: dict[str, tuple[float | str, ...]]  # by method, in the order of `lengths`; text where no number is reported
-
-    def numbers(self, method: str) -> str:
-        return " / ".join(map(str, self.values[method]))
-
-    def __str__(self) -> str:
-        numbers = "; ".join([f"{method} {self.numbers(method)}" for method in self.values])
-        what = f"{self.model}, {self.benchmark} ({self.unit}), {' / '.join(self.lengths)}"
-        return f"reported by {self.source} ({self.place}): {what}: {numbers}"
-
-
-@cache
-def reported() -> tuple[Reported, ...]:
-    tables = []
-    for saved in package_table("rope_ext_hf.tools.advice", "reported.toml")["reported"]:
-        saved["values"] = {method: tuple(numbers) for method, numbers in saved["values"].items()}
-        saved |= {key: tuple(saved[key]) for key in ("model_types", "lengths")}
-        tables.append(Reported(**saved))
-    return tuple(tables)
+_MOST_LINES = 25  # of a recommendation, at 80 columns; `Advice.full_text` has everything
+_MEMORY = "Every generated token reads the keys and values of its input once. Weights and activations take memory too."
 
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """Memory of keys and values."""
+    """The memory that the keys and values of inputs take."""
 
     dtype: str  # "float32", "bfloat16" (and float16) or "8 bits"
-    batch: int  # inputs at a time
-    tokens: int  # of each input
-    bytes: int  # of all of them together
+    batch: int  # the number of inputs at a time
+    tokens: int  # the length of each input
+    bytes: int  # the memory of all inputs together
 
 
 @dataclass(frozen=True)
 class MethodAdvice:
-    """One method for a model and a length."""
+    """The advice on one method, for a model and a length."""
 
     method: str
     kind: str  # "static", "length-dependent", "remapping" or "trained"
     fits: bool  # whether it helped a measured model at this length, without training
-    why: str  # where it helped
-    measured: dict[str, float]  # how much the loss rose here in bits per byte, by the model it was measured on
+    why: str  # the models that it helped, or the reason why none is known, in a clause
+    measured: dict[str, float]  # the rise of the loss in bits per byte, by the name of the measured model
     short_inputs: str  # the effect on inputs within the context length, in words
     decode: str  # as in `Guidance`
     when: str  # as in `Guidance`
-    purposes: tuple[str, ...]  # the goals that it is a candidate for; names of `PURPOSES`
-    engines: dict[str, str | None]  # how each engine serves it, by its name; None: it refuses
-    refusals: dict[str, str]  # why, by the engine's name
+    purposes: tuple[str, ...]  # the purposes that it is a candidate for, of `PURPOSES`
+    engines: dict[str, str | None]  # the encoding in which each engine serves it, by its name; None: it refuses
+    refusals: dict[str, str]  # the reason, by the name of an engine that refuses
 
     @property
     def rises(self) -> str:
-        """`measured` in order, with a dash for a model that it was not measured on."""
+        """The rise on every measured model in order, as text; a dash: the method was not measured on it."""
         return signed(self.measured)
 
 
 @dataclass(frozen=True, repr=False)
 class Advice(ShownAsTables):
-    """How a model gets to a length.
+    """The way of a model to a length: a recommendation, and everything that it follows from.
+
+    As text it is the recommendation in at most 25 lines of 80 columns; `full_text` has everything.
 
     Attributes:
         model, model_type: the model.
-        target_length: the length asked for, in tokens.
-        original_length: the length that RoPE without any scaling is for.
-        context_length, context_rule: the length that the model is for, and how that is known.
+        target_length: the length to reach, in tokens.
+        original_length: the length in tokens that RoPE without any scaling is for.
+        context_length, context_rule: the length in tokens that the model is for, and the rule that gave it.
         extended_by: the scalings and patches that it has already, the last one first.
-        factor: the target length over the context length.
-        methods: every method, those first that helped a measured model; empty where no method is needed.
+        factor: the target length divided by the context length.
+        methods: the advice on every method, those first that helped a measured model; empty: no method is needed.
         choices: the candidates, by purpose; they are not ranked.
         served: the method that is advised for each engine; "": the model as it is.
-        memory: of keys and values, at the context length and at the target length.
-        commands: the commands to run next, by their goal.
-        notes: further remarks.
-        reported: what papers report of the methods that helped, on models of this type, or of any where there is none.
-        on_gpus: what fits on the GPUs of a server, at the target length; None: they are not stated.
+        memory: the memory of keys and values, at the context length and at the target length.
+        commands: the commands to run next, by their goal in words.
+        notes: further remarks, in sentences.
+        reported: the results that papers report of the methods that helped: on models of this type, or on all models if
+            there are none on these.
+        on_gpus: what fits on the GPUs of a server, at the target length; None: no GPUs were stated.
         purpose: the purpose that the recommendation is for, one of `GOALS`.
-        recommended: the name of the method for that purpose; empty where none is needed or none helped.
+        recommended: the name of the method for that purpose; empty: none is needed, or none helped.
         next_steps: the commands, or lines of Python, to type next with the recommended method.
     """
 
@@ -135,100 +98,116 @@ class Advice(ShownAsTables):
     next_steps: tuple[str, ...] = ()
 
     @property
-    def _named(self) -> Rows:
+    def _lengths(self) -> Rows:
+        """The lengths, and the notes, each under a name."""
         return [
             ("made for", f"{self.context_length:,} tokens ({self.context_rule})"),
-            *(("extended by", each) for each in self.extended_by or ("nothing",)),
-            ("asked for", f"{self.target_length:,} tokens, {self.factor:.3g} times as many"),
+            *(("extended by", extension) for extension in self.extended_by or ("nothing",)),
+            ("needed", f"{self.target_length:,} tokens, {self.factor:.3g} times as many"),
             *(("note", note) for note in self.notes),
         ]
 
     @property
     def _candidates(self) -> Rows:
-        rows = [(key, ", ".join(names)) for key, names in self.choices.items()]
-        return [("for", "candidates"), *rows] if rows else []
+        rows = [(purpose, ", ".join(names)) for purpose, names in self.choices.items()]
+        return [("purpose", "candidates"), *rows] if rows else []
 
     @property
     def _helped(self) -> Rows:
+        """The methods that helped a measured model, with their prices and gains."""
         head = ("helped", "kind", "inputs within the context length", "rise at this length")
-        rows = [(m.method, m.kind, m.short_inputs, m.rises) for m in self.methods if m.fits]
+        rows = [
+            (method.method, method.kind, method.short_inputs, method.rises) for method in self.methods if method.fits
+        ]
         return [head, *rows] if rows else []
 
     def tables(self) -> Sequence[Rows]:
-        others = [("by others", str(each)) for each in self.reported]
-        commands = [(goal, "".join(f"{broken_command(each)}\n" for each in own)) for goal, own in self.commands.items()]
-        nothing = [] if self.methods else [("methods", _NOTHING_NEEDED)]
-        named = [("model", f"{self.model} ({self.model_type})"), *self._named, *nothing]
-        return [named, self._candidates, self._helped, others, _memory_rows(self.memory), commands]
+        model = [("model", f"{self.model} ({self.model_type})"), *self._lengths]
+        if not self.methods:
+            model.append(("methods", _NOTHING_NEEDED))
+        reported = [("by others", str(table)) for table in self.reported]
+        commands = [
+            (goal, "".join(f"{broken_command(line)}\n" for line in lines)) for goal, lines in self.commands.items()
+        ]
+        return [model, self._candidates, self._helped, reported, _memory_rows(self.memory), commands]
 
     def __str__(self) -> str:
         """Return the recommendation in at most 25 lines of 80 columns."""
         return self.short_text()
 
     def short_text(self, reason: str = "", closing: Sequence[str] = ()) -> str:
-        """Return the recommendation, the notes that have room beside it, the next steps, and the `closing` lines.
+        """Return the recommendation, as many notes as there is room for, the next steps, and the `closing` lines.
 
         `reason` stands in place of the reason that was measured here.
         """
-        own = self.recommendation(reason)
-        steps = [broken_command(each) for each in self.next_steps]
-        last = ["All methods, engines and sources: --all (in Python: full_text)", *closing]
-        return "\n".join([*own, *self._shown_notes(own, steps, last), *steps, *last])
+        recommendation = self.recommendation(reason)
+        steps = [broken_command(step) for step in self.next_steps]
+        end = ["All methods, engines and sources: --all (in Python: full_text)", *closing]
+        return "\n".join([*recommendation, *self._shown_notes(recommendation, steps, end), *steps, *end])
 
     def recommendation(self, reason: str = "") -> list[str]:
-        """Return the lines that say what to take, why, what short inputs lose, and what memory a long input takes.
+        """Return the lines on what to take, why, what short inputs lose, and the memory that a long input takes.
 
         `reason` stands in place of the reason that was measured here.
         """
-        times = f"{self.target_length:,} tokens, {self.factor:.3g} times as many"
-        rows = [("model", f"{self.model} ({self.model_type}), for {self.context_length:,} tokens; you need {times}")]
-        chosen = next((each for each in self.methods if each.method == self.recommended), None)
-        if chosen is not None:
-            rows.append(("take", f"{chosen.method}, {GOALS[self.purpose]}"))
-            measured = evidence(chosen.method, self.factor)
-            why = reason or measured or (chosen.when and f"the choice when {chosen.when}")
-            rows += [("because", why)] if why else []
-            rows.append(("short", self._short_inputs(chosen)))
-        elif not self.methods:
-            rows.append(("take", f"the model as it is. {_NOTHING_NEEDED}"))
-        else:
-            others = [word for word, purpose in GOALS.items() if purpose in self.choices and word != self.purpose]
-            instead = f"; see --purpose {' or '.join(others)}" if others else ""
-            rows.append(("take", f"nothing: no method is known to help here, {GOALS[self.purpose]}{instead}"))
-        held = {each.dtype: each.bytes for each in self.memory if (each.tokens, each.batch) == (self.target_length, 1)}
-        if held:
-            size = _size(held["bfloat16"])
-            rows.append(
-                ("cache", f"{size} of keys and values for one input of {self.target_length:,} tokens in bfloat16")
-            )
-        return [line for name, text in rows for line in wrapped(text, f"{name:<9}").splitlines()]
+        need = f"{self.target_length:,} tokens, {self.factor:.3g} times as many"
+        rows = [("model", f"{self.model} ({self.model_type}), for {self.context_length:,} tokens; you need {need}")]
+        rows += self._method_rows(reason)
+        for memory in self.memory:
+            if (memory.tokens, memory.batch, memory.dtype) == (self.target_length, 1, "bfloat16"):
+                use = f"keys and values for one input of {self.target_length:,} tokens in bfloat16"
+                rows.append(("cache", f"{_size(memory.bytes)} of {use}"))
+        lines: list[str] = []
+        for name, text in rows:
+            lines += wrapped(text, f"{name:<9}").splitlines()
+        return lines
 
-    def _shown_notes(self, *others: Sequence[str]) -> list[str]:
-        """Return the notes that still have room beside other lines, and how many are left out."""
-        room = _MOST_LINES - sum(text.count("\n") + 1 for lines in others for text in lines)
+    def _method_rows(self, reason: str) -> list[tuple[str, str]]:
+        """Return the method to take, the reason, and the effect on short inputs, each under a name."""
+        for method in self.methods:
+            if method.method == self.recommended:
+                rows = [("take", f"{method.method}, {GOALS[self.purpose]}")]
+                why = reason or evidence(method.method, self.factor)
+                if not why and method.when:
+                    why = f"it is the choice when {method.when}"
+                if why:
+                    rows.append(("because", why))
+                return [*rows, ("short", self._short_inputs(method))]
+        if not self.methods:
+            return [("take", f"the model as it is. {_NOTHING_NEEDED}")]
+        others = [word for word, purpose in GOALS.items() if purpose in self.choices and word != self.purpose]
+        hint = f"; see --purpose {' or '.join(others)}" if others else ""
+        return [("take", f"nothing: no method is known to help here, {GOALS[self.purpose]}{hint}")]
+
+    def _shown_notes(self, *other_lines: Sequence[str]) -> list[str]:
+        """Return the lines of the notes that there is room for beside other lines, and of the number left out."""
+        room = _MOST_LINES - sum(text.count("\n") + 1 for lines in other_lines for text in lines)
         notes = [*([] if self.on_gpus is None else self.on_gpus.sentences), *self.notes]
         shown: list[str] = []
         for number, note in enumerate(notes):
             lines = wrapped(note, f"{'note':<9}").splitlines()
-            if len(shown) + len(lines) > room - (number < len(notes) - 1):
-                return [*shown, f"{'note':<9}{len(notes) - number} more: --all"] if len(shown) < room else shown
+            is_last = number == len(notes) - 1
+            if len(shown) + len(lines) > (room if is_last else room - 1):  # a line remains for the number left out
+                if len(shown) < room:
+                    shown.append(f"{'note':<9}{len(notes) - number} more: --all")
+                return shown
             shown += lines
         return shown
 
-    def _short_inputs(self, chosen: MethodAdvice) -> str:
-        """Say in a clause how inputs within the context length read."""
-        if chosen.short_inputs == "the same":
+    def _short_inputs(self, method: MethodAdvice) -> str:
+        """Return a clause on the output for inputs within the context length."""
+        if method.short_inputs == "the same":
             return f"inputs within {self.context_length:,} tokens give the same output as the unpatched model"
-        if chosen.short_inputs.startswith("the same up to "):
-            kept = chosen.short_inputs.removeprefix("the same up to ")
+        if method.short_inputs.startswith("the same up to "):
+            kept = method.short_inputs.removeprefix("the same up to ")
             return f"inputs of up to {kept} give the same output as the unpatched model; longer ones change"
-        known = price(chosen.method, self.factor) or "change their output; by how much was not measured"
-        return f"inputs within {self.context_length:,} tokens {known}"
+        effect = price(method.method, self.factor) or "change their output; by how much was not measured"
+        return f"inputs within {self.context_length:,} tokens {effect}"
 
     def full_text(self) -> str:
         """Return everything that is known: all methods, what was measured and reported of them, engines, commands."""
         lines = [f"{self.model} ({self.model_type})"]
-        lines += [wrapped(text, f"  {name:<16}") for name, text in self._named]
+        lines += [wrapped(text, f"  {name:<16}") for name, text in self._lengths]
         if not self.methods:
             lines += ["", _NOTHING_NEEDED]
         if self.choices:
@@ -236,87 +215,93 @@ class Advice(ShownAsTables):
         if self.methods:
             lines += ["", *self._measured(), *self._served()]
         if self.reported:
-            lines += ["", "by others, and not measured here"]
-            lines += [wrapped(str(each), "  ", "    ") for each in self.reported]
+            lines += ["", "Reported by others, not measured here:"]
+            lines += [wrapped(str(table), "  ", "    ") for table in self.reported]
         lines += ["", text_table(_memory_rows(self.memory)), wrapped(_MEMORY)]
         if self.on_gpus is not None:
             lines += ["", *[wrapped(sentence) for sentence in self.on_gpus.sentences]]
-        for purpose, commands in self.commands.items():
-            if not purpose.startswith(_SERVE):
-                lines += ["", f"# {purpose}", *[broken_command(each) for each in commands]]
+        for goal, commands in self.commands.items():
+            if not goal.startswith(_SERVE):
+                lines += ["", f"# {goal}", *[broken_command(command) for command in commands]]
         return "\n".join([*lines, *self._serving()])
 
     def _serving(self) -> list[str]:
-        """One command for the engines that serve the model alike; it prints the engine's own command and files."""
-        serving = [
-            (name.removeprefix(_SERVE), own[0]) for name, own in self.commands.items() if name.startswith(_SERVE)
-        ]
+        """Return one command for all engines that serve the model alike; it prints the engine's command and files."""
+        engines_by_command: dict[str, list[str]] = {}
+        for goal, commands in self.commands.items():
+            if goal.startswith(_SERVE):
+                engine = goal.removeprefix(_SERVE)
+                engines_by_command.setdefault(commands[0].removesuffix(engine), []).append(engine)
         lines = []
-        for command, engines in _grouped((own.removesuffix(name), name) for name, own in serving).items():
+        for command, engines in engines_by_command.items():
             first = usual_server() if usual_server() in engines else engines[0]
             lines += ["", f"# {_SERVE}{first}", broken_command(command + first)]
-            if others := ", ".join(name for name in engines if name != first):
+            others = ", ".join(engine for engine in engines if engine != first)
+            if others:
                 lines.append(wrapped(f"or --engine {others}", "# ", "# "))
         return lines
 
     def _measured(self) -> list[str]:
-        """The methods that fit with what was measured, what sets them apart, and why the others do not fit."""
-        fitting = [each for each in self.methods if each.fits]
-        lines = ["Measured here, without training, on:"]
+        """Return what was measured of the methods that helped, when to take each, and why the others are not shown."""
+        lines = ["Measured here, without training, on small models:"]
         lines += [wrapped(f"the {model}", "  ", "    ") for model in measured_models()]
         lines.append(
             wrapped(
-                "A rise is in bits per byte, over the loss of the model as loaded at its context length. They do not "
-                "agree, and what decides it is not known: they differ in size, text, dims and base. Which candidate "
-                "reads best here is known when it is measured, by the first command below."
+                "A rise is in bits per byte, over the loss of the unpatched model at its context length. The models do "
+                "not agree, and the reason is not known: they differ in size, text, rotated dims and theta. Measure "
+                "which candidate reads best on your model, with the first command below."
             )
         )
-        if fitting:
-            lines += ["", text_table(self._helped), "", "take"]
-            lines += [wrapped(f"{each.method} when {each.when}", "  ", "    ") for each in fitting if each.when]
-            costs = _grouped([(each.decode, each.method) for each in fitting if each.decode != NOTHING])
-            lines += ["time of a generated token", *_explained(costs)]
-        if others := _grouped([(each.why, each.method) for each in self.methods if not each.fits]):
-            lines += ["", "not shown to help at this length", *_explained(others)]
+        helping = [method for method in self.methods if method.fits]
+        if helping:
+            lines += ["", text_table(self._helped), "", "Take"]
+            lines += [wrapped(f"{method.method} when {method.when}", "  ", "    ") for method in helping if method.when]
+            slower: dict[str, list[str]] = {}
+            for method in helping:
+                if method.decode != NOTHING:
+                    slower.setdefault(method.decode, []).append(method.method)
+            if slower:
+                lines += ["More time for each generated token", *_lines_by_group(slower)]
+        others: dict[str, list[str]] = {}
+        for method in self.methods:
+            if not method.fits:
+                others.setdefault(method.why, []).append(method.method)
+        if others:
+            lines += ["", "Not known to help at this length", *_lines_by_group(others)]
         return lines
 
     def _served(self) -> list[str]:
-        """How each engine serves the methods that fit, and why engines refuse the method that was chosen first."""
-        told = []
-        for each in self.methods:
-            if each.fits and each.engines:
-                ways = dict[str, list[str]]()
-                for name, encoding in each.engines.items():  # how it is written for the engine, in a word or two
-                    way = (encoding or "refused").partition(" in ")[0].removesuffix(" with equal lists")
-                    ways.setdefault(way, []).append(name)
-                told.append(("; ".join([f"{way} in {', '.join(names)}" for way, names in ways.items()]), each.method))
-        chosen = next((name for name in self.served.values() if name), None)
-        refusals = next((each.refusals for each in self.methods if each.method == chosen), {})
-        refused = _grouped(
-            (reason[max(0, reason.find("cannot")) :], name)
-            for name, reason in refusals.items()
-            if name not in self.served
-        )
-        return [*(["", "served"] if told else []), *_explained(_grouped(told)), *_explained(refused)]
+        """Return how engines serve the methods that helped, and why some refuse the method that is advised."""
+        methods_by_ways: dict[str, list[str]] = {}
+        for method in self.methods:
+            if not (method.fits and method.engines):
+                continue
+            engines_by_way: dict[str, list[str]] = {}
+            for engine, encoding in method.engines.items():
+                way = (encoding or "refused").partition(" in ")[0].removesuffix(" with equal lists")
+                engines_by_way.setdefault(way, []).append(engine)
+            ways = "; ".join([f"{way} in {', '.join(engines)}" for way, engines in engines_by_way.items()])
+            methods_by_ways.setdefault(ways, []).append(method.method)
+        advised = next((name for name in self.served.values() if name), None)
+        refusals: dict[str, str] = next((method.refusals for method in self.methods if method.method == advised), {})
+        engines_by_reason: dict[str, list[str]] = {}
+        for engine, refusal in refusals.items():
+            if engine not in self.served:
+                reason = refusal[max(0, refusal.find("cannot")) :]
+                engines_by_reason.setdefault(reason, []).append(engine)
+        head = ["", "Served by engines"] if methods_by_ways else []
+        return [*head, *_lines_by_group(methods_by_ways), *_lines_by_group(engines_by_reason)]
 
 
-def _explained(groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """What several names have in common, a line for each of their groups."""
+def _lines_by_group(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return a line for each text, with the names that it applies to in front."""
     return [wrapped(f"{', '.join(names)}: {text}", "  ", "    ") for text, names in groups.items()]
 
 
 def signed(by_model: Mapping[str, float]) -> str:
-    """The value of every measured model in order, with its sign and two decimals; a dash where there is none."""
-    names = [f"{by_model[each.name]:+.2f}" if each.name in by_model else "-" for each in measured_models()]
-    return " / ".join(names)
-
-
-def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    """The second of each pair, by the first."""
-    groups: dict[str, list[str]] = {}
-    for key, value in pairs:
-        groups.setdefault(key, []).append(value)
-    return groups
+    """Return the value of every measured model in order, with its sign and two decimals; a dash: there is none."""
+    values = [f"{by_model[model.name]:+.2f}" if model.name in by_model else "-" for model in measured_models()]
+    return " / ".join(values)
 
 
 def _size(number: int) -> str:
@@ -324,8 +309,9 @@ def _size(number: int) -> str:
 
 
 def _memory_rows(memory: Iterable[CacheMemory]) -> Rows:
+    """Return the rows of a table: lengths and batches down, dtypes across."""
     rows: dict[tuple[int, int], dict[str, str]] = {}
-    for each in memory:
-        rows.setdefault((each.tokens, each.batch), {})[each.dtype] = _size(each.bytes)
+    for entry in memory:
+        rows.setdefault((entry.tokens, entry.batch), {})[entry.dtype] = _size(entry.bytes)
     head = ("keys and values", "inputs at a time", *next(iter(rows.values())))
     return [head, *((f"{tokens:,} tokens", str(batch), *cells.values()) for (tokens, batch), cells in rows.items())]

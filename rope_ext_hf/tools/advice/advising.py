@@ -5,8 +5,7 @@ print(advise("Qwen/Qwen3-8B", 131072))
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,36 +13,27 @@ from typing import Any
 from torch import nn
 
 from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
-from rope_ext_hf.errors import CheckpointError, MethodError, ServingError, UnsupportedModelError, duration, one_line
-from rope_ext_hf.errors import short as short_text
+from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
-from rope_ext_hf.patches.geometry import base_rope_of_config, bind_to, rope_of_layers
-from rope_ext_hf.patches.layer_types import SLIDING
-from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.patches.recipes import find_recipe, recipe_note
-from rope_ext_hf.patches.stand_in import refusal, stand_in
-from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.preflight import cached_bytes, cached_layers, estimate_flops
-from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, reported, signed
+from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.reading.cache_size import cached_bytes, cached_layers
+from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
 from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs
-from rope_ext_hf.tools.engines.base import ServingConfig, find_engine, list_engines, reference_engine, usual_server
+from rope_ext_hf.tools.advice.next_commands import NextCommands
+from rope_ext_hf.tools.advice.reported import Reported, reported
+from rope_ext_hf.tools.engines.base import find_engine, list_engines, reference_engine
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 from rope_ext_hf.tools.serving.configs import Model, make_target, open_model
-from rope_ext_hf.tools.serving.gpu_memory import GPUMemory, gpu_memory
+from rope_ext_hf.tools.serving.gpu_memory import gpu_memory
 from rope_ext_hf.tools.serving.questions import GPUServer
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "8 bits": 1}  # bytes of a number by dtype; float16 has those of bfloat16
-_OWN_PROCESS = reference_engine().name
-"""The engine that is this package's own process: it is no evidence about a server."""
-_MEASURED_SPANS = 8  # of every length, in the commands that measure: enough to compare methods, and no whole corpus
-_SUSTAINED = 1e14
-"""Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
 
 
 @foreign_errors("no advice can be given on this model")
@@ -63,13 +53,13 @@ def advise(
     """Advise on how a model gets to a length, from its config alone; no weights are read.
 
     Args:
-        model: a model in memory, a folder, a Hub id or "reference"; or what `open_model` made of one.
-        target_length: tokens.
+        model: a model in memory, a folder, a Hub id or "reference"; or a model that `open_model` returned.
+        target_length: the length in tokens.
         over, context_length: as in `patch`.
         batches: the numbers of inputs at a time that memory is computed for.
-        server: the GPUs of a server, for what fits there and for its options.
-        engines: those that are asked whether they serve each method, by name; None: all.
-        purpose: "serve", "python" (in your own process) or "train": the purpose that one method is recommended for.
+        server: the GPUs of a server, to compute what fits there and its options.
+        engines: names of the engines that the advice covers; None: all.
+        purpose: what one method is recommended for: "serve", "python" (in your own process) or "train".
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether the Python code that comes with the model may run.
 
@@ -79,191 +69,243 @@ def advise(
         UnsupportedModelError: a model without rotary embeddings, or with several.
     """
     target_length, context_length = parse_length(target_length), parse_length(context_length)
-    given = [("target_length", target_length), *(("a batch", each) for each in batches)]
-    for name, value in given:
-        whole(name, value, 1, MOST_TOKENS)
+    whole("target_length", target_length, 1, MOST_TOKENS)
+    for batch in batches:
+        whole("a batch", batch, 1, MOST_TOKENS)
     check_purpose(purpose)
     opened = open_model(model, revision=revision, trust_remote_code=trust_remote_code)
-    specs = opened.specs if over == "own" and context_length is None else []
-    own = base_rope_of_config(opened.described, over, context_length, opened.config)
-    rotary, rule = own.rotary, own.rule
-    reached, extended_by = rotary.context_length, [str(each) for each in scalings_underneath(rotary)]
-    if specs:
-        top = specs[-1]
-        extended = top.target_length or top.method.extended_length(top.rotary)
-        reached, rule = max(reached, extended or 0), "the patch that it carries"
-        extended_by.append(f"{top.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
-    on_gpus = None if server is None or not server.gpus else gpu_memory(opened.whole(), target_length, server)
-    given_base = {"over": over, "context_length": context_length}
-    run = _Planner(opened, rotary, target_length, given_base, engines or list_engines())
-    needed = target_length > reached
-    methods = run.methods() if needed else []
+    present = _Present.of(opened, over, context_length)
+    on_gpus = None
+    if server is not None and server.gpus:
+        on_gpus = gpu_memory(opened.whole(), target_length, server)
+    underneath = {"over": over, "context_length": context_length}
+    options = {key: value for key, value in underneath.items() if value not in (None, "own")}
+    advisor = _Advisor(opened, present.rotary, target_length, underneath, engines or list_engines())
+    methods: list[MethodAdvice] = []
+    if target_length > present.context_length:
+        methods = advisor.methods()
+        served, configs = advisor.served(methods)
+    else:
+        served, configs = advisor.served_as_it_is(Default.name if options else "")
     choices = _choices(methods)
-    served, configs = run.served(methods) if needed else run.as_it_is()
-    larger: tuple[str, ...] = ()
-    if specs and 2 * target_length <= reached:
-        times = f"{reached / target_length:.3g} times what is asked for"
-        larger = (
-            f"The patch is for {reached:,} tokens, {times}.",
-            *short_input_notes(specs[-1].method, specs[-1].rotary),
-        )
-    parameters = getattr(opened.config, "rope_parameters", None) or {}
-    apart = next((key for key, value in parameters.items() if key in SLIDING and isinstance(value, Mapping)), None)
-    sliding = None if apart is None else rope_of_layers(opened.config, apart)
-    note, _ = opened.layers.sliding_note(sliding, target_length)
-    present = (specs[-1].rotary, specs[-1].method) if specs else (rotary, None)
-    published = recipe_note(opened.config, *(run.result(choices) if needed else present))
-    lengths = sorted({min(reached, target_length), target_length})
-    helping = {each.method for each in methods if each.fits}
     recommended = next(iter(choices.get(GOALS[purpose], ())), "")
-    of_type = [each for each in reported() if opened.config.model_type in each.model_types]
+    lengths = sorted({min(present.context_length, target_length), target_length})
+    commands = NextCommands(opened, target_length, options)
     return Advice(
         model=opened.given,
         model_type=opened.config.model_type,
         target_length=target_length,
-        original_length=rotary.trained_length,
-        context_length=reached,
-        context_rule=rule,
-        extended_by=tuple(reversed(extended_by)),
-        factor=target_length / reached,
-        methods=tuple(sorted(methods, key=lambda each: (not each.fits, not each.purposes))),
+        original_length=present.rotary.trained_length,
+        context_length=present.context_length,
+        context_rule=present.rule,
+        extended_by=present.extended_by,
+        factor=target_length / present.context_length,
+        methods=tuple(sorted(methods, key=lambda method: (not method.fits, not method.purposes))),
         choices=choices,
         served=served,
-        memory=_cache_memory(opened.config, lengths, list(batches)),
-        commands=run.commands(served, configs, choices, reached, server, on_gpus),
-        notes=(*(text for text in (note, opened.described.note, run.refusal, published) if text), *larger),
-        reported=tuple([each for each in of_type or reported() if helping & each.values.keys()]),
+        memory=_cache_memory(opened.config, lengths, batches),
+        commands=commands.by_goal(served, configs, choices, present.context_length, server, on_gpus),
+        notes=_notes(opened, present, advisor, methods, choices, target_length),
+        reported=_reported(opened.config.model_type, {method.method for method in methods if method.fits}),
         on_gpus=on_gpus,
         purpose=purpose,
         recommended=recommended,
-        next_steps=run.next_steps(purpose, recommended, lengths, served),
+        next_steps=commands.next_steps(purpose, recommended, lengths, served),
     )
 
 
 def check_purpose(purpose: str) -> None:
     """Raise a MethodError for a purpose that is not one of `GOALS`."""
     if purpose not in GOALS:
-        raise MethodError(f"purpose must be one of {', '.join(GOALS)}, got {short_text(repr(purpose))}")
+        raise MethodError(f"purpose must be one of {', '.join(GOALS)}, got {short(repr(purpose))}")
 
 
-def _cache_memory(config: Any, lengths: list[int], batches: list[int]) -> tuple[CacheMemory, ...]:
+@dataclass(frozen=True)
+class _Present:
+    """The state of a model before it is extended."""
+
+    rotary: Rotary  # the rotary embedding that a method would extend
+    patch: PatchSpec | None  # the patch that it carries, unless that is taken away by `over` or `context_length`
+    context_length: int  # the length in tokens that it is for, with that patch
+    rule: str  # the reading of the config that gave the length
+    extended_by: tuple[str, ...]  # scalings and patches, the last one first
+
+    @classmethod
+    def of(cls, opened: Model, over: str, context_length: int | None) -> _Present:
+        base = opened.base(over, context_length)
+        scalings = [str(scaling) for scaling in scalings_underneath(base.rotary)]
+        reached, rule = base.rotary.context_length, base.rule
+        if over != "own" or context_length is not None or not opened.specs:
+            return cls(base.rotary, None, reached, rule, tuple(reversed(scalings)))
+        patch = opened.specs[-1]
+        extended = patch.target_length or patch.method.extended_length(patch.rotary)
+        scalings.append(f"{patch.method.label()}, a patch" + (f", for {extended:,} tokens" if extended else ""))
+        reached = max(reached, extended or 0)
+        return cls(base.rotary, patch, reached, "the patch that it carries", tuple(reversed(scalings)))
+
+
+def _notes(
+    opened: Model,
+    present: _Present,
+    advisor: _Advisor,
+    methods: Sequence[MethodAdvice],
+    choices: Mapping[str, Sequence[str]],
+    target_length: int,
+) -> tuple[str, ...]:
+    """Return sentences on what else a user should know about a model on its way to a length."""
+    if methods:
+        rotary, method = advisor.first_choice_for_serving(choices)
+    elif present.patch is not None:
+        rotary, method = present.patch.rotary, present.patch.method
+    else:
+        rotary, method = present.rotary, None
+    notes = [
+        opened.sliding_note(target_length),
+        opened.described.note,
+        advisor.refusal,
+        opened.published_note(rotary, method),
+    ]
+    if present.patch is not None and 2 * target_length <= present.context_length:
+        times = f"{present.context_length / target_length:.3g} times as much as you need"
+        notes.append(f"The patch is for {present.context_length:,} tokens, {times}.")
+        notes += short_input_notes(present.patch.method, present.patch.rotary)
+    return tuple([note for note in notes if note])
+
+
+def _reported(model_type: str, methods: Collection[str]) -> tuple[Reported, ...]:
+    """Return what papers report of methods: on models of this type, or on all models if there is nothing on these."""
+    tables = [table for table in reported() if model_type in table.model_types] or reported()
+    return tuple([table for table in tables if not table.values.keys().isdisjoint(methods)])
+
+
+def _cache_memory(config: Any, lengths: Iterable[int], batches: Iterable[int]) -> tuple[CacheMemory, ...]:
+    """Return the memory of keys and values, for each length, batch and dtype."""
+    memory = []
     with foreign_errors("the sizes of the heads cannot be read from this config"):
-        if not (layers := cached_layers(config)):
+        layers = cached_layers(config)
+        if not layers:
             raise ServingError("a model without layers that keep keys and values of their own cannot be served")
-        sizes = {
-            (tokens, dtype): cached_bytes(config, tokens, width=width, layers=layers)
-            for tokens in lengths
-            for dtype, width in _WIDTHS.items()
-        }
-        return tuple(
-            CacheMemory(dtype, batch, tokens, batch * sizes[tokens, dtype])
-            for tokens in lengths
-            for batch in batches
-            for dtype in _WIDTHS
-        )
+        for tokens in lengths:
+            sizes = {
+                dtype: cached_bytes(config, tokens, width=width, layers=layers) for dtype, width in _WIDTHS.items()
+            }
+            memory += [
+                CacheMemory(dtype, batch, tokens, batch * size) for batch in batches for dtype, size in sizes.items()
+            ]
+    return tuple(memory)
 
 
 def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
-    """The candidates by purpose, not ranked: those that helped a measured model at this length; for fine-tuning any.
+    """Return the candidates by purpose, not ranked; purposes without one are left out.
 
-    Where no candidate for serving helped, they are the methods that did and that a server runs.
+    A candidate has helped a measured model at this length; for fine-tuning it need not have. For serving, a server must
+    run it; if none of the methods for serving has helped, the candidates are all that did and that a server runs.
     """
-    servers = list_engines().keys() - {_OWN_PROCESS}
-    served = [each for each in methods if any(map(each.engines.get, servers))]
-    possible = [each for each in methods if each.kind]
-    helping = [each for each in possible if each.fits]
-    chosen: dict[str, tuple[str, ...]] = {}
+    servers = list_engines().keys() - {reference_engine().name}  # its own process is no evidence about a server
+    possible = [method for method in methods if method.kind]
+    helping = [method for method in possible if method.fits]
+    on_servers = [method.method for method in helping if any(map(method.engines.get, servers))]
+    choices: dict[str, tuple[str, ...]] = {}
     for purpose in PURPOSES:
         candidates = possible if purpose == FINE_TUNING else helping
-        chosen[purpose] = tuple(
-            [each.method for each in candidates if purpose in each.purposes and (purpose != SERVING or each in served)]
-        )
-    if not chosen[SERVING]:
-        chosen[SERVING] = tuple([each.method for each in helping if each in served])
-    return {purpose: names for purpose, names in chosen.items() if names}
+        names = [method.method for method in candidates if purpose in method.purposes]
+        if purpose == SERVING:
+            names = [name for name in names if name in on_servers] or on_servers
+        if names:
+            choices[purpose] = tuple(names)
+    return choices
 
 
 @dataclass
-class _Planner:
-    """One model on its way to one length."""
+class _Advisor:
+    """The advice on each method, for one model on its way to one length.
+
+    Attributes:
+        configs: the serving configs that engines accepted, by the names of engine and method.
+        refusal: a sentence on what could not be found out; empty: everything could.
+    """
 
     opened: Model
     rotary: Rotary
     target_length: int
-    underneath: dict[str, Any]
-    engines: Collection[str]
+    underneath: dict[str, Any]  # over and context_length
+    engine_names: Collection[str]
     configs: dict[tuple[str, str], ServingConfig] = field(default_factory=dict)
     refusal: str = ""
 
     def __post_init__(self) -> None:
-        self.options = {key: value for key, value in self.underneath.items() if value not in (None, "own")}
         self.factor = self.target_length / self.rotary.context_length
-        self.asked = [find_engine(name) for name in self.engines]
+        self.engines = [find_engine(name) for name in self.engine_names]
 
-    def result(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
-        """The model's rotary embedding, and the method that the commands take; None: no candidate is for serving."""
+    def first_choice_for_serving(self, choices: Mapping[str, Sequence[str]]) -> tuple[Rotary, RopeMethod | None]:
+        """Return the rotary embedding and the method that the commands take; None: no candidate is for serving."""
         if SERVING not in choices:
             return self.rotary, None
         return self.rotary, resolve_method(choices[SERVING][0], self.rotary, target_length=self.target_length)
 
     def methods(self) -> list[MethodAdvice]:
-        """Every method that states when to use it."""
-        if stand_in(self.opened.config.to_json_string(use_diff=False)) is None:
+        """Return the advice on every method that there is guidance on."""
+        if not self.opened.can_be_tried:
             self.refusal = (
-                "Which methods `patch` refuses on this model was not tried: no small model of its class is built."
+                "It was not tried which methods `patch` refuses on this model, because no small model of its class can "
+                "be built."
             )
-        return [self._method(name, known) for name in list_methods() if (known := guidance_of(name)) is not None]
+        advice = []
+        for name in list_methods():
+            guidance = guidance_of(name)
+            if guidance is not None:
+                advice.append(self._method(name, guidance))
+        return advice
 
     def _method(self, name: str, guidance: Guidance) -> MethodAdvice:
-        engines: dict[str, str | None] = {}
-        refusals: dict[str, str] = {}
         rises = rises_at(name, self.factor)
-        kind, short, models = "", "", list[str]()
+        kind, short_inputs = "", ""
+        models: list[str] = []
+        encodings: dict[str, str | None] = {}
+        refusals: dict[str, str] = {}
         try:
-            method = resolve_method(name, self.rotary, target_length=self.target_length)
-            method = bind_to(method, self.rotary, self.opened.config, self.target_length)
-            self._check(name)
+            spec = self.opened.patch_spec(name, target_length=self.target_length, **self.underneath)
+            refusal = self.opened.refusal(name, target_length=self.target_length, **self.underneath)
+            if refusal is not None:
+                raise refusal
         except MethodError as error:
             why = guidance.unmeasured or one_line(error)
         except UnsupportedModelError as error:
             why = one_line(error)
         else:
-            kind = _kind(method)
+            kind = _kind(spec.method)
             models = [model.name for model in helped(rises)]
             why = self._why(name, guidance, rises, models)
-            short = self._short_inputs(method)
-        if kind == "static":
-            engines, refusals = self._engines(name, PatchSpec(method, self.rotary, self.target_length))
+            short_inputs = self._short_inputs(spec.method)
+            if kind == "static":
+                encodings, refusals = self._engines(name, spec)
         return MethodAdvice(
             method=name,
             kind=kind,
             fits=bool(models),
             why=why,
             measured={rise.model.name: rise.increase for rise in rises},
-            short_inputs=short,
+            short_inputs=short_inputs,
             decode=guidance.decode,
             when=guidance.when,
             purposes=guidance.purposes,
-            engines=engines,
+            engines=encodings,
             refusals=refusals,
         )
 
-    def _check(self, name: str) -> None:
-        """Raise the error with which `patch` would refuse a method on this model, where a small one can tell."""
-        error = refusal(self.opened.config, name, target_length=self.target_length, **self.underneath)
-        if error is not None:
-            raise error
-
     def _why(self, name: str, guidance: Guidance, rises: Sequence[Rise], models: Sequence[str]) -> str:
-        if not rises:
-            reach = reach_text(name)
-            never = "not measured" if reach == "not measured" else f"not measured at this length; helped: {reach}"
-            return guidance.unmeasured or never
+        """Return a clause on where a method helped at this length; `models` are the measured ones that it helped."""
         if models:
             return f"helped at this length on the {' and the '.join(models)}"
-        return f"helped none of the small models that were measured ({len(rises)})"
+        if rises:
+            return f"helped none of the small models that were measured ({len(rises)})"
+        if guidance.unmeasured:
+            return guidance.unmeasured
+        reach = reach_text(name)
+        return reach if reach == "not measured" else f"not measured at this length; helped: {reach}"
 
     def _short_inputs(self, method: RopeMethod) -> str:
+        """Return a predicate of inputs within the context length: their outputs, or how much their loss rises."""
         kept = method.unchanged_length(self.rotary)
         if kept >= min(self.target_length, UNBOUNDED):
             return "the same"
@@ -275,13 +317,14 @@ class _Planner:
         return f"rise by {signed({rise.model.name: rise.increase for rise in rises})}"
 
     def _engines(self, name: str, spec: PatchSpec) -> tuple[dict[str, str | None], dict[str, str]]:
+        """Return how each engine serves a patch, None if it refuses; and the reasons of those that refuse."""
         encodings: dict[str, str | None] = {}
         refusals: dict[str, str] = {}
         try:
             target = make_target(self.opened, spec)
         except (MethodError, ServingError) as error:
-            return encodings, dict.fromkeys(self.engines, one_line(error))
-        for engine in self.asked:
+            return encodings, dict.fromkeys(self.engine_names, one_line(error))
+        for engine in self.engines:
             try:
                 config = engine.config_for(target)
             except ServingError as error:
@@ -292,119 +335,41 @@ class _Planner:
         return encodings, refusals
 
     def served(self, methods: Sequence[MethodAdvice]) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """A method that helped, by the engine that serves it; a candidate for serving where there is one."""
-        ordered = sorted([each for each in methods if each.fits], key=lambda each: SERVING not in each.purposes)
-        names = {each: [one.method for one in ordered if one.engines.get(each)] for each in list_engines()}
-        served = {engine: own[0] for engine, own in names.items() if own}
+        """Return one method that helped for each engine that serves one, and its config.
+
+        Methods that are candidates for serving come first.
+        """
+        helping = [method for method in methods if method.fits]
+        helping.sort(key=lambda method: SERVING not in method.purposes)
+        served: dict[str, str] = {}
+        for engine in list_engines():
+            names = [method.method for method in helping if method.engines.get(engine)]
+            if names:
+                served[engine] = names[0]
         return served, {engine: self.configs[engine, name] for engine, name in served.items()}
 
-    def as_it_is(self) -> tuple[dict[str, str], dict[str, ServingConfig]]:
-        """The engines that serve the model without a further method, up to the target length where they can."""
-        configs: dict[str, ServingConfig] = {}
+    def served_as_it_is(self, method: str) -> tuple[dict[str, str], dict[str, ServingConfig]]:
+        """Return `method` for each engine that serves the model without a further method, and its config.
+
+        An engine is started for the target length if it serves that, else for the length that the model is for.
+        """
         try:
-            whole = make_target(self.opened, **self.underneath)
+            whole_length = make_target(self.opened, **self.underneath)
         except (MethodError, ServingError) as error:  # a patch that no engine runs
             self.refusal = one_line(error)
             return {}, {}
-        shorter = whole if self.rotary.length_dependent else replace(whole, length=self.target_length)
+        targets = [whole_length]
+        if not self.rotary.length_dependent:
+            targets.insert(0, replace(whole_length, length=self.target_length))
+        configs: dict[str, ServingConfig] = {}
         for engine, cls in list_engines().items():
-            for target in (shorter, whole):
+            for target in targets:
                 try:
                     configs[engine] = cls().config_for(target)
                     break
                 except ServingError:
                     continue
-        return dict.fromkeys(configs, Default.name if self.options else ""), configs
-
-    def _time(self, passes: Sequence[int]) -> str:
-        """About how long passes of so many tokens take on an accelerator, in words; empty where that is unknown."""
-        try:
-            model = empty_model(self.opened.config)
-        except CheckpointError:  # the text half of a composite model may have no class that loads alone
-            return ""
-        seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
-        return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"
-
-    def next_steps(
-        self, purpose: str, method: str, lengths: Sequence[int], served: Mapping[str, str]
-    ) -> tuple[str, ...]:
-        """Return the lines to type with the recommended method: measure it, then use it for the purpose."""
-        model, target = self.opened.given, self.target_length
-        serving = (each for each in (usual_server(), *served) if served.get(each) == method)
-        engine = next(serving, usual_server())
-        if not method:  # the model is served as it is, or no method helps
-            plain = purpose == "serve" and served and set(served.values()) <= {"", Default.name}
-            return (command_line("serve-config", model, **self.options, engine=engine),) if plain else ()
-        asked: dict[str, Any] = {"method": method, "target_length": target, **self.options}
-        text: dict[str, Any] = {"lengths": lengths, "max_spans": _MEASURED_SPANS, "data": "texts/*.txt"}
-        measured = command_line("ppl", model, **asked, **text)
-        folder = f"{Path(model).name}-{target}"
-        if purpose == "train":
-            return (measured, command_line("finetune", model, **asked, data="texts/*.txt", minutes=60, out=folder))
-        if purpose == "python":
-            arguments = "".join(f", {name}={value!r}" for name, value in asked.items() if name != "method")
-            return (measured, f"rope.patch(model, {method!r}{arguments})  # import rope_ext_hf as rope")
-        return (
-            measured,
-            command_line("patch", model, **asked, out=folder),
-            command_line("serve-config", folder, engine=engine),
-        )
-
-    def commands(
-        self,
-        served: Mapping[str, str],
-        configs: Mapping[str, ServingConfig],
-        choices: Mapping[str, Sequence[str]],
-        reached: int,
-        server: GPUServer | None,
-        on_gpus: GPUMemory | None,
-    ) -> dict[str, tuple[str, ...]]:
-        model, target = self.opened.given, self.target_length  # "reference" is no folder of the user's
-        first = next(iter(choices.get(SERVING, ())), None)
-        compared = list(dict.fromkeys([name for names in choices.values() for name in names]))
-        lengths = tuple(dict.fromkeys((min(reached, target), target)))
-        result: dict[str, tuple[str, ...]] = {}
-        if compared:
-            asked: dict[str, Any] = {"method": compared, "target_length": target, **self.options, "lengths": lengths}
-            passes = [*lengths] * (_MEASURED_SPANS * (len(compared) + 1))
-            reading = f"{sum(passes):,} tokens are read{self._time(passes)}"
-            result[f"measure on your own text: {reading}"] = (
-                command_line("ppl", model, **asked, max_spans=_MEASURED_SPANS, data="texts/*.txt"),
-                command_line("passkey", model, **asked),
-            )
-        if first is not None:
-            asked = {"method": first, "target_length": target, **self.options}
-            result["see what it changes, and keep it in a folder"] = (
-                command_line("describe", model, **asked),
-                command_line("patch", model, **asked, out=f"{Path(model).name}-{target}"),
-            )
-        recipe = find_recipe(self.opened.config)
-        if recipe is not None and (recipe.extended_length or 0) >= self.target_length > recipe.context_length:
-            given = recipe.arguments(self.opened.config.max_position_embeddings)
-            result[f"as published for {recipe.name}"] = (
-                command_line("describe", model, **given),
-                command_line("serve-config", model, **given, engine=usual_server()),
-            )
-        programs: set[str] = set()
-        for engine, name in served.items():
-            program = next((word for word in configs[engine].command if word not in ("python", "-m")), engine)
-            if engine == _OWN_PROCESS or program in programs:  # a second way to run the same program
-                continue
-            programs.add(program)
-            length = target if name not in ("", Default.name) else None
-            asked = {"method": name or None, "target_length": length, **self.options}
-            config, known = configs[engine], find_engine(engine)
-            if server is not None and on_gpus is not None and known.on_gpus:
-                options = known.options_on(on_gpus.options)
-                config = replace(config, command=(*config.command, *options) if on_gpus.kv_bits else ())
-                asked |= server.options
-            lines = [command_line("serve-config", model, **asked, engine=engine)]
-            if config.gguf_keys:
-                lines.append(command_line("gguf", "IN.gguf", "OUT.gguf", model=model, **asked))
-            if config.command and (config.overrides is not None or not config.config_keys):
-                lines.append(shlex.join(config.command))
-            result[f"serve with {engine}"] = tuple(lines)
-        return result
+        return dict.fromkeys(configs, method), configs
 
 
 def _kind(method: RopeMethod) -> str:

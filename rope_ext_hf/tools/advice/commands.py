@@ -1,4 +1,7 @@
-"""The command `extend`: from a model to a folder that an engine serves; or a recommendation alone."""
+"""The command `extend`: from a model to a folder that an engine serves, or only a recommendation.
+
+torch is imported inside the functions, so that --help answers at once.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,8 @@ import typer
 from rope_ext_hf.cli.console import print_text, results_to
 from rope_ext_hf.cli.evaluation import Prepared, ReaderOptions, RunOptions
 from rope_ext_hf.cli.models import write_patched
-from rope_ext_hf.cli.options import (
-    CONTINUES,
-    DryRun,
-    EvalOptions,
-    Json,
-    Model,
-    PublishOptions,
-    command,
-)
+from rope_ext_hf.cli.options import CONTINUES, DryRun, EvalOptions, Json, Model, command
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.errors import MethodError, RopeExtError, short, size_text
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import parse_numbers
@@ -30,7 +26,7 @@ from rope_ext_hf.terminal import broken_command, wrapped
 from rope_ext_hf.tools.serving.questions import Extending
 
 if TYPE_CHECKING:
-    from rope_ext_hf.reading.preflight import Forecast
+    from rope_ext_hf.reading.forecast import Forecast
     from rope_ext_hf.tools.advice.extending import Extension
 
 
@@ -41,14 +37,14 @@ def extend(
     question: Extending,
     publish: PublishOptions,
     purpose: str = argument(
-        "serve", "With --dry-run: what a method is recommended for: serve, python or train.", metavar="WHAT"
+        "serve", "With --dry-run: the purpose of the recommended method: serve, python or train.", metavar="PURPOSE"
     ),
     batch: str | None = argument(
-        None, "With --dry-run: inputs at a time that memory is computed for. Default: 1,8.", metavar="NUMBERS"
+        None, "With --dry-run: numbers of inputs at a time, to compute memory for. Default: 1,8.", metavar="NUMBERS"
     ),
     everything: bool = argument(
         False,
-        "With --dry-run: all methods with what was measured and reported of them, engines, memory and commands.",
+        "With --dry-run: print also all methods, their measurements and sources, engines, memory and commands.",
         names=("--all",),
     ),
     dry_run: DryRun = False,
@@ -56,9 +52,9 @@ def extend(
 ) -> None:
     """Choose a method, measure it, and write a folder to serve.
 
-    With --dry-run it recommends a method, with its price and the commands of every step, and runs none of them. Every
-    step is a command of its own, which is printed. The same command continues where it was stopped. No folder is
-    written if perplexity at the target length does not get better, or if short inputs lose more than long ones gain.
+    With --dry-run it only recommends a method, with its price and the command of every step. Otherwise it runs these
+    commands, and prints each. The same command continues where it was stopped. No folder is written if perplexity at
+    the target length does not get better, or if short inputs lose more than long ones gain.
 
     Example: `rope-ext extend reference --target-length 2k --engine vllm --yes`
     """
@@ -76,65 +72,74 @@ def extend(
         return
     if purpose != "serve":
         raise MethodError(
-            f"extend writes folders for serving; for --purpose {purpose} type: "
+            f"extend writes folders for serving; for advice on --purpose {purpose} type: "
             f"{dry_command(model, question.target_length, purpose)}"
         )
     if everything or batch is not None:
-        raise MethodError(
-            f"{'--all' if everything else '--batch'} belongs to a dry run; add --dry-run, or leave it out"
-        )
+        option = "--all" if everything else "--batch"
+        raise MethodError(f"{option} belongs to a dry run; add --dry-run, or leave out {option}")
     plan = plan_extension(model, question, reading=_reading(load), **load.version)
-    given = RunOptions(model, plan.patch, load)
-    written, verdict, runs = carries(plan, **load.version), None, list[Any]()
+    exists = carries(plan, **load.version)
+    out = Path(plan.out)
+    verdict = None
+    runs: list[Any] = []
     with results_to(sys.stderr) if as_json else nullcontext():
         print_text(plan.summary)
+        prepared = None
         if plan.perplexity is not None:
-            prepared = Prepared(given, plan.perplexity, ReaderOptions())
+            prepared = Prepared(RunOptions(model, plan.patch, load), plan.perplexity, ReaderOptions())
         if not publish.yes:
-            if as_json or not sys.stdin.isatty():
-                raise MethodError("nobody can be asked here whether to go on; give --yes")
-            print_text("\n".join(plan.commands.values()))
-            if not typer.confirm("Go on?", default=True):
-                raise typer.Exit(1)
-        if plan.perplexity is not None:
+            _ask_whether_to_go_on(plan, can_ask=not as_json and sys.stdin.isatty())
+        if prepared is not None:
             print_text(f"\n$ {plan.commands['ppl']}")
             runs = [prepared.measure()]
             verdict = judge(plan, runs[0])
             print_text(wrapped(str(verdict), "verdict   "))
             if verdict.refusal and not question.anyway:
-                raise MethodError(f"{verdict.refusal}; nothing was written. Give --anyway to write the folder")
-        if not written:
+                raise MethodError(
+                    f"{verdict.refusal}; nothing was written. Give --anyway to write the folder all the same"
+                )
+        if not exists:
             print_text(f"\n$ {plan.commands['patch']}")
-            described = write_patched(model, Path(plan.out), plan.patch, load, runs=runs)
-            print_text(f"{described}\n  written to        {plan.out}")
+            description = write_patched(model, out, plan.patch, load, runs=runs)
+            print_text(f"{description}\n  written to        {out}")
         if runs:
-            print_text(f"\n$ {command_line('card', plan.out, *(run.folder for run in runs))}")
-            if written:
-                write_card(plan.out, runs, trust_remote_code=load.trust_remote_code)
-            print_text(f"  written to        {Path(plan.out) / CARD}")
-        run_file(question, model, load, out=plan.out).write(Path(plan.out))
+            print_text(f"\n$ {command_line('card', out, *(run.folder for run in runs))}")
+            if exists:  # else the card was written with the folder
+                write_card(out, runs, trust_remote_code=load.trust_remote_code)
+            print_text(f"  written to        {out / CARD}")
+        run_file(question, model, load, out=plan.out).write(out)
         serving = serving_config(plan.out, plan.engine, server=question)
         print_text(f"\n$ {plan.commands['serve-config']}\n{serving}")
     if as_json:
-        measured = verdict.to_dict() if verdict else None
-        print_text(json_text({"plan": plan.to_dict(), "verdict": measured, "serving": serving.to_dict()}))
-    publish.upload(Path(plan.out), trust_remote_code=load.trust_remote_code)
+        result = {"plan": plan.to_dict(), "verdict": verdict and verdict.to_dict(), "serving": serving.to_dict()}
+        print_text(json_text(result))
+    publish.upload(out, trust_remote_code=load.trust_remote_code)
+
+
+def _ask_whether_to_go_on(plan: Extension, *, can_ask: bool) -> None:
+    """Print the commands of a plan, and end the program unless the user agrees to run them."""
+    if not can_ask:
+        raise MethodError("nobody can be asked here whether to go on; give --yes")
+    print_text("\n".join(plan.commands.values()))
+    if not typer.confirm("Go on?", default=True):
+        raise typer.Exit(1)
 
 
 def _reading(load: EvalOptions) -> dict[str, Any]:
-    """Return how a model is loaded and read, without where it is, as `plan_extension` takes it."""
+    """Return the options for loading and reading a model, without its revision, as `plan_extension` takes them."""
     return {name: value for name, value in load.options.items() if name not in load.version}
 
 
 def _print_dry_run(
     model: str, load: EvalOptions, question: Extending, purpose: str, batch: str, everything: bool, as_json: bool
 ) -> None:
-    """Print the recommendation, the steps and what they would take; the advice is given also where a step would fail.
+    """Print the recommendation, the steps, and the time, memory and disk that they would take.
 
-    The weights are copied into the folder, whatever is measured before.
+    If a step would fail, the advice is printed all the same, with the error.
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.reading.preflight import NOTHING_RUN
+    from rope_ext_hf.reading.forecast import NOTHING_RUN
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.advice.extending import plan_extension
 
@@ -152,35 +157,44 @@ def _print_dry_run(
     )
     plan: Extension | None = None
     forecast: Forecast | None = None
-    size, stops = None, ""
+    disk, stops = None, ""
     if purpose == "serve" and advice.methods:
         try:
-            with foreign_errors("what the steps take is not known"):
+            with foreign_errors("the time and memory of the steps are not known"):
                 plan = plan_extension(model, question, advice=advice, reading=_reading(load), **load.version)
                 empty = load.empty_model(model)
-                size = empty.num_parameters() * empty.dtype.itemsize
+                disk = empty.num_parameters() * empty.dtype.itemsize  # the weights are copied into the folder
                 if plan.perplexity is not None:
-                    given = RunOptions(model, plan.patch, load, dry_run=True)
-                    if reading := Prepared(given, plan.perplexity, ReaderOptions()).forecast:
-                        forecast = replace(reading, does=(), disk=size, folder=plan.out)
+                    options = RunOptions(model, plan.patch, load, dry_run=True)
+                    measuring = Prepared(options, plan.perplexity, ReaderOptions()).forecast
+                    if measuring is not None:
+                        forecast = replace(measuring, does=(), disk=disk, folder=plan.out)
         except RopeExtError as error:
             stops = str(error)
     if as_json:
-        taken = forecast.to_dict() if forecast else {"disk": size, "folder": plan.out} if plan else None
-        steps = {"plan": plan and plan.to_dict(), "forecast": taken, "stops": stops}
+        needs = None
+        if forecast is not None:
+            needs = forecast.to_dict()
+        elif plan is not None:
+            needs = {"disk": disk, "folder": plan.out}
+        steps = {"plan": plan and plan.to_dict(), "forecast": needs, "stops": stops}
         print_text(json_text({"advice": advice.to_dict()} | steps))
         return
-    closing = [wrapped(stops, "stops    ")] if stops and advice.recommended else []
+    closing = []
+    if stops and advice.recommended:
+        closing.append(wrapped(stops, "stops    "))
     if forecast is not None:
         closing += str(forecast).splitlines()
     else:
-        closing += [f"disk     about {size_text(size)}, in {plan.out}"] if plan and size else []
-        closing += [NOTHING_RUN]
-    shown = advice
+        if plan is not None and disk:
+            closing.append(f"disk     about {size_text(disk)}, in {plan.out}")
+        closing.append(NOTHING_RUN)
+    planned = advice
     if plan is not None:
-        shown = replace(advice, recommended=plan.method, next_steps=tuple(plan.commands.values()))
+        planned = replace(advice, recommended=plan.method, next_steps=tuple(plan.commands.values()))
     if everything:
-        lines = ["# in steps", *map(broken_command, shown.next_steps)] if shown.next_steps else []
+        steps_text = ["# these steps, one after the other", *map(broken_command, planned.next_steps)]
+        lines = steps_text if planned.next_steps else []
         print_text("\n".join([advice.full_text(), "", *lines, *closing]))
     else:
-        print_text(shown.short_text(plan.reason if plan else "", closing))
+        print_text(planned.short_text(plan.reason if plan else "", closing))

@@ -1,10 +1,11 @@
-"""From a model and a length to a folder that an engine serves: the steps, and the verdict on the measurement."""
+"""An extension: the steps from a model to a folder that an engine serves, and the verdict on the measurement."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,15 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
-from rope_ext_hf.patches.recipes import find_recipe
-from rope_ext_hf.patches.saving import unlike_copies
-from rope_ext_hf.questions import command_line, command_words, shell_line
-from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.patches.folder_copies import unlike_copies
+from rope_ext_hf.patches.recipes import Recipe
+from rope_ext_hf.questions import command_line
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, perplexity_text
+from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import FEWEST, Estimate
-from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.runs.verdicts import verdict
 from rope_ext_hf.tools.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING
@@ -28,46 +30,53 @@ from rope_ext_hf.tools.engines.base import find_engine, list_engines
 from rope_ext_hf.tools.serving.configs import needs_nothing, open_model
 from rope_ext_hf.tools.serving.questions import Extending
 
-_SHORT_INPUTS = 4  # the shortest inputs that are measured have the context length over this
+_SHORT_INPUTS = 4  # the shortest inputs that are measured have a quarter of the context length
 _CHARACTERS = 6
-"""Characters of a document of the default text, for each token of the target length: more than tokens have."""
+"""Characters of a document of the default text for each token of the target length; tokens have fewer on average."""
 
 
 @dataclass(frozen=True)
 class Extension:
-    """How a model is extended and served."""
+    """A plan: the method for a model, the lengths that are measured, and the commands of every step."""
 
     model: str
-    engine: str
+    engine: str  # by name
     method: str  # by name
-    target_length: int
-    context_length: int  # in tokens as well; the factor is one over the other
-    reason: str  # why this method, in words; empty: what was measured on small models
+    target_length: int  # in tokens
+    context_length: int  # in tokens
+    reason: str  # the reason for this method, in a clause; empty: what was measured on small models
     summary: str  # the recommendation, in lines
-    lengths: tuple[int, ...]  # in tokens, to be measured; the context length and the target length last
-    out: str  # the folder that is written
-    patch: LayerChoice  # the method, as it is patched in
-    perplexity: Perplexity | None  # what is measured before; None: nothing
-    steps: dict[str, list[str]]  # words of commands: ppl where it is measured, patch, serve-config
-
-    @property
-    def commands(self) -> dict[str, str]:
-        """The steps as they are typed."""
-        return {name: shell_line(words) for name, words in self.steps.items()}
+    lengths: tuple[int, ...]  # the lengths to measure, in tokens; the context length and the target length last
+    out: str  # the folder to write
+    patch: LayerChoice  # the method, as `rope-ext patch` takes it
+    perplexity: Perplexity | None  # what is measured before the folder is written; None: nothing
+    commands: dict[
+        str, str
+    ]  # the commands as they are typed, by name: ppl if something is measured, patch, serve-config
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the plan, JSON-ready; the commands are lists of words, without the program's name, under "steps"."""
         return {
-            each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("patch", "perplexity")
+            "model": self.model,
+            "engine": self.engine,
+            "method": self.method,
+            "target_length": self.target_length,
+            "context_length": self.context_length,
+            "reason": self.reason,
+            "summary": self.summary,
+            "lengths": self.lengths,
+            "out": self.out,
+            "steps": {name: shlex.split(command)[1:] for name, command in self.commands.items()},
         }
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Perplexity of the same text at one length, unpatched and extended."""
+    """The perplexities of one text at one length, unpatched and extended."""
 
     unpatched: float
     extended: float
-    change: Estimate | None  # of the nats per token, paired by document; None: one of the two was not measured
+    change: Estimate | None  # of the loss in nats per token, paired by document; None: one of the two was not measured
 
     @property
     def outcome(self) -> Outcome:
@@ -75,6 +84,7 @@ class Comparison:
 
     @property
     def values(self) -> str:
+        """Both perplexities as text."""
         return f"{_perplexity(self.unpatched)} to {_perplexity(self.extended)}"
 
 
@@ -84,23 +94,31 @@ def _perplexity(value: float) -> str:
 
 @dataclass(frozen=True)
 class ExtensionVerdict:
-    """Verdict on a measured extension: what inputs of the target length gain, and what short inputs lose.
+    """The verdict on a measured extension: what inputs of the target length gain, and what short inputs lose.
 
     Perplexities are those of the run's table. Tests are paired over documents, in nats per token.
+
+    Attributes:
+        method: the name of the method.
+        context_length, target_length: in tokens.
+        gain: the comparison at the target length.
+        short_inputs: comparisons up to the context length, by length.
+        balances: by short length, the change of the loss at that length plus the change at the target length; above 0
+            short inputs lose more than long ones gain.
     """
 
-    method: str  # by name
+    method: str
     context_length: int
     target_length: int
-    gain: Comparison  # at the target length
-    short_inputs: Mapping[int, Comparison]  # by length, up to the context length
-    # nats per token that inputs of both lengths lose together, by the short length; above 0: less is gained than lost
+    gain: Comparison
+    short_inputs: Mapping[int, Comparison]
     balances: Mapping[int, Estimate | None]
 
     @property
     def refusal(self) -> str:
-        """The reason why the measurement speaks against the extension, as a clause; empty: it does not."""
-        at, values = f"at {self.target_length:,} tokens", self.gain.values
+        """The reason why the measurement speaks against the extension, in a clause; empty: it does not."""
+        target, values = f"{self.target_length:,} tokens", self.gain.values
+        at = f"at {target}"
         change, outcome = self.gain.change, self.gain.outcome
         if change is None:
             return f"perplexity {at} was not measured both unpatched and with {self.method}"
@@ -114,31 +132,23 @@ class ExtensionVerdict:
         for length, balance in sorted(self.balances.items(), reverse=True):
             if verdict(balance).outcome is Outcome.WORSE:
                 lost = self.short_inputs[length].values
-                return f"inputs of {length:,} tokens lose more ({lost}) than inputs of {at[3:]} gain ({values})"
+                return f"inputs of {length:,} tokens lose more ({lost}) than inputs of {target} gain ({values})"
         return ""
 
     @property
     def sentences(self) -> list[str]:
-        gain = {
-            Outcome.BETTER: "perplexity {}",
-            Outcome.WORSE: "perplexity gets worse ({})",
-            Outcome.NO_DIFFERENCE: "no significant difference in perplexity ({})",
-            Outcome.NOT_MEASURED: "perplexity was not measured",
-        }
-        price = gain | {Outcome.BETTER: "perplexity gets better ({})"}
+        """What long inputs gain and short inputs lose, and whether there are enough documents for a test."""
         change = self.gain.change
-        few = change is not None and change.items < FEWEST
-        if few:  # no test
-            gain = price = dict.fromkeys(Outcome, "perplexity {}")
-        by_values: dict[str, list[str]] = {}
-        for length, each in self.short_inputs.items():
-            same = "perplexity stays {1}" if _perplexity(each.unpatched) == _perplexity(each.extended) else ""
-            text = same or price[each.outcome]
-            said = text.format(each.values, _perplexity(each.extended))
-            by_values.setdefault(f"{length:,} tokens", []).append(said)
-        sentences = [f"At {self.target_length:,} tokens: {gain[self.gain.outcome].format(self.gain.values)}."]
-        sentences += [f"Short inputs ({where}): {said}." for where, (said,) in by_values.items()]
-        if few and change is not None:
+        too_few = change is not None and change.items < FEWEST
+        gain = _clause(self.gain, better="perplexity {}", tested=not too_few)
+        sentences = [f"At {self.target_length:,} tokens: {gain}."]
+        for length, comparison in self.short_inputs.items():
+            if _perplexity(comparison.unpatched) == _perplexity(comparison.extended):
+                clause = f"perplexity stays {_perplexity(comparison.extended)}"
+            else:
+                clause = _clause(comparison, better="perplexity gets better ({})", tested=not too_few)
+            sentences.append(f"Short inputs ({length:,} tokens): {clause}.")
+        if change is not None and too_few:
             are = "document is" if change.items == 1 else "documents are"
             sentences.append(f"{change.items} {are} too few to say whether these differences are by chance.")
         return sentences
@@ -150,70 +160,95 @@ class ExtensionVerdict:
         return asdict(self) | {"refusal": self.refusal, "text": str(self)}
 
 
+def _clause(comparison: Comparison, *, better: str, tested: bool) -> str:
+    """Return a clause on a comparison; without a test it has the values alone."""
+    clauses = {
+        Outcome.BETTER: better,
+        Outcome.WORSE: "perplexity gets worse ({})",
+        Outcome.NO_DIFFERENCE: "no significant difference in perplexity ({})",
+        Outcome.NOT_MEASURED: "perplexity was not measured",
+    }
+    clause = clauses[comparison.outcome] if tested else "perplexity {}"
+    return clause.format(comparison.values)
+
+
 def plan_extension(
     model: str,
-    asked: Extending,
+    question: Extending,
     *,
     advice: Advice | None = None,
     reading: Mapping[str, Any] | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Extension:
-    """Choose how a model is extended, by `advise`, and what is measured before; no weights are read.
+    """Choose the method by which a model is extended, and plan the steps; no weights are read.
 
-    `advice` is that of `advise` on the same question, where it was asked before. `reading` are further options of
-    `rope-ext ppl`, such as device, by their names in Python. A MethodError where no extension is needed, a patch is
-    there already, or no method brings it there; a ServingError of the engine.
+    Args:
+        model: a folder, a Hub id or "reference".
+        question: the target length, the engine, and the options of the measurement.
+        advice: the advice of `advise` on the same question, if it is known.
+        reading: further options of `rope-ext ppl`, such as device, by their names in Python.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Raises:
+        MethodError: the model needs no extension, carries a patch already, or no method is known to help.
+        ServingError: the engine serves no such method, or the length does not fit on the GPUs.
     """
-    target_length, underneath = asked.target_length, asked.underneath
-    engine = find_engine(asked.engine).name
+    target_length, underneath = question.target_length, question.underneath
+    engine = find_engine(question.engine)
     loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     opened = open_model(model, **loading)
     if opened.specs:
+        serve = command_line("serve-config", model, engine=engine.name)
         raise MethodError(
             f"{model} carries a patch, {opened.specs[-1].method.label()}, which a new one would replace; extend the "
-            f"model it was made from, or serve it: `{command_line('serve-config', model, engine=engine)}`"
+            f"model that it was made from, or serve it as it is: `{serve}`"
         )
-    recipe = find_recipe(opened.config) if asked.over == "own" and asked.context_length is None else None
-    ask = partial(advise, opened, target_length, server=asked.server, **underneath)
-    advice = advice or ask(engines=[engine])
-    chosen = _choose(advice, engine, ask)
+    ask = partial(advise, opened, target_length, server=question.server, **underneath)
+    advice = advice or ask(engines=[engine.name])
+    method = _method_for(engine.name, advice, ask).method
     if advice.on_gpus is not None:
-        find_engine(engine).options_on(advice.on_gpus.options)
+        engine.gpu_options(advice.on_gpus.options)  # raises an error if this engine's options are not known
         if advice.on_gpus.kv_bits is None:
             raise ServingError(str(advice.on_gpus))
-    reason = ""
-    if recipe is not None and recipe.entry and chosen.method == recipe.entry["rope_type"]:
-        where = f"{chosen.method} over {recipe.context_length:,} tokens is published for {recipe.name}"
-        longer = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
-        reason = f"{where}{longer}: {recipe.source}"
-    folder = str(asked.out or f"{Path(model).name}-{target_length}")
-    choice = LayerChoice(method=chosen.method, target_length=target_length, **underneath)
+    as_published = question.over == "own" and question.context_length is None
+    reason = _published_reason(opened.recipe, method, target_length) if as_published else ""
+    folder = str(question.out or f"{Path(model).name}-{target_length}")
+    patch = LayerChoice(method=method, target_length=target_length, **underneath)
     lengths = (max(32, advice.context_length // _SHORT_INPUTS), advice.context_length, target_length)
-    question = Perplexity(
-        lengths=lengths, max_spans=asked.max_spans, data=asked.data or f"stdlib?join={_CHARACTERS * target_length}"
-    )
-    steps = {
-        "ppl": command_words("ppl", model, **choice.options, **loading, **question.options, **(reading or {})),
-        "patch": command_words("patch", model, **choice.options, **loading, out=folder),
-        "serve-config": command_words("serve-config", folder, engine=engine, **asked.server.options),
-    }
-    if not asked.measure:
-        del steps["ppl"]
+    perplexity = None
+    commands: dict[str, str] = {}
+    if question.measure:
+        text = question.data or f"stdlib?join={_CHARACTERS * target_length}"
+        perplexity = Perplexity(lengths=lengths, max_spans=question.max_spans, data=text)
+        commands["ppl"] = command_line(
+            "ppl", model, **patch.options, **loading, **perplexity.options, **(reading or {})
+        )
+    commands["patch"] = command_line("patch", model, **patch.options, **loading, out=folder)
+    commands["serve-config"] = command_line("serve-config", folder, engine=engine.name, **question.server.options)
     return Extension(
         model=model,
-        engine=engine,
-        method=chosen.method,
+        engine=engine.name,
+        method=method,
         target_length=target_length,
         context_length=advice.context_length,
         reason=reason,
-        summary="\n".join(replace(advice, recommended=chosen.method).recommendation(reason)),
+        summary="\n".join(replace(advice, recommended=method).recommendation(reason)),
         lengths=lengths,
         out=folder,
-        patch=choice,
-        perplexity=question if asked.measure else None,
-        steps=steps,
+        patch=patch,
+        perplexity=perplexity,
+        commands=commands,
     )
+
+
+def _published_reason(recipe: Recipe | None, method: str, target_length: int) -> str:
+    """Return a clause if the publisher of a model names the same method; else an empty text."""
+    if recipe is None or not recipe.entry or method != recipe.entry["rope_type"]:
+        return ""
+    reach = "" if recipe.reaches(target_length) else f", for {recipe.extended_length:,} tokens and not for more"
+    return f"{method} over {recipe.context_length:,} tokens is published for {recipe.name}{reach}: {recipe.source}"
 
 
 def dry_run(model: str, target_length: int, purpose: str) -> str:
@@ -221,91 +256,103 @@ def dry_run(model: str, target_length: int, purpose: str) -> str:
     return command_line("extend", model, target_length=target_length, purpose=purpose, dry_run=True)
 
 
-def _choose(advice: Advice, engine: str, ask: Callable[[], Advice]) -> MethodAdvice:
-    """The method to take for an engine: the first candidate for serving that it serves, else the first that fits."""
+def _method_for(engine: str, advice: Advice, advise_on_all_engines: Callable[[], Advice]) -> MethodAdvice:
+    """Return the method to take for an engine: one that helped and that it serves, candidates for serving first.
+
+    Raises:
+        MethodError: no method is needed, or none that engines serve has helped.
+        ServingError: the engine serves none of those; the message names engines that serve the first.
+    """
     if not advice.methods:
-        served = advice.commands.get(f"serve with {engine}", ())
-        how = f" Serve it as it is: {served[-1]}" if served else ""
-        raise MethodError(f"{needs_nothing(advice.context_length, advice.target_length, advice.context_rule)}{how}")
-    fitting = [each for each in advice.methods if each.fits and each.engines]
-    if not fitting:
+        commands = advice.commands.get(f"serve with {engine}", ())
+        hint = f" Serve it as it is: {commands[-1]}" if commands else ""
+        raise MethodError(f"{needs_nothing(advice.context_length, advice.target_length, advice.context_rule)}{hint}")
+    helping = [method for method in advice.methods if method.fits and method.engines]
+    if not helping:
         raise MethodError(
-            f"no method that engines serve brings {advice.model} from {advice.context_length:,} to "
-            f"{advice.target_length:,} tokens without training, by what was measured; ask for fewer tokens, or see "
+            f"no method that engines serve is known to bring {advice.model} from {advice.context_length:,} to "
+            f"{advice.target_length:,} tokens without training; take a shorter target length, or see "
             f"`{dry_run(advice.model, advice.target_length, 'train')}` for training"
         )
-    ordered = sorted(fitting, key=lambda each: SERVING not in each.purposes)
-    chosen = next((each for each in ordered if each.engines.get(engine)), None)
-    if chosen is None:
-        everywhere = next(each for each in ask().methods if each.method == ordered[0].method)  # advice on all engines
-        others = [name for name in list_engines() if everywhere.engines.get(name)]
-        raise ServingError(
-            f"{ordered[0].refusals[engine]}. Engines that serve {ordered[0].method}: {', '.join(others)}"
-        )
-    return chosen
+    helping.sort(key=lambda method: SERVING not in method.purposes)
+    for method in helping:
+        if method.engines.get(engine):
+            return method
+    first = helping[0]
+    on_all_engines = next(method for method in advise_on_all_engines().methods if method.method == first.method)
+    others = [name for name in list_engines() if on_all_engines.engines.get(name)]
+    raise ServingError(f"{first.refusals[engine]}. Engines that serve {first.method}: {', '.join(others)}")
 
 
 def carries(extension: Extension, *, revision: str | None = None, trust_remote_code: bool = False) -> bool:
-    """Whether the folder is there already, with the patch of an extension, made from the model as it is now.
+    """Return whether the folder of an extension exists already, with its patch, made from the model as it is now.
 
-    Its files are compared with those of the model, which takes as long as to copy them; MethodError: they differ.
+    The files of the folder are compared with those of the model, which takes as long as copying them.
+
+    Raises:
+        MethodError: the folder exists, but it has another patch, or other files than the model.
     """
     out = Path(extension.out)
     if not out.exists():
         return False
     specs = open_model(extension.out).specs if (out / "config.json").is_file() else []
     spec = specs[-1] if len(specs) == 1 else None
-    same = spec is not None and (spec.method.name, spec.target_length, spec.rotary.context_length) == (
-        extension.method,
-        extension.target_length,
-        extension.context_length,
-    )
-    if not same:
+    planned = (extension.method, extension.target_length, extension.context_length)
+    if spec is None or (spec.method.name, spec.target_length, spec.rotary.context_length) != planned:
         raise MethodError(f"{extension.out!r} exists already and is something else; give --out another name")
-    load_empty(out, trust_remote_code=trust_remote_code)  # refuses a record that contradicts itself
-    unlike = unlike_copies(model_folder(extension.model, revision=revision), out)
-    given, copied = (
-        read_config(name, trust_remote_code=trust_remote_code, **where)[0]
-        for name, where in ((extension.model, {"revision": revision}), (out, {}))
-    )
-    if _plain(given) != _plain(copied):
-        unlike.append("config.json")
-    if unlike:
+    load_empty(out, trust_remote_code=trust_remote_code)  # raises an error for a damaged record of the patch
+    different = unlike_copies(model_folder(extension.model, revision=revision), out)
+    config, _ = read_config(extension.model, revision=revision, trust_remote_code=trust_remote_code)
+    copied_config, _ = read_config(out, trust_remote_code=trust_remote_code)
+    if _settings(config) != _settings(copied_config):
+        different.append("config.json")
+    if different:
         raise MethodError(
-            f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(unlike))} "
+            f"{extension.out!r} was not made from {extension.model!r} as it is now: {short(', '.join(different))} "
             "changed since, or belong to another model; give --out another name, or remove the folder"
         )
     return True
 
 
-def _plain(config: Any) -> dict[str, Any]:
-    """The settings of a config without its name, the version that wrote it, and what another folder may state again."""
+def _settings(config: Any) -> dict[str, Any]:
+    """Return the settings of a config, without the name of its folder and the version that wrote it."""
     values: dict[str, Any] = config.to_dict()
     return {key: value for key, value in values.items() if key not in ("_name_or_path", "transformers_version")}
 
 
 def judge(extension: Extension, run: Run[Any]) -> ExtensionVerdict:
-    """Return the verdict on a measured extension."""
-    loaded, context, target = method_key(run.settings["loaded"]), extension.context_length, extension.target_length
-    loss = next(each for each in run.kind.measures(run) if each.evidence is Evidence.LOSS)
-    extended = next(key for key in loss.items if key != loaded)
-    short = [length for length in sorted(loss.lengths(loaded), reverse=True) if length <= context]
-    joined = {key: dict(row) for key, row in loss.items.items()}
-    for length in short:  # both lengths as one, so that the test takes their pairing into account
-        for row in joined.values():
-            pairs = zip(row[length], row[target], strict=True)
-            row[-length] = [(a / of_a + b / of_b, 1.0) for (a, of_a), (b, of_b) in pairs]
-    both = replace(loss, items=joined)
+    """Return the verdict on a measured extension; `run` has the perplexity of the model, unpatched and extended."""
+    target = extension.target_length
+    unpatched = method_key(run.settings["loaded"])
+    loss = next(measure for measure in run.kind.measures(run) if measure.evidence is Evidence.LOSS)
+    extended = next(key for key in loss.items if key != unpatched)
+    short_lengths = [
+        length for length in sorted(loss.lengths(unpatched), reverse=True) if length <= extension.context_length
+    ]
+    # the sum of the losses at a short length and at the target length counts as one more length, so that the test of
+    # the balance is paired over documents too; it stands under the negative short length
+    items = {key: dict(by_length) for key, by_length in loss.items.items()}
+    for by_length in items.values():
+        for length in short_lengths:
+            pairs = zip(by_length[length], by_length[target], strict=True)
+            by_length[-length] = [
+                (short_loss / short_tokens + long_loss / long_tokens, 1.0)
+                for (short_loss, short_tokens), (long_loss, long_tokens) in pairs
+            ]
+    with_sums = replace(loss, items=items)
 
     def compare(length: int) -> Comparison:
-        unpatched, with_method = (loss.value(key, length) for key in (loaded, extended))
-        return Comparison(unpatched, with_method, loss.change((extended, length), (loaded, length)))
+        return Comparison(
+            loss.value(unpatched, length),
+            loss.value(extended, length),
+            loss.change((extended, length), (unpatched, length)),
+        )
 
     return ExtensionVerdict(
         method=extension.method,
-        context_length=context,
+        context_length=extension.context_length,
         target_length=target,
         gain=compare(target),
-        short_inputs={length: compare(length) for length in short},
-        balances={length: both.change((extended, -length), (loaded, -length)) for length in short},
+        short_inputs={length: compare(length) for length in short_lengths},
+        balances={length: with_sums.change((extended, -length), (unpatched, -length)) for length in short_lengths},
     )

@@ -1,6 +1,6 @@
-"""When a method is the right one, in words of docs/choosing.md and of `rope-ext extend --dry-run`, from guidance.toml.
+"""Guidance on when a method is the right one, from guidance.toml, for docs/choosing.md and `rope-ext extend --dry-run`.
 
-How well a model reads with it, and what short inputs lose, is measured: `rope_ext_hf.tools.advice.measurements`.
+It does not say how well a model reads with a method: that is measured (`rope_ext_hf.tools.advice.measurements`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ SHORT_INPUTS = "most inputs are short, and their output must not change"
 FINE_TUNING = "to fine-tune it at the longer length"
 _SEARCHED = "divisors from a search or from training exist"
 PURPOSES = (SERVING, PYTHON, SHORT_INPUTS, FINE_TUNING, _SEARCHED)
-"""Goals of users, in the order in which they are advised on."""
+"""The purposes of a longer context, in the order in which advice lists them."""
 GOALS = {"serve": SERVING, "python": PYTHON, "train": FINE_TUNING}
-"""The purposes that advice can be asked for alone, by the word that names each."""
+"""The purposes that one method is recommended for, by the word of `--purpose`."""
 NOTHING = "nothing"
 ROTATED_AGAIN = "keys are rotated again when frequencies change"
 ZONES = "attention in several zones, little at long contexts"
@@ -38,21 +38,21 @@ _DECODE = {
     "turned when read": TURNED_WHEN_READ,
     "biased": _BIASED,
 }
-"""The words of guidance.toml, and the sentences above that they stand for."""
+"""The words of guidance.toml, and the clauses above that they stand for."""
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """When to use a method."""
+    """Guidance on one method, in clauses."""
 
-    purposes: tuple[str, ...] = ()  # the goals that it is a candidate for, of `PURPOSES`
-    when: str = ""  # when to take it and not its neighbours; empty: nothing sets it apart
-    decode: str = NOTHING  # the reason why a generated token takes more time; `NOTHING`: it takes none
-    unmeasured: str = ""  # why no measurement shows how a model reads with it; empty: one does, or none was made
+    purposes: tuple[str, ...] = ()  # the purposes that it is a candidate for, of `PURPOSES`
+    when: str = ""  # the condition under which to take it instead of similar methods; empty: there is none
+    decode: str = NOTHING  # the reason why each generated token takes more time; `NOTHING`: it does not
+    unmeasured: str = ""  # the reason why measuring it on small models says nothing; empty: it can be measured
 
 
 def guidance_of(method: str) -> Guidance | None:
-    """Return when to use a method, by its registered name; None: it is not advised on."""
+    """Return the guidance on a method, by its registered name; None: there is no advice on it."""
     return _guidance().get(method)
 
 

@@ -1,8 +1,8 @@
-"""What was measured of every method without training: how much the loss rises, by model, factor and length.
+"""Measurements of every method without training, on small models: how much the loss rises, by factor and length.
 
-A rise is in bits per byte, over the loss of the model as loaded at its context length, on the same tokens. The numbers
-are those of benchmarks/factors.py: `make figures` writes them into measured.json. Lengths are counted in context
-lengths, and what was not measured is answered by the next larger factor or length that was.
+A rise is in bits per byte, over the loss of the unpatched model at its context length, on the same tokens. The numbers
+are from benchmarks/factors.py; `make figures` writes them into measured.json. Lengths are multiples of the context
+length. For a factor or length that was not measured, the next larger one that was is taken.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-RECOVERED = 2 / 3  # a method helps where it takes away this share of what the model as loaded loses at the length
+RECOVERED = 2 / 3
+"""The share of the unpatched model's rise at a length that a method must take away, to count as helping there."""
 
 
 class Rise(NamedTuple):
-    """How much the loss of a model rises under a method, in bits per byte."""
+    """The rise of a model's loss with a method, in bits per byte."""
 
     model: _MeasuredModel
-    factor: float | None  # of the method; None: it was fitted to the longest length that was measured
-    scale: float  # the length, in context lengths
-    increase: float  # `low` to `high` is its 95% interval over the documents
-    low: float
+    factor: float | None  # the factor of the method; None: it was fitted to the longest length that was measured
+    scale: float  # the length, as a multiple of the context length
+    increase: float
+    low: float  # the 95% confidence interval of `increase` over the documents
     high: float
-    as_loaded: float  # at this length without the method
+    as_loaded: float  # the rise of the unpatched model at this length
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,15 @@ class _MeasuredModel:
 
 
 _Index = dict[tuple[str, float], tuple[Rise, ...]]
-"""One rise for every model that was measured there, by method and size."""
+"""The rises on all models that were measured, by method and size: a length or a factor."""
 
 
 @cache
 def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
-    """The models, and two indices of the rises.
+    """Return the models, and two indices of the rises.
 
-    The first is by the length, in context lengths, of methods that are fitted to it; the second, at the context length,
-    by the factor, with infinity for a method without one.
+    The first index has rises at longer lengths, by the length, of methods fitted to that length. The second has rises
+    at the context length, by the factor of the method; a method without a factor has infinity.
     """
     text = resources.files("rope_ext_hf.tools.advice").joinpath("measured.json").read_text(encoding="utf-8")
     models: list[_MeasuredModel] = []
@@ -71,66 +72,71 @@ def _measurements() -> tuple[tuple[_MeasuredModel, ...], _Index, _Index]:
                 fitted[method, scale].append(rise)
             if scale == 1:
                 short[method, factor or math.inf].append(rise)
-    in_order = [{key: tuple(rises) for key, rises in sorted(found.items())} for found in (fitted, short)]
-    return tuple(models), in_order[0], in_order[1]
+    by_length, by_factor = ({key: tuple(rises) for key, rises in sorted(index.items())} for index in (fitted, short))
+    return tuple(models), by_length, by_factor
 
 
 def _smallest(index: _Index, method: str, size: float) -> tuple[Rise, ...]:
-    """The rises of a method for the smallest size from this one on; empty where there is none."""
-    sizes = [known for name, known in index if name == method and known >= size]
+    """Return the rises of a method for the smallest measured size that is not below this one; empty: there is none."""
+    sizes = [measured for name, measured in index if name == method and measured >= size]
     return index[method, min(sizes)] if sizes else ()
 
 
 def measured_models() -> tuple[_MeasuredModel, ...]:
-    """The models, the bundled one first."""
+    """Return the models that methods were measured on, the bundled one first."""
     return _measurements()[0]
 
 
 def rises_at(method: str, scale: float) -> tuple[Rise, ...]:
-    """The rise on every measured model of the method fitted to so many context lengths; empty: none there."""
+    """Return the rises of a method at so many context lengths, fitted to that length; empty: it was not measured."""
     return _smallest(_measurements()[1], method, scale)
 
 
 def rises_for_short_inputs(method: str, factor: float) -> tuple[Rise, ...]:
-    """The rise on every measured model at its context length, with the factor; empty where none so large was."""
+    """Return the rises of a method with a factor at the context length; empty: no factor so large was measured."""
     return _smallest(_measurements()[2], method, factor)
 
 
 def helped(rises: Sequence[Rise]) -> tuple[_MeasuredModel, ...]:
-    """The models on which the method takes away `RECOVERED` of what the model as loaded loses at the length."""
+    """Return the models on which a method helped: it took away `RECOVERED` of the rise of the unpatched model."""
     return tuple([rise.model for rise in rises if rise.increase <= (1 - RECOVERED) * rise.as_loaded])
 
 
 @cache
 def reach(method: str) -> dict[str, str]:
-    """Where a method helped, by the name of a model; models do not agree, and what decides it is not known."""
+    """Return the longest length up to which a method helped each model, such as "8x", or "no"; by the model's name.
+
+    Models do not agree, and the reason is not known.
+    """
     models, fitted, _ = _measurements()
     scales = [scale for name, scale in fitted if name == method and scale > 1]
-    known = {rise.model for scale in scales for rise in fitted[method, scale]}
-    reached, helping = {model.name: "no" for model in models if model in known}, known
+    measured = {rise.model for scale in scales for rise in fitted[method, scale]}
+    reached = {model.name: "no" for model in models if model in measured}
+    still_helping = measured
     for scale in scales:
-        helping = helping & set(helped(fitted[method, scale]))  # only up to the first length where it does not help
-        reached |= {model.name: f"{scale:g}x" for model in helping}
+        still_helping = still_helping & set(helped(fitted[method, scale]))
+        reached |= {model.name: f"{scale:g}x" for model in still_helping}
     return reached
 
 
 def reach_text(method: str) -> str:
-    """What `reach` returns, in words."""
+    """Return `reach` in words: "to 4x on the bundled model, no on the docstring model"."""
     reached = reach(method)
     if not reached:
         return "not measured"
-    on: dict[str, list[str]] = {}
-    for model, how in reached.items():
-        on.setdefault(how if how == "no" else f"to {how}", []).append(f"the {model}")
-    alike = len(on) == 1 and len(reached) == len(measured_models())
-    everywhere = {"no": "any"}.get(next(iter(on)), "all") if alike else ""
-    return ", ".join(f"{how} on {everywhere or ' and '.join(names)}" for how, names in on.items())
+    models_by_reach: dict[str, list[str]] = {}
+    for model, length in reached.items():
+        models_by_reach.setdefault("no" if length == "no" else f"to {length}", []).append(f"the {model}")
+    if len(models_by_reach) == 1 and len(reached) == len(measured_models()):
+        (text,) = models_by_reach
+        return f"{text} on {'any' if text == 'no' else 'all'}"
+    return ", ".join(f"{text} on {' and '.join(models)}" for text, models in models_by_reach.items())
 
 
 def evidence(method: str, scale: float) -> str:
-    """Return a sentence with what a method brings at so many context lengths; empty where it helped no model there."""
+    """Return a clause on what a method gained on a small model at so many context lengths; empty: it helped none."""
     rises = rises_at(method, scale)
-    rise = next((each for each in rises if each.model in helped(rises)), None)
+    rise = next((rise for rise in rises if rise.model in helped(rises)), None)
     if rise is None:
         return ""
     return (
@@ -140,16 +146,16 @@ def evidence(method: str, scale: float) -> str:
 
 
 def price(method: str, factor: float) -> str:
-    """Return a predicate: how inputs within the context length read under a factor; empty where none was measured."""
+    """Return a predicate of inputs within the context length: how they read with a factor; empty: not measured."""
     rises = rises_for_short_inputs(method, factor)
     if not rises:
         return ""
     rise = rises[0]
-    on = f"on {_small(rise.model)}" + (f" with factor {rise.factor:g}" if rise.factor else "")
+    setting = f"on {_small(rise.model)}" + (f" with factor {rise.factor:g}" if rise.factor else "")
     if rise.low <= 0 <= rise.high or _ratio(rise.increase) == "1":
-        return f"read as before {on}"
-    how = "worse" if rise.increase > 0 else "better"
-    return f"read {how}: {on}, their perplexity per byte {_against(rise.increase)}"
+        return f"read as before {setting}"
+    change = "worse" if rise.increase > 0 else "better"
+    return f"read {change}: {setting}, their perplexity per byte {_against(rise.increase)}"
 
 
 def _small(model: _MeasuredModel) -> str:
@@ -157,16 +163,19 @@ def _small(model: _MeasuredModel) -> str:
 
 
 def _ratio(bits: float) -> str:
-    """Return the ratio of two perplexities, from the difference of their bits."""
+    """Return the ratio of two perplexities as text, from the difference of their bits."""
     return f"{2**bits:.2g}"
 
 
 def _against(bits: float, value: str = "") -> str:
-    """Return a predicate of a perplexity, from its bits less those of `value`, which has been named before if empty."""
+    """Return a predicate of a perplexity: "rose to 1.2 times its value on short inputs".
+
+    `bits` is the difference to the value that it is compared with; `value` names that one, unless the sentence has
+    named it before.
+    """
     ratio = _ratio(bits)
     if ratio == "1":
         return f"stayed at {value}" if value else "did not change"
-    verb, times = (
-        ("rose to", f"{ratio} times") if bits > 0 else ("stayed at", f"{ratio} of" if value else f"{ratio} times")
-    )
-    return f"{verb} {times} {value}".rstrip()
+    if bits > 0:
+        return f"rose to {ratio} times {value}".rstrip()
+    return f"stayed at {ratio} of {value}" if value else f"stayed at {ratio} times"

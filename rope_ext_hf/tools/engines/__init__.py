@@ -1,6 +1,7 @@
-"""What each serving engine computes from a config: frequencies, magnitude and length, by the engine's own rules.
+"""The rules of each serving engine: the frequencies, magnitude and length that it computes from a config.
 
-One file per engine, with its source (repository, version, file) at the top; every file of this folder is imported.
+There is one file per engine, which names its source (repository, version, files) at the top. A file registers its
+engine when it is imported, so all files of this folder are imported here.
 """
 
 import importlib
@@ -8,5 +9,5 @@ import pkgutil
 
 __all__: list[str] = []
 
-for _file in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_file.name}")
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")

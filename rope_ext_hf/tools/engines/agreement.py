@@ -1,4 +1,4 @@
-"""Find out which engines run a saved config.json as transformers does."""
+"""`check_engines`: whether serving engines run a saved config.json as transformers does."""
 
 from __future__ import annotations
 
@@ -8,22 +8,34 @@ from typing import Any
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import EngineAgreement
-from rope_ext_hf.tools.engines.base import expected_of, other_engines, reference_engine, runs_otherwise
+from rope_ext_hf.tools.engines.base import reference_engine
+from rope_ext_hf.tools.engines.comparison import engine_difference, expected_numbers
+from rope_ext_hf.tools.engines.config_engine import other_engines
 
 TRIED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""Families whose classes in all these engines hand the rope settings on unchanged."""
+"""Families whose classes, in all these engines, pass the rope settings on unchanged."""
 
 
 def check_engines(config: Mapping[str, Any]) -> EngineAgreement:
-    """Run the rules of every engine on a config.json; an engine that refuses it, or fails, is in no list."""
+    """Run the rules of every engine on a config.json, and list the engines that agree with transformers or differ.
+
+    An engine that refuses the config is in no list. For a family outside `TRIED_FAMILIES`, and for a config that
+    transformers itself refuses, all lists are empty.
+    """
     agreement = EngineAgreement([], [], [])
+    model_type = config["model_type"]
+    if model_type not in TRIED_FAMILIES:
+        return agreement
     try:
-        expected = expected_of(reference_engine(), config) if config["model_type"] in TRIED_FAMILIES else ()
+        expected = expected_numbers(reference_engine(), config)
     except (ServingError, ArithmeticError):
-        expected = ()  # transformers itself refuses it: there is nothing to agree with
-    for engine in other_engines() if expected else ():
+        return agreement
+    for engine in other_engines():
         with suppress(ServingError, ArithmeticError):
-            same = runs_otherwise(engine, expected, config) is None
-            known = agreement.by_source if engine.checked(config["model_type"]) == "read" else agreement.agreeing
-            (known if same else agreement.disagreeing).append(engine.label)
+            if engine_difference(engine, expected, config) is not None:
+                agreement.disagreeing.append(engine.label)
+            elif engine.checked(model_type) == "read":
+                agreement.by_source.append(engine.label)
+            else:
+                agreement.agreeing.append(engine.label)
     return agreement

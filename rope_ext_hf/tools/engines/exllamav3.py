@@ -13,26 +13,30 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, needed, rotated_dims, yarn_magnitude
-from rope_ext_hf.tools.engines.base import Encoding, Target, engine_table, register_engine
-from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, later_factor
+from rope_ext_hf.tools.engines.base import engine_table, register_engine
+from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, set_length_for_factor
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, length_setting
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
 
 @register_engine("exllamav3")
 class ExLlamaV3(FormerSpellingEngine):
-    """ExLlamaV3, which TabbyAPI serves; it takes no overrides, so the keys go into the folder of quantised weights."""
+    """ExLlamaV3, which TabbyAPI serves.
+
+    It takes no overrides, so the keys go into the folder with the quantised weights.
+    """
 
     title = "ExLlamaV3"
     version = "1.6.5"
     table = engine_table("exllamav3")
     aliases: ClassVar = {"su": "longrope", "mrope": "default"}
     unknown_type = "has no rope type {!r} that was checked"
-    where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens of it."
+    where = "Write these keys into config.json of the quantised folder. TabbyAPI serves max_seq_len tokens."
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         settings["attention_factor"] = target.attention_factor
-        later_factor(settings, changed)
+        set_length_for_factor(settings, changed)
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         return encoding.config | {"rope_scaling": encoding.settings}
@@ -44,7 +48,7 @@ class ExLlamaV3(FormerSpellingEngine):
             raise ServingError(f"the rope settings must be an object, got {type(settings).__name__}")
         notes: tuple[str, ...] = ()
         if dict in map(type, settings.values()):
-            notes = ("rope_parameters by layer type is not read: no scaling, and theta by default.",)
+            notes = ("rope_parameters by layer type is not read: it runs without scaling, with its default theta.",)
             settings = {}
         theta = (
             text.get("rope_theta") or settings.get("rope_theta") or self.table["families"][model_type].get("theta", 1e4)
@@ -66,10 +70,10 @@ class ExLlamaV3(FormerSpellingEngine):
         else:
             factor = rope.most / rope.number("original_max_position_embeddings")
             if isinstance(stated, (int, float)) and stated != factor:
-                note = f"yarn: the factor is {factor:g}, max_position_embeddings over the original length."
+                note = f"yarn: it takes the factor {factor:g}, max_position_embeddings divided by the original length."
                 rope = replace(rope, notes=(*rope.notes, note))
         if original != int(original):
-            raise ServingError(f"original_max_position_embeddings must be a whole number and is {original}")
+            raise ServingError(f"original_max_position_embeddings must be a whole number, got {original}")
         mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
         magnitude = 1.0 if settings.get("llama_4_scaling_beta") else yarn_magnitude(factor)
         if settings.get("attention_factor") is not None:

@@ -1,4 +1,7 @@
-"""Engines that read top-level `rope_theta` and `rope_scaling`, as transformers 4 wrote them, and take no overrides."""
+"""The base of the engines that read a config as transformers 4 wrote it, and take no overrides on the command line.
+
+transformers 4 wrote `rope_theta` and `rope_scaling` at the top level; transformers 5 writes `rope_parameters`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, text_settings
-from rope_ext_hf.tools.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
+from rope_ext_hf.tools.engines.base import NotCheckedError
+from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
 
 class FormerSpellingEngine(ConfigEngine):
-    """Base of engines for which the keys are written into a copy of the folder."""
+    """Base of engines for which the keys are written into config.json in a copy of the folder."""
 
-    where: ClassVar[str] = "Write these keys into config.json of a copy of the model, FOLDER."
+    where: ClassVar[str] = "Write these keys into config.json in a copy of the model's folder, FOLDER."
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         self.check_family(target)
@@ -28,20 +34,24 @@ class FormerSpellingEngine(ConfigEngine):
             if settings["rope_type"] == "yarn":
                 self.write_yarn(target, settings, changed)
             magnitude = target.attention_factor
-            if encoding.name != "native" and magnitude >= 1:  # the original length from which it computes this
-                reach = target.length ** (1 / magnitude**2)
-                settings["original_max_position_embeddings"] = int(reach) if reach == int(reach) else reach
+            if encoding.name != "native" and magnitude >= 1:
+                # `longrope_magnitude` solved for the original length: the engine computes the magnitude from it
+                original = target.length ** (1 / magnitude**2)
+                settings["original_max_position_embeddings"] = int(original) if original == int(original) else original
             yield Encoding(encoding.name, settings, changed)
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
-        """Change the settings of a yarn, and the further keys, so that the engine computes the target's magnitude."""
+        """Change YaRN's settings and the further keys in place, so that the engine computes the target's magnitude.
+
+        By default nothing is changed.
+        """
 
     def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
         return {**target.config, "rope_parameters": None, **changes}
 
     def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
         kind = encoding.settings["rope_type"]
-        if self.table["families"].get(target.model_type, {}).get("rope_parameters") is True:  # and nothing else
+        if self.table["families"].get(target.model_type, {}).get("rope_parameters") is True:  # the only key it reads
             settings = encoding.settings | {"rope_theta": encoding.config["rope_theta"]}
             return {"max_position_embeddings": target.length, "rope_parameters": settings}
         scaling = None if kind == "default" else encoding.settings | {"type": kind}
@@ -52,7 +62,7 @@ class FormerSpellingEngine(ConfigEngine):
         return encoding.config | local | {"rope_scaling": scaling}
 
     def command(self, target: Target) -> tuple[str, ...]:
-        """The command line that serves FOLDER; empty where another program serves it."""
+        """Return the command line that serves FOLDER; by default none, because another program serves it."""
         return ()
 
     def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
@@ -66,40 +76,49 @@ class FormerSpellingEngine(ConfigEngine):
         )
 
     def known_text(self, config: Config) -> tuple[dict[str, Any], str]:
-        """The text config and its model type; NotCheckedError for an unknown family."""
+        """Return the text config, with the rope keys that the engine reads, and its model type.
+
+        Raises:
+            NotCheckedError: the table has no such family.
+        """
         text = text_settings(config)
         model_type = str(text.get("model_type"))
         if model_type not in self.table["families"]:
-            raise NotCheckedError(f"which keys its file for {model_type!r} reads was not checked")
-        inside, read = text.get("rope_parameters") or {}, self.table["families"][model_type].get("rope_parameters")
-        if read is True:
-            text |= {"rope_scaling": inside, "rope_theta": None}
-        elif read == "else":
-            scaling, theta = text.get("rope_scaling") or inside, text.get("rope_theta") or inside.get("rope_theta")
-            text |= {"rope_scaling": scaling, "rope_theta": theta}
+            raise NotCheckedError(f"the keys that its file for {model_type!r} reads were not checked")
+        parameters = text.get("rope_parameters") or {}
+        reads_parameters = self.table["families"][model_type].get("rope_parameters")
+        if reads_parameters is True:
+            text |= {"rope_scaling": parameters, "rope_theta": None}
+        elif reads_parameters == "else":  # only for what the older keys do not state
+            text["rope_scaling"] = text.get("rope_scaling") or parameters
+            text["rope_theta"] = text.get("rope_theta") or parameters.get("rope_theta")
         return text, model_type
 
-    def reached(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
-        """The rope type that reaches the rotary class of a family's file, with a note where it is another one."""
+    def passed_type(self, model_type: str, kind: str) -> tuple[str, tuple[str, ...]]:
+        """Return the rope type that a family's file passes to the rotary class, and a note if it drops the stated one.
+
+        Raises:
+            ServingError: the file stops at this rope type.
+        """
         types = self.table["families"][model_type].get("types")
         if types is None or kind in types or kind == "default":
             return kind, ()
         if self.table["families"][model_type].get("stops"):
             raise ServingError(f"its file for {model_type!r} stops at the rope type {kind!r}")
-        return "default", (f"{model_type}: the rope type {kind} is dropped.",)
+        return "default", (f"{model_type}: the rope type {kind} is ignored.",)
 
     def longrope(self, rope: RopeKeys) -> Computed:
-        """One list for every input."""
+        """Compute a longrope that takes one list, the long one, for every input."""
         original = rope.number("original_max_position_embeddings")
         notes: tuple[str, ...] = ()
         inv_freq = rope.divided("long_factor")
         if rope.settings.get("short_factor") != rope.settings["long_factor"]:
-            notes = ("longrope: the long list for every input.",)
+            notes = ("longrope: every input gets the long list.",)
         return rope.computed(inv_freq, longrope_magnitude(rope.most / original, original), *notes)
 
 
-def later_factor(settings: Config, changed: dict[str, Any]) -> None:
-    """State the length from which an engine gets a yarn's factor: it divides by the original length."""
-    reach = settings["factor"] * settings["original_max_position_embeddings"]
-    if reach == int(reach):
-        changed["max_position_embeddings"] = int(reach)
+def set_length_for_factor(settings: Config, changed: dict[str, Any]) -> None:
+    """Set max_position_embeddings so that an engine which divides it by the original length gets YaRN's factor."""
+    length = settings["factor"] * settings["original_max_position_embeddings"]
+    if length == int(length):
+        changed["max_position_embeddings"] = int(length)

@@ -1,7 +1,10 @@
 """The frequency formulas that serving engines share, on lists of float64; symbols as in methods/base.py.
 
-The engines' own code computes them in float32. They are written out here a second time, apart from methods/, so that
-what an engine computes and what a method means are compared, and not one formula with itself.
+Each function returns the frequencies in radians per position, one for each of the dim / 2 rotated pairs. The engines'
+own code computes them in float32.
+
+methods/ has most of these formulas too. They are written a second time here, so that comparing an engine with a method
+compares two implementations, and not one formula with itself.
 """
 
 from __future__ import annotations
@@ -13,22 +16,22 @@ from rope_ext_hf.errors import ServingError
 
 
 def plain(theta: float, dim: int) -> list[float]:
-    """theta_i = b^(-2i/d), (dim / 2,)."""
+    """Return the unscaled frequencies theta_i = b^(-2i/d)."""
     return [float(theta) ** (-index / dim) for index in range(0, dim, 2)]
 
 
 def linear(theta: float, dim: int, factor: float) -> list[float]:
-    """Position interpolation: every frequency divided by the factor."""
+    """Return the frequencies of position interpolation: each one divided by the factor."""
     return [float(theta) ** (-index / dim) / factor for index in range(0, dim, 2)]
 
 
 def alpha_theta(theta: float, dim: int, alpha: float) -> float:
-    """The base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
+    """Return the base under HunYuan's scaling by `alpha`: b alpha^(d / (d - 2))."""
     return theta * float(alpha ** (dim / (dim - 2)))
 
 
 def divided(theta: float, dim: int, divisors: Sequence[float]) -> list[float]:
-    """longrope: every frequency divided by its own number."""
+    """Return the frequencies of LongRoPE: each one divided by a divisor of its own."""
     return [float(theta) ** (-2 * pair / dim) / divisor for pair, divisor in enumerate(divisors)]
 
 
@@ -41,7 +44,10 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> list[float]:
-    """YaRN's frequencies: a ramp in the dim index between kept and interpolated ones."""
+    """Return YaRN's frequencies: a ramp over the pairs leads from kept frequencies to interpolated ones.
+
+    `original` is in tokens. With `truncate` the ends of the ramp are rounded to whole pairs.
+    """
     low = dim * math.log(original / (beta_fast * 2 * math.pi)) / (2 * math.log(theta))
     high = dim * math.log(original / (beta_slow * 2 * math.pi)) / (2 * math.log(theta))
     if truncate:
@@ -58,7 +64,7 @@ def yarn(
 
 
 def llama3(theta: float, dim: int, factor: float, original: float, low: float, high: float) -> list[float]:
-    """Llama 3.1's frequencies: a ramp in cycles over the original length."""
+    """Return Llama 3.1's frequencies: a ramp, in turns over the original length, from interpolated to kept ones."""
     result = []
     for value in plain(theta, dim):
         wavelength = 2 * math.pi / value
@@ -73,7 +79,11 @@ def llama3(theta: float, dim: int, factor: float, original: float, low: float, h
 
 
 def longrope_magnitude(scale: float, original: float) -> float:
-    """sqrt(1 + ln s / ln L0); 1 up to s = 1."""
+    """Return the magnitude of LongRoPE, sqrt(1 + ln s / ln L0); 1 for a scale s of up to 1.
+
+    Raises:
+        ServingError: the original length L0 is not above 1.
+    """
     if not original > 1:
-        raise ServingError(f"longrope needs an original length above 1, and it is {original:g}")
+        raise ServingError(f"longrope needs an original length above 1 token, got {original:g}")
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))

@@ -7,13 +7,23 @@ from dataclasses import replace
 from typing import Any
 
 from rope_ext_hf.patches.config_keys import Config, needed, text_settings, yarn_magnitude_by_config
-from rope_ext_hf.tools.engines.base import ConfigEngine, Encoding, ServingConfig, Target, register_engine
+from rope_ext_hf.tools.engines.base import register_engine
+from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.engines.formulas import alpha_theta, linear, longrope_magnitude, plain
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
 MLA_FAMILIES = frozenset(
-    {"axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"}
-    | {
+    {
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
         "hy_v4",
         "hy_v4_vl_text",
         "kimi_k2",
@@ -22,12 +32,12 @@ MLA_FAMILIES = frozenset(
         "mistral4",
         "mistral_large4_text",
         "sarvam_mla",
+        "youtu",
     }
-    | {"youtu"}
 )
 """Families with latent attention, whose softmax scale depends on mscale_all_dim."""
 NTK_ALPHA_FAMILIES = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe"})
-"""Families whose dynamic scaling with `alpha` is one set of frequencies for all lengths."""
+"""Families whose dynamic scaling, with `alpha`, gives all lengths the same frequencies."""
 
 
 class _Rules(ConfigEngine):
@@ -38,7 +48,7 @@ class _Rules(ConfigEngine):
     follows_input = True
 
     def checked(self, model_type: str) -> str:
-        return "run"  # by the tests of this package, for every family
+        return "run"  # the tests of this package compare every family
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         changed = {key: value for key, value in target.patched.items() if target.config.get(key) != value}
@@ -75,7 +85,7 @@ class _Rules(ConfigEngine):
         inv_freq = rope.divided("long_factor" if long else "short_factor")
         if settings["long_factor"] == settings["short_factor"]:
             return rope.computed(inv_freq, magnitude)
-        note = f"longrope: short_factor up to {original:g} tokens, long_factor beyond, for each input."
+        note = f"longrope: inputs of up to {original:g} tokens get short_factor, longer ones long_factor."
         return replace(rope.computed(inv_freq, magnitude, note), by_length=True)
 
     def other(self, rope: RopeKeys) -> Computed:
@@ -92,7 +102,7 @@ class _Rules(ConfigEngine):
 
 
 class _FormerTransformers(_Rules):
-    """transformers 4, which reads top-level `rope_theta` and `rope_scaling`."""
+    """transformers 4, which reads `rope_theta` and `rope_scaling` at the top level of the config."""
 
     version = "4.57"
 
@@ -100,14 +110,17 @@ class _FormerTransformers(_Rules):
         text = text_settings(config)
         scaling = dict(text.get("rope_scaling") or {})
         kind = scaling.get("rope_type", scaling.get("type"))
-        if kind in ("longrope", "su"):  # its class reads the config's key alone
+        if kind in (
+            "longrope",
+            "su",
+        ):  # its class reads this key at the top level of the config, and not in rope_scaling
             scaling.pop("original_max_position_embeddings", None)
         return super().computes({**text, "rope_scaling": scaling, "rope_parameters": None}, length)
 
 
 @register_engine("transformers")
 class Transformers(_Rules):
-    """Plain transformers."""
+    """transformers 5 without this package."""
 
     version = "5.23.0"
     reference = True

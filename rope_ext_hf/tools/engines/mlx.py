@@ -12,9 +12,10 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, needed
-from rope_ext_hf.tools.engines.base import Encoding, Target, engine_table, register_engine
+from rope_ext_hf.tools.engines.base import engine_table, register_engine
 from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, check_sliding_layers
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -29,7 +30,7 @@ class MLX(FormerSpellingEngine):
     aliases: ClassVar = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
-        if not target.config.get("qk_rope_head_dim") and settings["factor"] > 1:  # with 1 the magnitude is 1 anyway
+        if not target.config.get("qk_rope_head_dim") and settings["factor"] > 1:  # a factor of 1 has the magnitude 1
             mscale = (target.attention_factor - 1) / (0.1 * math.log(settings["factor"]))
             settings |= {"mscale": mscale, "mscale_all_dim": 0.0}
 
@@ -48,17 +49,17 @@ class MLX(FormerSpellingEngine):
         scaling = text.get("rope_scaling")
         if text.get("rope_parameters") and not scaling:
             if text.get("rope_theta") is None:
-                raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
-            notes = ("rope_parameters is not read; only rope_theta is.",)
+                raise ServingError("it does not read rope_parameters, and rope_theta and rope_scaling are missing")
+            notes = ("rope_parameters is not read, only rope_theta is.",)
         rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         if model_type == "gemma3_text":
-            pattern = int(text.get("sliding_window_pattern", 6))  # without the key whatever layer_types are
+            pattern = int(text.get("sliding_window_pattern", 6))  # layer_types is not read
             check_sliding_layers(text, pattern, "mlx-lm")
             if needed(text, "num_hidden_layers", pattern) < pattern:
-                raise ServingError(f"its Gemma 3 file stops at fewer layers than {pattern}")
+                raise ServingError(f"its file for Gemma 3 stops at fewer than {pattern} layers")
         if model_type == "phi3" and scaling and not {"long_factor", "type"} <= set(scaling):
-            raise ServingError("its Phi-3 file wants the keys long_factor and type")
-        kind, dropped = self.reached(model_type, str((scaling or {}).get("type") or rope.kind))
+            raise ServingError("its file for Phi-3 needs the keys long_factor and type")
+        kind, dropped = self.passed_type(model_type, str((scaling or {}).get("type") or rope.kind))
         softmax_scale = rope.latent_scale if text.get("qk_rope_head_dim") and scaling else 1.0
         usual, notes = self.table["usual"].get(kind, {}), notes + dropped
         return replace(rope, kind=kind, length=None, softmax_scale=softmax_scale, notes=notes, usual=usual)
@@ -69,7 +70,7 @@ class MLX(FormerSpellingEngine):
             "attention_factor": rope.settings.get("attention_factor") is not None,
             "truncate": rope.settings.get("truncate") is False,
         }
-        notes = [f"yarn: {key} is ignored." for key, given in ignored.items() if given]
+        notes = [f"yarn: {key} is ignored." for key, is_ignored in ignored.items() if is_ignored]
         inv_freq = rope.yarn(factor, original, truncate=True)
         return rope.computed(inv_freq, rope.mscale_ratio(factor), *notes)
 

@@ -1,4 +1,4 @@
-"""Engines that take overrides of the config on their command line, and load a plug-in of this package."""
+"""The base of the engines that take overrides of the config on their command line, and can load a plug-in."""
 
 from __future__ import annotations
 
@@ -12,29 +12,32 @@ from typing import Any, ClassVar
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.installing import install_command
 from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS
-from rope_ext_hf.tools.engines.base import ConfigEngine, Encoding, NotCheckedError, ServingConfig, Target
+from rope_ext_hf.tools.engines.base import NotCheckedError
+from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.engines.formulas import alpha_theta, plain
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys, length_setting, plugin_frequencies
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
-_BY_PLUGIN = "frequencies for the plug-in"
+_BY_PLUGIN = "frequencies for the plug-in"  # the name of the encoding, in reports
 
 
 class OverridingEngine(ConfigEngine):
-    """Base of these engines."""
+    """Base of the engines that are started with overrides, as JSON, instead of a changed config.json."""
 
     unknown_type = "freezes or refuses the rope type {!r}"
     option: ClassVar[str]  # the option that takes the overrides, as JSON
 
     @abstractmethod
     def start(self, target: Target) -> tuple[str, ...]:
-        """The command line without the overrides."""
+        """Return the command line without the overrides."""
 
     def spelled(self, target: Target, settings: dict[str, Any]) -> dict[str, Any]:
-        """Rope settings with what the engine reads by keys of its own."""
+        """Return rope settings with the engine's own keys added; by default as they are."""
         return settings
 
     def stated_length(self, target: Target, settings: dict[str, Any]) -> int:
-        """The max_position_embeddings from which the engine derives the target's length."""
+        """Return the max_position_embeddings from which the engine derives the length to serve."""
         return target.length
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
@@ -54,21 +57,21 @@ class OverridingEngine(ConfigEngine):
             theta = int(rope.theta) if rope.model_type in self.table["whole_theta"] else rope.theta
             return replace(rope, notes=notes).computed(plain(theta, rope.dim))
         if "mrope_section" in rope.settings and rope.kind not in ("default", "yarn"):
-            raise ServingError(f"its class for {rope.kind} knows no M-RoPE positions")
+            raise ServingError(f"its class for {rope.kind} does not take the positions of M-RoPE")
         return super().by_type(rope)
 
     def other(self, rope: RopeKeys) -> Computed:
         if rope.kind == "proportional":
             raise NotCheckedError("its class for Gemma 4 was not checked")
-        if rope.kind == "dynamic" and "alpha" in rope.settings:  # DynamicNTKAlphaRotaryEmbedding of both
+        if rope.kind == "dynamic" and "alpha" in rope.settings:  # both have DynamicNTKAlphaRotaryEmbedding
             return rope.computed(plain(alpha_theta(rope.theta, rope.dim, rope.number("alpha")), rope.dim))
         return super().other(rope)
 
     def by_plugin(self, rope: RopeKeys, length: int | None, *, latent: bool) -> Computed:
-        """Compute the settings for the plug-in; ServingError where the model file does not hand them on."""
+        """Compute settings for the plug-in; ServingError: the engine's model file does not pass them on."""
         if rope.model_type in self.table["theta_alone"]:
             raise ServingError(
-                f"its {rope.model_type} model hands on theta alone, so that the plug-in gets no settings"
+                f"its file for {rope.model_type} passes on theta alone, so the plug-in would get no settings"
             )
         inv_freq, magnitude = plugin_frequencies(rope.settings)
         return Computed(inv_freq, magnitude, length, softmax_scale=rope.latent_scale if latent else 1.0)
@@ -100,11 +103,13 @@ class OverridingEngine(ConfigEngine):
                     served = True
             if not served:
                 raise
-            raise ServingError(f"{error}. {self.name} with the plug-in of this package serves it: --plugin") from error
+            raise ServingError(
+                f"{error}. With the plug-in of this package {self.name} serves it: add --plugin"
+            ) from error
 
 
 def plugin_encoding(target: Target, **more: Any) -> Encoding:
-    """The frequencies and magnitude of a target in the settings that the plug-ins read, with more settings."""
+    """Return the frequencies and magnitude of a target as settings that the plug-ins read, and `more` settings."""
     settings = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS} | {
         "rope_type": PLUGIN_TYPE,
         "rope_theta": target.theta,

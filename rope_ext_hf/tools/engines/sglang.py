@@ -14,14 +14,16 @@ from typing import Any
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude
-from rope_ext_hf.tools.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, register_engine
 from rope_ext_hf.tools.engines.hf_transformers import Transformers
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE, Computed, RopeKeys
 from rope_ext_hf.tools.engines.overrides import OverridingEngine, plugin_encoding
+from rope_ext_hf.tools.engines.target import Encoding, Target
 from rope_ext_hf.tools.engines.vllm import DEEPSEEK_FAMILIES, deepseek_yarn, phi3_longrope
 
 _DEEPSEEK_FAMILIES = DEEPSEEK_FAMILIES - {"axk1", "longcat_flash"}
-"""Those of vLLM but for one that SGLang has no model file for, and one whose file reads settings of its own."""
+"""The same families as in vLLM, without axk1, which SGLang has no file for, and longcat_flash, whose file reads
+settings of its own."""
 
 
 @register_engine("sglang")
@@ -75,7 +77,7 @@ class SGLang(OverridingEngine):
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
-        if rope.model_type == "gemma3_text":  # by transformers, on the settings of the full-attention layers
+        if rope.model_type == "gemma3_text":  # it takes transformers' class, with the settings of full-attention layers
             flat = {key: value for key, value in rope.settings.items() if key != "_shared_truncate"}
             theirs = Transformers().computes({**rope.text, "rope_parameters": flat, "rope_scaling": None}, length)
             return Computed(theirs.inv_freq, theirs.attention_factor, rope.length, notes=theirs.notes)
@@ -90,7 +92,7 @@ class SGLang(OverridingEngine):
     def yarn(self, rope: RopeKeys) -> Computed:
         settings = rope.settings
         if "mrope_section" in settings and ("mscale" in settings or "mscale_all_dim" in settings):
-            raise ServingError("its yarn class for M-RoPE takes no mscale")
+            raise ServingError("its YaRN class for M-RoPE takes no mscale")
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=bool(settings.get("truncate", True)))
         magnitude = _yarn_magnitude(settings) * needed(settings, "attn_factor", 1.0)
@@ -106,15 +108,15 @@ class SGLang(OverridingEngine):
 
 
 class _SGLangWithPlugin(SGLang):
-    """SGLang with this package installed beside it, whose plug-in builds a table of any frequencies."""
+    """SGLang with this package installed beside it: the plug-in builds a table of any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         parameters = target.config["rope_parameters"]
         own = parameters if target.layer_type is None else parameters[target.layer_type]
-        if target.model_type in _DEEPSEEK_FAMILIES:  # the softmax scale follows from these
+        if target.model_type in _DEEPSEEK_FAMILIES:  # it computes the softmax scale from these
             kept = ("factor", "mscale_all_dim", "original_max_position_embeddings")
             yield plugin_encoding(target, **{key: own[key] for key in kept if key in own})
-        else:  # settings are merged key by key, and a factor multiplies the length
+        else:  # it merges settings key by key, so a factor of the config would multiply the length
             yield plugin_encoding(target, **({"factor": 1.0} if "factor" in own else {}))
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
@@ -126,7 +128,7 @@ class _SGLangWithPlugin(SGLang):
 
 
 def _yarn_magnitude(settings: Config) -> float:
-    """The magnitude of a yarn before attn_factor."""
+    """Return YaRN's magnitude, which SGLang multiplies by attn_factor."""
     factor = needed(settings, "factor", 1.0)
     mscale, all_dim = settings.get("mscale"), settings.get("mscale_all_dim")
     if mscale is not None and all_dim is not None:
@@ -135,5 +137,6 @@ def _yarn_magnitude(settings: Config) -> float:
 
 
 def _check_settings_reach(model_type: str) -> None:
+    """Raise a NotCheckedError for a family whose file does not read the rope settings of the config."""
     if model_type == "longcat_flash":
-        raise NotCheckedError("its file for longcat_flash reads rope_scaling of a config class of its own")
+        raise NotCheckedError("its file for longcat_flash reads rope_scaling from a config class of its own")

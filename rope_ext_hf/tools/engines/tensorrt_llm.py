@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude_by_config
-from rope_ext_hf.tools.engines.base import NotCheckedError, Target, engine_table, register_engine
-from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, later_factor
+from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, register_engine
+from rope_ext_hf.tools.engines.former_spelling import FormerSpellingEngine, set_length_for_factor
 from rope_ext_hf.tools.engines.formulas import plain
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
+from rope_ext_hf.tools.engines.target import Target
 
 _FUSED = frozenset({"qwen3", "qwen3_moe"})
-"""Families whose kernel rotates while it normalises, with the parameters of a yarn whatever the rope type is."""
-
+"""Families whose kernel normalises and rotates in one step, with YaRN's parameters whatever the rope type is."""
 _USUAL = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 1024, "factor": 1.0}
 """The numbers that it takes for missing keys."""
 
@@ -34,14 +34,14 @@ class TensorRTLLM(FormerSpellingEngine):
     table = engine_table("tensorrt_llm")
     newest = (
         "1.2.1",
-        "it reads other keys and builds other tables than 1.2.0rc2, by whose source the rules here were written",
+        "it reads other keys and builds other tables than 1.2.0rc2, whose source the rules here were taken from",
     )
     aliases: ClassVar = {}
 
     def write_yarn(self, target: Target, settings: dict[str, Any], changed: dict[str, Any]) -> None:
         if target.model_type in _FUSED:
             settings["attention_factor"] = target.attention_factor
-            later_factor(settings, changed)
+            set_length_for_factor(settings, changed)
 
     def command(self, target: Target) -> tuple[str, ...]:
         return ("trtllm-serve", "serve", "FOLDER", "--max_seq_len", str(target.length))
@@ -49,12 +49,12 @@ class TensorRTLLM(FormerSpellingEngine):
     def read(self, config: Config, length: int | None) -> RopeKeys:
         text, model_type = self.known_text(config)
         if text.get("rope_parameters") and not text.get("rope_scaling") and text.get("rope_theta") is None:
-            raise ServingError("rope_parameters is not read; rope_theta and rope_scaling are missing")
+            raise ServingError("it does not read rope_parameters, and rope_theta and rope_scaling are missing")
         rope = RopeKeys.of({**text, "rope_parameters": None}, length)
         kind = rope.settings.get("type") or rope.kind
         if kind == "default" and text.get("rope_scaling"):
             raise ServingError("it has no rope type 'default': rope_scaling must be null")
-        kind, _ = self.reached(model_type, str(kind))
+        kind, _ = self.passed_type(model_type, str(kind))
         return replace(rope, kind=kind, table=rope.most, usual=_USUAL)
 
     def computes(self, config: Config, length: int | None = None) -> Computed:
@@ -63,15 +63,15 @@ class TensorRTLLM(FormerSpellingEngine):
             return self._fused(rope)
         if rope.model_type == "deepseek_v3" and rope.kind not in ("default", "yarn"):
             raise NotCheckedError(f"its kernels for DeepSeek were not read with the rope type {rope.kind!r}")
-        for key in ("original_max_position_embeddings", "factor"):  # which are read whatever the rope type is
+        for key in ("original_max_position_embeddings", "factor"):  # it reads these for every rope type
             rope.number(key)
         return self.by_type(rope)
 
     def yarn(self, rope: RopeKeys) -> Computed:
         if rope.model_type != "deepseek_v3":
             raise ServingError(
-                "its table of a yarn holds every angle twice but for latent attention (duplicate_data), so that "
-                "position p gets the angles of floor(p / 2)"
+                "its table for YaRN holds every angle twice, except for latent attention (duplicate_data), so position "
+                "p gets the angles of floor(p / 2)"
             )
         factor, original = rope.number("factor"), rope.number("original_max_position_embeddings")
         inv_freq = rope.yarn(factor, original, truncate=True)
@@ -82,12 +82,12 @@ class TensorRTLLM(FormerSpellingEngine):
         original = rope.number("original_max_position_embeddings")
         if original != int(original):
             raise ServingError(
-                f"original_max_position_embeddings must be a whole number there; for this magnitude it is {original:g}"
+                f"it takes a whole number as original_max_position_embeddings, and this magnitude needs {original:g}"
             )
         return super().longrope(rope)
 
     def _fused(self, rope: RopeKeys) -> Computed:
-        """A yarn, as the kernel of Qwen3 computes it whatever the rope type is."""
+        """Compute YaRN as the kernel of Qwen3 does, whatever the rope type is."""
         rope = replace(rope, table=None)
         if rope.kind == "default":
             return rope.computed(plain(rope.theta, rope.dim))

@@ -15,33 +15,40 @@ from typing import Any
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.config_keys import Config, needed, yarn_magnitude, yarn_magnitude_by_config
-from rope_ext_hf.tools.engines.base import Encoding, NotCheckedError, Target, engine_table, register_engine
+from rope_ext_hf.tools.engines.base import NotCheckedError, engine_table, register_engine
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude, plain, yarn
 from rope_ext_hf.tools.engines.keys import Computed, RopeKeys, plugin_settings
 from rope_ext_hf.tools.engines.overrides import OverridingEngine, plugin_encoding
+from rope_ext_hf.tools.engines.target import Encoding, Target
 
 _TABLE = engine_table("vllm")
 DEEPSEEK_FAMILIES = frozenset(_TABLE["deepseek"])
+"""Families that take the rotary class of DeepSeek, with latent attention."""
 INTERLEAVED_FAMILIES = DEEPSEEK_FAMILIES.union(_TABLE["interleaved"])
+"""Families that rotate in the interleaved pairing."""
 _LENGTH_STATED = frozenset({"su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "default"})
-"""Rope types whose max_position_embeddings is not multiplied by the factor."""
+"""Rope types for which max_position_embeddings is the length to serve, and is not multiplied by the factor."""
 HF_FORMAT = ("--config-format", "hf", "--load-format", "safetensors")
-"""Without these it reads params.json and consolidated*.safetensors where they lie beside config.json: `get_config` of
-transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py. It refuses overrides then."""
-_MROPE_TABLE = 4  # its M-RoPE class takes so many times the original length for its table, and for YaRN's ramp as well
+"""Options for a folder that has Mistral's own files, params.json and consolidated*.safetensors, beside config.json.
+
+Without them vLLM reads the model from Mistral's files, and refuses overrides: `get_config` of
+transformers_utils/config.py, and `_prepare_weights` of model_loader/default_loader.py.
+"""
+_MROPE_TABLE = 4
+"""The number by which its M-RoPE class multiplies the original length, for its table and for YaRN's ramp."""
 
 
 def deepseek_yarn(rope: RopeKeys) -> tuple[list[float], float]:
-    """Frequencies and magnitude of the class for DeepSeek: no truncate, and mscale with other defaults."""
+    """Compute frequencies and magnitude by the class for DeepSeek, which ignores truncate and has other mscales."""
     factor, original = needed(rope.settings, "factor"), needed(rope.settings, "original_max_position_embeddings")
     magnitude = rope.mscale_ratio(factor)
     return rope.yarn(factor, original, truncate=True), magnitude
 
 
 def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
-    """LongRoPE by the class for Phi-3, which takes one list, by the length to serve."""
+    """Compute LongRoPE by the class for Phi-3, which chooses one list when it starts, by the length to serve."""
     if rope.model_type in INTERLEAVED_FAMILIES:
-        raise ServingError("its longrope class takes half-paired rotation only")
+        raise ServingError("its longrope class rotates in the half pairing only")
     original = rope.number("original_max_position_embeddings")
     key = "long" if served > original else "short"
     magnitude = needed(rope.settings, f"{key}_mscale", longrope_magnitude(rope.most / original, original))
@@ -49,9 +56,9 @@ def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
 
 
 def of_mistral_params(params: Config, like: Computed) -> Computed:
-    """Compute params.json, Mistral's own format, as `_remap_mistral_yarn_args` of its configs/mistral.py hands it on.
+    """Compute params.json, Mistral's own format, by `_remap_mistral_yarn_args` of vLLM's configs/mistral.py.
 
-    `like`: the model by config.json, for the number of pairs.
+    `like` are the numbers by config.json: their number of pairs counts if params.json has no head_dim.
     """
     theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
     dim = int(needed(params, "head_dim", dim))
@@ -110,19 +117,21 @@ class VLLM(OverridingEngine):
 
     def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
         config = super().config(target, changes)
-        if target.composite and "rope_parameters" in changes:  # merged key by key
+        if target.composite and "rope_parameters" in changes:  # it merges nested overrides key by key
             before = dict(target.config.get("rope_parameters") or {})
-            config["rope_parameters"] = _nested(before, changes["rope_parameters"])
+            config["rope_parameters"] = _merged(before, changes["rope_parameters"])
         return config
 
     def read(self, config: Config, length: int | None) -> RopeKeys:
         rope = RopeKeys.of(config, length)
-        if rope.text.get("dual_chunk_attention_config"):  # get_rope takes it before any rope type
-            raise NotCheckedError("it runs dual chunk attention here, by a rotary class that was not checked")
+        if rope.text.get("dual_chunk_attention_config"):  # get_rope looks at this before it looks at the rope type
+            raise NotCheckedError(
+                "it runs dual chunk attention for this config, with a rotary class that was not checked"
+            )
         if rope.model_type in self.table["theta_inside"]:
             inside = rope.text.get("rope_parameters") or rope.text.get("rope_scaling") or {}
             settings = {**rope.settings, "rope_theta": needed(inside, "rope_theta", 10000.0, above=1.0)}
-            notes = ("rope_theta beside the rope settings is not read (vLLM #56066); write it into them.",)
+            notes = ("rope_theta is read only inside the rope settings (vLLM #56066); write it there.",)
             rope = replace(rope, settings=settings, notes=notes)
         derived = rope.most
         if not _length_stated(rope.kind, rope.model_type):
@@ -132,30 +141,32 @@ class VLLM(OverridingEngine):
     def computes(self, config: Config, length: int | None = None) -> Computed:
         rope = self.read(config, length)
         if rope.model_type in DEEPSEEK_FAMILIES and rope.kind != "default":
-            inv_freq, magnitude = deepseek_yarn(rope)  # whatever the rope type is
+            inv_freq, magnitude = deepseek_yarn(rope)  # for every rope type
             settings = rope.settings
             scale = 1.0 if settings.get("attention_factor") == 1.0 else rope.latent_scale
             table = int(settings["original_max_position_embeddings"] * settings["factor"])
             return replace(rope, table=table, softmax_scale=scale).computed(inv_freq, magnitude)
         if rope.model_type == "gpt_oss":
-            rope = self._as_handed_on_by_gpt_oss(rope)
+            rope = self._passed_on_by_gpt_oss(rope)
         if rope.model_type in self.table["by_layer"] and rope.kind != "default":
-            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
+            raise NotCheckedError(
+                f"its file for {rope.model_type} chooses a rope type for each layer, by rules that were not checked"
+            )
         return self.by_type(rope)
 
-    def _as_handed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
-        """YaRN's keys alone, whatever the rope type is."""
+    def _passed_on_by_gpt_oss(self, rope: RopeKeys) -> RopeKeys:
+        """Return the keys that its file for gpt-oss passes on: those of YaRN, whatever the rope type is."""
         settings = rope.settings
         for key in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             try:
                 rope.number(key)
             except ServingError as error:
-                raise ServingError(f"its file of gpt-oss hands on YaRN's keys alone, and {error}") from error
+                raise ServingError(f"its file for gpt-oss passes on YaRN's keys alone, and {error}") from error
         kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate")
         ignored = settings.get("attention_factor") is not None or rope.kind != "yarn"
         notes = ("gpt-oss: run as yarn, without attention_factor.",) if ignored else ()
-        handed_on = {key: settings[key] for key in kept if key in settings}
-        return replace(rope, settings=handed_on, kind="yarn", notes=notes)
+        passed_on = {key: settings[key] for key in kept if key in settings}
+        return replace(rope, settings=passed_on, kind="yarn", notes=notes)
 
     def linear(self, rope: RopeKeys) -> Computed:
         return replace(super().linear(rope), table=int(rope.most * rope.number("factor")))
@@ -165,7 +176,7 @@ class VLLM(OverridingEngine):
         notes = []
         if _quadruple(rope.settings, rope.model_type):
             original *= _MROPE_TABLE
-            notes.append(f"yarn with M-RoPE: the ramp is that of an original length of {original:g} tokens.")
+            notes.append(f"yarn with M-RoPE: the ramp is computed for an original length of {original:g} tokens.")
         inv_freq = rope.yarn(factor, original, truncate=bool(rope.settings.get("truncate", True)))
         magnitude = yarn_magnitude_by_config(rope.settings, factor)
         return replace(rope, table=int(original * factor)).computed(inv_freq, magnitude, *notes)
@@ -174,33 +185,33 @@ class VLLM(OverridingEngine):
         by_transformers = rope.model_type in self.table["run_by_transformers"]
         if by_transformers and rope.settings["long_factor"] != rope.settings["short_factor"]:
             raise ServingError(
-                f"it runs {rope.model_type} by the class of transformers, whose longrope takes the list of the longest "
-                "input of a batch"
+                f"it runs {rope.model_type} with transformers' class, whose longrope takes one list for a whole batch, "
+                "by its longest input"
             )
         served = rope.asked or int(rope.text.get("original_max_position_embeddings") or rope.most)
         return phi3_longrope(replace(rope, length=served), served)
 
 
 class _VLLMWithPlugin(VLLM):
-    """vLLM with this package installed beside it, whose plug-in builds a table of any frequencies."""
+    """vLLM with this package installed beside it: the plug-in builds a table of any frequencies."""
 
     def encodings(self, target: Target) -> Iterator[Encoding]:
         encoding = plugin_encoding(target)
         settings = dict(encoding.settings)
         if target.model_type in DEEPSEEK_FAMILIES:
-            # Its model takes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type leaves
-            # the length as it is; without the plug-in vLLM stops at the missing original length.
+            # Its file computes the softmax scale from mscale_all_dim, unless attention_factor is 1. This rope type
+            # leaves the length as it is, and without the plug-in vLLM stops at the missing original length.
             settings |= {
                 "rope_type": "deepseek_yarn",
                 "magnitude": settings.pop("attention_factor"),
                 "factor": math.e,  # yarn_magnitude(e, m) is 1 + m / 10
                 "mscale_all_dim": 10 * (math.sqrt(target.softmax_scale) - 1),
             }
-        elif target.model_type == "gpt_oss":  # its model hands on YaRN's keys alone
+        elif target.model_type == "gpt_oss":  # its file passes on YaRN's keys alone
             settings |= {
                 "factor": 1.0,
                 "original_max_position_embeddings": target.length,
-                "beta_fast": settings.pop("inv_freq"),  # text: without the plug-in vLLM stops at it
+                "beta_fast": settings.pop("inv_freq"),  # as text, at which vLLM stops without the plug-in
                 "beta_slow": settings.pop("attention_factor"),
             }
         yield replace(encoding, settings=settings)
@@ -210,21 +221,28 @@ class _VLLMWithPlugin(VLLM):
         if plugin_settings(rope.settings) is None:
             return super().computes(config, length)
         if rope.model_type in self.table["by_layer"]:
-            raise NotCheckedError(f"how its file for {rope.model_type} scales layers was not checked")
+            raise NotCheckedError(
+                f"its file for {rope.model_type} chooses a rope type for each layer, by rules that were not checked"
+            )
         return self.by_plugin(rope, rope.most, latent=rope.model_type in DEEPSEEK_FAMILIES)
 
 
 def _length_stated(kind: str, model_type: str) -> bool:
-    """Whether max_position_embeddings is the length itself, and is not multiplied by the factor."""
+    """Return whether max_position_embeddings is the length to serve, and is not multiplied by the factor."""
     return kind in _LENGTH_STATED or "gemma3" in model_type
 
 
 def _quadruple(settings: Config, model_type: str) -> bool:
-    """Whether YaRN's ramp is that of `_MROPE_TABLE` times the original length."""
+    """Return whether YaRN's ramp is computed for `_MROPE_TABLE` times the original length."""
     return "mrope_section" in settings and model_type not in _TABLE["single_table"]
 
 
-def _nested(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Settings merged key by key, at every depth."""
-    both = {key: isinstance(before.get(key), dict) and isinstance(value, dict) for key, value in after.items()}
-    return before | {key: _nested(before[key], value) if both[key] else value for key, value in after.items()}
+def _merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+    """Return two dicts merged key by key at every depth; `after` counts where both have a key."""
+    merged = dict(before)
+    for key, value in after.items():
+        if isinstance(before.get(key), dict) and isinstance(value, dict):
+            merged[key] = _merged(before[key], value)
+        else:
+            merged[key] = value
+    return merged

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.engines.base import ServingConfig as ServingConfig
+    from rope_ext_hf.tools.engines.serving_config import ServingConfig as ServingConfig
     from rope_ext_hf.tools.serving.auditing import Audit as Audit
     from rope_ext_hf.tools.serving.auditing import audit as audit
     from rope_ext_hf.tools.serving.configs import serving_config as serving_config

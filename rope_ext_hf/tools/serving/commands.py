@@ -1,4 +1,4 @@
-"""Commands about serving: `serve-config`, `audit`, `gguf`, `card`."""
+"""The commands about serving: `serve-config`, `audit`, `gguf`, `card`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_text
-from rope_ext_hf.cli.options import Json, Model, PublishOptions, SourceOptions, command
+from rope_ext_hf.cli.options import Json, Model, SourceOptions, command
+from rope_ext_hf.cli.publishing import PublishOptions
 from rope_ext_hf.files import json_text
 from rope_ext_hf.method_choice import PatchChoice
 from rope_ext_hf.questions import argument
@@ -17,7 +18,7 @@ from rope_ext_hf.tools.engines.base import list_engines
 from rope_ext_hf.tools.serving.questions import GPUServer
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.engines.base import ServingConfig
+    from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 
 @command("Tool box: serve")
@@ -28,13 +29,13 @@ def serve_config(
     server: GPUServer,
     engine: str = argument(MISSING, f"One of {', '.join(list_engines())}.", metavar="NAME"),
     engine_version: str | None = argument(None, "The version of the engine, if you know it.", metavar="VERSION"),
-    plugin: bool = argument(False, "The engine loads a plug-in of this package."),
+    plugin: bool = argument(False, "The engine will load the plug-in of this package."),
     as_json: Json = False,
 ) -> None:
     """Print the command that starts a serving engine with a method.
 
-    Config keys are printed as well, where the engine needs them. Without --method they are those of the patch in the
-    folder, or of the model as published. No weights are read.
+    If the engine needs keys in config.json, they are printed as well. Without --method, command and keys are for the
+    patch that the folder carries, or for the model as published. No weights are read.
 
     Example: `rope-ext serve-config reference --method yarn --factor 4 --engine vllm`
     """
@@ -54,7 +55,7 @@ def gguf(
 ) -> None:
     """Write a copy of a GGUF file with a method.
 
-    Metadata and divisors change; weights are copied as they are.
+    The metadata and the tensors of divisors change; weights are copied as they are.
 
     Example: `rope-ext gguf model.gguf model-yarn.gguf --model reference --method yarn --factor 4`
     """
@@ -74,7 +75,8 @@ def audit(
 ) -> None:
     """Compare what serving engines compute from a config or GGUF.
 
-    The exit code is 1 if the engines do not agree.
+    For each engine it prints the longest wavelength, the magnitude and the length, or how they differ from those of
+    transformers. The exit code is 1 if the engines do not agree, or the file has a problem.
 
     Example: `rope-ext audit reference`
     """
@@ -87,11 +89,13 @@ def audit(
 
 
 def _configure(
-    model: str, methods: PatchChoice, source: SourceOptions, engine: str, version: str | None, **how: Any
+    model: str, methods: PatchChoice, source: SourceOptions, engine: str, version: str | None, **options: Any
 ) -> ServingConfig:
     from rope_ext_hf.tools.serving.configs import serving_config
 
-    return serving_config(model, engine, engine_version=version, **how, **source.version, **methods.arguments_of_patch)
+    return serving_config(
+        model, engine, engine_version=version, **options, **source.version, **methods.arguments_of_patch
+    )
 
 
 @command("Tool box: serve")
@@ -101,7 +105,7 @@ def card(
     runs: Annotated[
         list[Path] | None,
         typer.Argument(
-            metavar="[RUN]...", help="Folders of runs that measured it. Default: keep the results in the card."
+            metavar="[RUN]...", help="Folders of runs that measured it. Default: keep the results that the card has."
         ),
     ] = None,
     base_model: str | None = argument(None, "The model on the Hub that it was made from.", metavar="OWNER/NAME"),
@@ -110,9 +114,9 @@ def card(
 ) -> None:
     """Write the model card of a folder, with the results of runs.
 
-    The card says how the folder is loaded and served. The text of a card that exists already is kept, with its licence
-    and tags. Results also go into FOLDER/.eval_results, in the form that the Hugging Face Hub reads. A run is refused
-    if it measured other weights or another method.
+    The card says how to load and serve the folder. The text of a card that exists already is kept, with its licence
+    and tags. Results also go into FOLDER/.eval_results, in the form that the Hugging Face Hub reads. A run that
+    measured other weights or another method is refused.
 
     Example: `rope-ext card longer rope-ext-results/longer-perplexity-0123456789`
     """

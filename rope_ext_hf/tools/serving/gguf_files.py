@@ -1,4 +1,4 @@
-"""GGUF files: the rotary embedding of one, and copies of one that carry a method."""
+"""GGUF files: reading the rotary embedding of one, and writing a copy that carries a method."""
 
 from __future__ import annotations
 
@@ -16,32 +16,34 @@ from rope_ext_hf.errors import CheckpointError, MethodError, short
 from rope_ext_hf.files import atomic_file, check_destination
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.tools.engines.base import ServingConfig
-from rope_ext_hf.tools.engines.llama_cpp import FileRope
+from rope_ext_hf.tools.engines.gguf_rules import FileRope
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 _HEADER = struct.Struct("<4sIQQ")
-_MAX_ENTRIES = 1_000_000  # keys, tensors and dims of a header; the largest published files have some thousands
-_MAX_READS = 20_000_000  # numbers and strings of a header; a vocabulary of 256,000 tokens takes some 2 million
+_MAX_ENTRIES = 1_000_000  # of keys, and of tensors, in a header; the largest published files have some thousands
+_MAX_READS = 20_000_000  # of numbers and strings in a header; a vocabulary of 256,000 tokens takes some 2 million
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """A file's reader, every failure of it an error of one line."""
+    """Yield a reader of a GGUF file; everything that is wrong with the file is a CheckpointError."""
     try:
         import gguf
     except ImportError as error:
         raise MethodError(f"GGUF files need the gguf package: {install_command('gguf')}") from error
     failure = f"the GGUF file {short(str(path))!r} cannot be read"
     if not path.is_file():
-        raise CheckpointError(f"{failure}: there is no regular file")
+        raise CheckpointError(f"{failure}: it is not a file")
     with foreign_errors(failure):
         with path.open("rb") as stream:
             magic, version, tensors, keys = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
         if magic != b"GGUF" or version not in (2, 3):
-            raise CheckpointError(f"{failure}: no GGUF file of version 2 or 3, little-endian")
+            raise CheckpointError(f"{failure}: it is not a little-endian GGUF file of version 2 or 3")
         if tensors > _MAX_ENTRIES or keys > _MAX_ENTRIES:
-            raise CheckpointError(f"{failure}: its header counts {keys:,} keys and {tensors:,} tensors")
+            raise CheckpointError(
+                f"{failure}: its header states {keys:,} keys and {tensors:,} tensors, which is too many"
+            )
         reader = _bounded_reader(gguf.GGUFReader)(path)
         end = path.stat().st_size
         for tensor in reader.tensors:
@@ -51,7 +53,7 @@ def _opened(path: Path) -> Iterator[Any]:
 
 
 def _bounded_reader(base: Any) -> Any:
-    """gguf's reader, which by itself takes what lies beyond the end of a file for empty, and goes on."""
+    """Return a subclass of gguf's reader that raises an error at the end of the file; gguf's own reads on, as empty."""
 
     class BoundedReader(base):  # type: ignore[misc]
         reads = 0
@@ -76,6 +78,7 @@ def _architecture(reader: Any, path: Path) -> str:
 
 
 def read_file_rope(path: Path) -> FileRope:
+    """Read the rotary embedding that a GGUF file describes; CheckpointError: a damaged file, or one without it."""
     with _opened(path) as reader:
         architecture = _architecture(reader, path)
         prefix = f"{architecture}."
@@ -94,25 +97,35 @@ def read_file_rope(path: Path) -> FileRope:
             )
         keys = {name: value for name, value in values.items() if name.startswith("rope.") or name == "context_length"}
         tensors = {
-            each.name: tuple(np.asarray(each.data, np.float64).ravel().tolist())
-            for each in reader.tensors
-            if each.name in _FACTORS
+            tensor.name: tuple(np.asarray(tensor.data, np.float64).ravel().tolist())
+            for tensor in reader.tensors
+            if tensor.name in _FACTORS
         }
         return FileRope(architecture, dim, keys, tensors, head_dim if isinstance(head_dim, int) else None)
 
 
 def rewrite(source: Path, destination: Path, config: ServingConfig) -> None:
-    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; it appears whole or not at all."""
+    """Copy a GGUF file with the `gguf_keys` and tensors of a serving config; the copy appears whole or not at all.
+
+    Raises:
+        CheckpointError: the file is damaged, or the config is for another architecture or number of rotated pairs.
+        FileError: the destination exists, or cannot be written.
+    """
     check_destination(destination, source)
     with _opened(source) as reader:
         architecture = _architecture(reader, source)
-        wanted = next((key.partition(".")[0] for key in config.gguf_keys), architecture)
-        if wanted != architecture:
-            raise CheckpointError(f"{short(str(source))!r} holds {architecture!r}, and the method was for {wanted!r}")
+        planned = next((key.partition(".")[0] for key in config.gguf_keys), architecture)
+        if planned != architecture:
+            raise CheckpointError(
+                f"the architecture of {short(str(source))!r} is {architecture!r}, but that of --model is {planned!r}; "
+                "give the model that the file was made from"
+            )
         rope = read_file_rope(source)
         for name, divisors in config.gguf_tensors.items():
             if 2 * len(divisors) != rope.dim:
-                raise CheckpointError(f"{name} has {len(divisors)} divisors, the file {rope.dim // 2} rotated pairs")
+                raise CheckpointError(
+                    f"{name} has {len(divisors)} divisors, but the file has {rope.dim // 2} rotated pairs"
+                )
         with atomic_file(destination) as part, foreign_errors(f"{str(destination)!r} cannot be written"):
             _write(reader, part, architecture, config)
 
@@ -124,7 +137,8 @@ def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) ->
     alignment = reader.get_field("general.alignment")
     if alignment is not None:
         writer.data_alignment = int(alignment.contents())
-    scaling = (f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear")  # the second is its former name
+    # all keys of the former scaling go; rope.scale_linear is what rope.scaling.factor was called before
+    scaling = (f"{architecture}.rope.scaling.", f"{architecture}.rope.scale_linear")
     for name, field in reader.fields.items():
         replaced = name in config.gguf_keys or (name.startswith(scaling) and bool(config.gguf_keys))
         if name.startswith("GGUF.") or name == "general.architecture" or replaced:
@@ -133,10 +147,15 @@ def _write(reader: Any, part: Path, architecture: str, config: ServingConfig) ->
         writer.add_key_value(name, field.contents(), kind, sub_type=field.types[-1] if len(field.types) > 1 else None)
     types = gguf.GGUFValueType
     for name, value in config.gguf_keys.items():
-        text, whole = isinstance(value, str), name.endswith("context_length")
-        if not (text or whole or math.isfinite(value)):
-            raise CheckpointError(f"{name} must be finite, got {value}")
-        writer.add_key_value(name, value, types.STRING if text else types.UINT32 if whole else types.FLOAT32)
+        if isinstance(value, str):
+            kind = types.STRING
+        elif name.endswith("context_length"):
+            kind = types.UINT32
+        elif math.isfinite(value):
+            kind = types.FLOAT32
+        else:
+            raise CheckpointError(f"{name} must be a finite number, got {value}")
+        writer.add_key_value(name, value, kind)
     replaced_tensors = {*config.gguf_tensors, *config.gguf_removed}
     kept = [tensor for tensor in reader.tensors if tensor.name not in replaced_tensors]
     added = {name: np.asarray(values, np.float32) for name, values in config.gguf_tensors.items()}

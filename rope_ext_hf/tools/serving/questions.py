@@ -1,4 +1,4 @@
-"""What is asked of a server and of an extension. Nothing here imports torch, so that --help answers at once."""
+"""The options of a server and of an extension. Nothing here imports torch, so that --help answers at once."""
 
 from __future__ import annotations
 
@@ -14,32 +14,43 @@ from rope_ext_hf.tools.engines.base import find_engine, list_engines, usual_serv
 
 @dataclass(frozen=True, kw_only=True)
 class GPUServer(Question):
-    """The GPUs that one server has, for which its options are computed."""
+    """The GPUs of one server."""
 
     PANEL = "GPUs of the server"
 
     gpus: int | None = argument(
-        None, "GPUs of the server; its options are computed to fit.", least=1, most=4096, metavar="N"
+        None, "Number of GPUs; the options of the server are computed to fit.", least=1, most=4096, metavar="N"
     )
     gpu_memory: int | Any = argument(
-        80 * 10**9, "Memory of each, e.g. 80GB or 80GiB.", parse=parse_bytes, show=lambda size: f"{size / 1e9:.10g}GB",
-        least=1, most=MOST_TOKENS, metavar="SIZE",
-    )  # fmt: skip
+        80 * 10**9,
+        "Memory of each GPU, e.g. 80GB or 80GiB.",
+        parse=parse_bytes,
+        show=lambda size: f"{size / 1e9:.10g}GB",
+        least=1,
+        most=MOST_TOKENS,
+        metavar="SIZE",
+    )
     weight_bits: int | None = argument(
-        None, "Bits of a weight there. Default: 16, of weights that are not quantised.", least=2, most=32, metavar="N"
+        None,
+        "Bits of a weight on the server. Default: 16 if the weights are not quantised.",
+        least=2,
+        most=32,
+        metavar="N",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extending(GPUServer):
-    """From a model to a folder that an engine serves."""
+    """An extension: the way from a model to a folder that an engine serves."""
 
     command = "extend"
 
     target_length: int | Any = argument(
         MISSING, "The length that you need, e.g. 128k.", parse=parse_length, metavar="TOKENS"
     )
-    engine: str = argument(usual_server(), f"What will serve it: one of {', '.join(list_engines())}.", metavar="NAME")
+    engine: str = argument(
+        usual_server(), f"The engine that will serve it: one of {', '.join(list_engines())}.", metavar="NAME"
+    )
     out: Path | Any | None = argument(
         None,
         "The folder to write. Default: MODEL-TOKENS.",
@@ -48,21 +59,21 @@ class Extending(GPUServer):
     )
     data: Any = argument(
         None,
-        "The text that is read, as in `rope-ext ppl`; it takes three documents of the target length. Default: "
-        "'stdlib', joined to documents that are long enough, which it has for up to 32k tokens.",
+        "The text to measure on, as in `rope-ext ppl`; at least three documents of the target length. Default: "
+        "'stdlib', joined to documents that are long enough, which is possible for up to 32k tokens.",
         parse=anything,
         metavar="TEXT",
     )
-    max_spans: int = argument(16, "Spans of text that are read per length.", least=1, metavar="N")
-    measure: bool = argument(True, "Measure the loss at short inputs and at the target length.")
+    max_spans: int = argument(16, "Number of spans of text per length.", least=1, metavar="N")
+    measure: bool = argument(True, "Measure perplexity on short inputs and at the target length first.")
     over: str = argument("own", "What is extended: own or original, see `rope-ext describe --help`.", metavar="WHAT")
     context_length: int | Any | None = argument(
         None,
-        "The length that the model is for. Default: as published, else as its config states.",
+        "The length that the model is for. Default: as its publisher or its config states.",
         parse=parse_length,
         metavar="TOKENS",
     )
-    anyway: bool = argument(False, "Write the folder also where the measurement speaks against it.")
+    anyway: bool = argument(False, "Write the folder even if the measurement speaks against it.")
 
     @property
     def server(self) -> GPUServer:
@@ -71,7 +82,7 @@ class Extending(GPUServer):
 
     @property
     def underneath(self) -> dict[str, Any]:
-        """The rotary embedding that is extended, as `rope_ext_hf.patch` takes it."""
+        """The rotary embedding to extend, as arguments of `rope_ext_hf.patch`."""
         return {"over": self.over, "context_length": self.context_length}
 
     def check_early(self) -> None:

@@ -20,7 +20,7 @@ import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.reading.preflight import cached_bytes
+from rope_ext_hf.reading.cache_size import cached_bytes
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import Advice, advise
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, PURPOSES, PYTHON, SERVING, SHORT_INPUTS, guidance_of
@@ -225,14 +225,14 @@ def test_candidates_are_not_ranked_by_small_models(folder: Path) -> None:
             said = f"helped at this length on the {' and the '.join(helped)}"
             said = said if helped else f"helped none of the small models that were measured ({len(on)})"
             assert each.why.startswith(said), each
-    assert "known when it is measured" in unwrapped(advice.full_text())
+    assert "Measure which candidate reads best on your model" in unwrapped(advice.full_text())
     assert next(iter(advice.commands)).startswith("measure on your own text: ")
 
 
 def test_a_patch_for_far_more_than_is_asked_for_is_noted() -> None:
     model = rope.patch(build("llama"), "yarn", factor=16)  # of 64 tokens
     notes = advise(model, 128).notes
-    assert notes[0] == "The patch is for 1,024 tokens, 8 times what is asked for."
+    assert notes[0] == "The patch is for 1,024 tokens, 8 times as much as you need."
     assert notes[1] == rope.describe(model).short_inputs[0]
     assert advise(model, 1024).notes == ()
 

@@ -32,7 +32,7 @@ def assert_short(text: str) -> None:
 
 @pytest.mark.parametrize("times", [1, 2, 8, 64])
 @pytest.mark.parametrize("name", ["reference", *PUBLISHED])
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(13)
 def test_advice_is_25_lines_of_80_columns(
     name: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +163,8 @@ def test_the_dry_run_of_a_model_of_which_only_the_config_is_there(
     [
         (
             ("--purpose", "python"),
-            "extend writes folders for serving; for --purpose python type: rope-ext extend reference --target-length "
-            "2048 --purpose python --dry-run",
+            "extend writes folders for serving; for advice on --purpose python type: rope-ext extend reference "
+            "--target-length 2048 --purpose python --dry-run",
         ),
         (("--purpose", "sell"), "purpose must be one of serve, python, train, got 'sell'"),
         (("--purpose", "sell", "--dry-run"), "purpose must be one of serve, python, train, got 'sell'"),

@@ -202,7 +202,7 @@ def test_a_model_whose_every_layer_sees_a_window_is_refused_everywhere(tmp_path:
 
 def test_what_vllm_alone_cannot_serve_names_its_cause_once_and_the_plug_in(tmp_path: Path) -> None:
     folder = PUBLISHED["gpt-oss"].write(tmp_path)
-    with pytest.raises(ServingError, match=r"hands on YaRN's keys alone.* --plugin") as error:
+    with pytest.raises(ServingError, match=r"passes on YaRN's keys alone.* --plugin") as error:
         serving.serving_config(folder, "vllm", "yarn", target_length=256 * K)
     assert str(error.value).count("beta_fast") == 1
     assert serving.serving_config(folder, "vllm", "yarn", target_length=256 * K, plugin=True).length == 256 * K
@@ -220,7 +220,7 @@ def test_an_adapter_is_refused_in_one_sentence_by_all(tmp_path: Path) -> None:
         lambda path: serving.serving_config(path, "vllm"),
         audit,
     ):
-        with pytest.raises(CheckpointError, match="merge it") as error:
+        with pytest.raises(CheckpointError, match="merge the adapter") as error:
             asked(tmp_path / "adapter")
         said.add(str(error.value))
     assert len(said) == 1

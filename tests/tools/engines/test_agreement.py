@@ -15,9 +15,9 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.patches.engine_keys import KEYS_FOR_OTHER_ENGINES, compare_engines, former_keys
 from rope_ext_hf.patches.families import former_key
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from rope_ext_hf.tools.engines.agreement import TRIED_FAMILIES
-from rope_ext_hf.tools.engines.base import other_engines
+from rope_ext_hf.tools.engines.config_engine import other_engines
 from tests.support.models import FAMILIES, THETA, TRAINED, build, build_known, logits, static_cases, tokens
 from tests.support.saved_models import DYNAMIC, STATIC, Lookup, load_plainly, saved_config, saved_rope
 
@@ -87,6 +87,7 @@ def attention_factor(name: str, which: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "which"), STATIC)
+@pytest.mark.sampled(5)
 def test_vllm_and_sglang_read_the_attention_factor(name: str, which: str, saved: Lookup) -> None:
     folder, expected = saved("static", name, which).folder, attention_factor(name, which)
     settings, length = saved_rope(folder), saved_config(folder)["max_position_embeddings"]

@@ -15,8 +15,9 @@ from rope_ext_hf.errors import (
     UnknownMethodError,
 )
 from rope_ext_hf.tools import serving
-from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, Target, find_engine, list_engines, register_engine
+from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, find_engine, list_engines, register_engine
 from rope_ext_hf.tools.engines.hf_transformers import Transformers
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.configs import make_target
 from tests.conformance.generate import text_config
 from tests.support.models import build
@@ -200,12 +201,12 @@ def test_gemma_3_with_another_pattern_of_layers_is_refused_where_the_pattern_is_
     usual = engine.computes(GEMMA_3)
     assert engine.computes(GEMMA_3 | {"layer_types": gemma_3_layers(6)}) == usual
     for other in (gemma_3_layers(3), gemma_3_layers(4), ["full_attention"] * 12):
-        with pytest.raises(ServingError, match="takes every 6th layer for one of full attention"):
+        with pytest.raises(ServingError, match="takes every 6th layer for a full-attention layer"):
             engine.computes(GEMMA_3 | {"layer_types": other})
     stated = GEMMA_3 | {"layer_types": gemma_3_layers(3), "sliding_window_pattern": 3}
     if name == "mlx":
         assert engine.computes(stated) == usual
-        with pytest.raises(ServingError, match="stops at fewer layers than 6"):
+        with pytest.raises(ServingError, match="stops at fewer than 6 layers"):
             engine.computes(GEMMA_3 | {"num_hidden_layers": 4})
     else:
         with pytest.raises(ServingError, match="takes every 6th layer"):

@@ -10,7 +10,8 @@ import pytest
 
 from rope_ext_hf.errors import ServingError
 from rope_ext_hf.patches.engine_keys import compare_engines
-from rope_ext_hf.tools.engines.base import ConfigEngine, find_engine, list_engines
+from rope_ext_hf.tools.engines.base import find_engine, list_engines
+from rope_ext_hf.tools.engines.config_engine import ConfigEngine
 from rope_ext_hf.tools.serving.auditing import audit_config
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.models import FAMILIES, build_config, known_config, small_config
@@ -125,7 +126,7 @@ def test_no_engine_is_known_to_read_a_folder_right_by_its_source_alone() -> None
     ("family", "method", "params", "reason"),
     [
         ("llama", "yarn", {"factor": 4.0}, "floor(p / 2)"),
-        ("llama", "factors", {"factors": [2.0] * 8, "attention_factor": 1.1}, "must be a whole number"),
+        ("llama", "factors", {"factors": [2.0] * 8, "attention_factor": 1.1}, "takes a whole number"),
         ("qwen2", "linear", {"factor": 4.0}, "stops at the rope type 'linear'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The rules of llama.cpp, GGUF files and Ollama; tests/llama_cpp_engine.py compares them with a build."""
+"""The rules of llama.cpp, GGUF files and Ollama; checks/llama_cpp_engine.py compares them with a build."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is peculiar to vLLM's model files; tests/vllm_engine.py compares the rules with vLLM itself."""
+"""What is peculiar to vLLM's model files; checks/vllm_engine.py compares the rules with vLLM itself."""
 
 from __future__ import annotations
 

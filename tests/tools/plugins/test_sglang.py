@@ -135,7 +135,7 @@ def test_partial_rotation(engine: Any) -> None:
     given = settings(build("glm"), "ntk")
     module = engine.get_rope(16, 16, 128, 10000, False, given, torch.bfloat16, given["partial_rotary_factor"])
     assert (module.rotary_dim, module.half, module.cos_sin_cache.dtype) == (8, False, torch.bfloat16)
-    with pytest.raises(ValueError, match="have 4 frequencies, and the model rotates 16 dims"):
+    with pytest.raises(ValueError, match="have 4 frequencies, but the model rotates 16 dims"):
         engine.get_rope(16, 16, 128, 10000, False, given, torch.bfloat16)
 
 

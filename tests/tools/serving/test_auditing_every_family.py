@@ -170,6 +170,6 @@ def test_audit_and_serve_config_start_from_what_a_living_model_runs(model_type: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", _FAMILIES)
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(29)
 def test_audit_and_serve_config_start_from_what_every_family_runs(model_type: str) -> None:
     assert not compare(model_type, FORMS)

@@ -44,7 +44,7 @@ def test_length_dependent_and_remapping_methods_are_refused_by_name() -> None:
 @pytest.mark.parametrize(("engine", "plugin"), [("vllm", False), ("vllm", True), ("sglang", True), ("gguf", False)])
 @pytest.mark.parametrize("name", ["stairs", "rerope", "dca", "dynamic-self-extend", "alibi"])
 def test_no_engine_serves_a_remapping_method(name: str, engine: str, plugin: bool) -> None:
-    with pytest.raises(ServingError, match=f"{name}.*no serving engine runs that"):
+    with pytest.raises(ServingError, match=f"{name}.*no serving engine does that"):
         serving.serving_config("reference", engine, name, plugin=plugin, target_length=1024)
 
 
@@ -167,5 +167,5 @@ def test_a_folder_that_is_patched_as_told_is_served_as_told(
 
 def test_a_method_that_reads_the_length_of_each_row_is_refused() -> None:
     for plugin in (False, True):
-        with pytest.raises(ServingError, match="no serving engine runs that"):
+        with pytest.raises(ServingError, match="no serving engine does that"):
             serving.serving_config(build("llama"), "vllm", "jet-long", target_length=4 * TRAINED, plugin=plugin)

@@ -15,7 +15,7 @@ from rope_ext_hf.bounds import parse_bytes
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.patches.loading import empty_model
-from rope_ext_hf.reading.preflight import cached_bytes
+from rope_ext_hf.reading.cache_size import cached_bytes
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import advise
 from rope_ext_hf.tools.advice.extending import plan_extension
@@ -147,7 +147,7 @@ def test_what_fits_on_one_gpu_and_on_eight() -> None:
     assert "; 4 GPUs." in str(small)
     none = gpu_memory(model, 512 * K, serving.GPUServer(gpus=1, gpu_memory="1GB"))
     assert none.fewest is None
-    assert "What fits: nothing on 64 GPUs either" in str(none)
+    assert "does not fit on 64 GPUs either" in str(none)
 
 
 def test_a_model_is_dealt_out_in_equal_parts() -> None:
@@ -207,7 +207,7 @@ def test_serve_config_prints_what_fits_or_says_what_does_not(folder: Path) -> No
     several = serving.serving_config(folder, "sglang", **asked, server=serving.GPUServer(gpus=8))
     assert served(several.command, "--tp-size") == "8"
     with pytest.raises(
-        ServingError, match=r"An input of 524,288 tokens takes .* does not fit\. What fits: .*; 4 GPUs\."
+        ServingError, match=r"An input of 524,288 tokens takes .* does not fit\. These fit: .*; this length on 4 GPUs\."
     ):
         serving.serving_config(folder, "vllm", **asked, server=serving.GPUServer(gpus=1, gpu_memory="24GB"))
     with pytest.raises(ServingError, match=r"known for vllm and sglang, not for llama\.cpp; leave out --gpus"):

@@ -68,7 +68,7 @@ def measured(source: Path) -> Path:
     """The folder of a run of the source, as loaded and with the method."""
     kept = measure(
         load_model(source, dtype="float32"),
-        Perplexity(data="stdlib?max_documents=4", lengths=[64, 256], max_spans=8),
+        Perplexity(data="stdlib", lengths=[64, 256], max_spans=8),
         methods=["yarn", "linear"],
         factors=4,
         out=source.parent / "runs",
@@ -204,7 +204,7 @@ def test_results_by_length_stand_in_the_card_and_in_files(longer: Path, measured
     assert [(each.task_id, each.value) for each in entries] == [
         (f"perplexity_{each.length}", pytest.approx(each.perplexity, abs=1e-6)) for each in results
     ]
-    assert {each.dataset_id for each in entries} == {"text:stdlib?max_documents=4"}
+    assert {each.dataset_id for each in entries} == {"text:stdlib"}
     exact = parse_eval_result_entries(yaml.safe_load((folder / RESULTS / "rope-ext-passkey-2.yaml").read_text()))
     assert {each.task_id.rpartition("_")[2] for each in exact} == {"128", "256"}
     both = read_run(measured).select([None, results[0].method])
@@ -273,13 +273,13 @@ def test_a_folder_goes_to_the_hub_private_and_whole(hub: HubServer, tmp_path: Pa
         assert (refused.code, "public; give --public, or another name" in refused.err) == (2, True), refused
         assert process.run("card", str(out), "--push-to-hub", "me/public", "--public", "--yes").code == 0
         assert hub.files("me/public") == files_of(out)
-        assert "; it names" not in ended.err
+        assert "; it contains" not in ended.err
         shutil.copytree(reference(), model := tmp_path / "model")
         extending = ("extend", str(model), "--target-length", "512", "--no-measure", "--out", str(tmp_path / "512"))
         extended = process.run(*extending, "--push-to-hub", "me/512", "--yes")
         assert extended.code == 0, extended
         (of_run,) = (line for line in extended.err.splitlines() if "run.yaml, " in line)
-        assert of_run.endswith(f"; it names {model}, {tmp_path / '512'}")
+        assert of_run.endswith(f"; it contains paths of this machine: {model}, {tmp_path / '512'}")
         wrong = process.run("card", str(out), "--push-to-hub", "a/b/c", "--yes")
         assert (wrong.code, "cannot be uploaded to the Hub: Repo id must be" in wrong.err) == (2, True), wrong
 

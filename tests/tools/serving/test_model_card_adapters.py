@@ -22,4 +22,4 @@ def test_the_card_of_an_adapter(bundled: Path, tmp_path: Path) -> None:  # noqa:
     card: Any = ModelCard.load(tmp_path / "new" / "README.md")
     assert card.data.to_dict()["library_name"] == "peft"
     assert 'rope.from_pretrained("new")' in card.text
-    assert "is an adapter of PEFT, without a config of its own" in card.text  # no engine serves it
+    assert "is a PEFT adapter, without a config of its own" in card.text  # no engine serves it

@@ -22,7 +22,9 @@ from rope_ext_hf.errors import RopeExtError, ServingError
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.patches.loading import class_to_load
-from rope_ext_hf.tools.engines.base import ServingConfig, Target, find_engine
+from rope_ext_hf.tools.engines.base import find_engine
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Target
 from rope_ext_hf.tools.serving.configs import Model, make_target
 from tests.support.method_examples import example_method
 from tests.support.tiers import needs_family
@@ -57,7 +59,7 @@ class Published(NamedTuple):
         file: in conformance/configurations.
         sizes: what its config has in place of the small sizes there; of all others none matters here.
         context_length: tokens: of a plain model the published ones, of a scaled one those of its config.
-        target_length: tokens that its page extends it to: the published ones, else twice the context length.
+        target_length: tokens that docs/recipes.md extends it to: the published ones, else twice the context length.
     """
 
     name: str
@@ -143,7 +145,7 @@ PUBLISHED = {
         "deepseek-ai/DeepSeek-V3", "deepseek-v3", _shape(61, 7168, 128, 128, kv_lora_rank=512), 160 * _K, 320 * _K
     ),
 }  # fmt: skip
-"""The models that people extend most, by the title of their page in docs/."""
+"""The models that people extend most, by their title in docs/recipes.md."""
 
 
 def published_config(family: str) -> dict[str, Any]:

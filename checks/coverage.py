@@ -1,0 +1,399 @@
+"""Coverage of the installed transformers: patch, and read, a tiny model of every language model class.
+
+    make coverage
+    python -m checks.coverage [--only llama,qwen3] [--again]
+
+Each class gets a process of its own with a time limit. What is measured goes to build/coverage/log.jsonl as it comes,
+and a run goes on from there; the whole of it to docs/results/coverage.json. The exit status is 1 where a model was not
+built, or a patch or a measurement did something else than work or refuse with a reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+import rope_ext_hf as rope
+from rope_ext_hf.errors import RopeExtError, one_line
+from rope_ext_hf.patches.family_settings import class_pairing
+from rope_ext_hf.reading.scorer import TokenScorer
+from tests.support.every_model import Entry, build, data, entries, holds_rope, inputs
+
+ROOT = Path(__file__).parent.parent
+LOG = ROOT / "build" / "coverage" / "log.jsonl"
+RESULT = ROOT / "docs" / "results" / "coverage.json"
+LIMIT = 240  # seconds for one class
+SHORT, LONG, DECODED = 24, 160, 4
+EQUAL = 2e-4
+"""The largest difference of two outputs that count as equal, in float32: stock angles are off by 1e-5 at 200 tokens."""
+COLUMNS = ("static", "length-dependent", "remapping", "conversion", "measured")
+PROMPT, ANSWER, CHUNK = 100, 3, 37
+"""Tokens of a prompt and its answers, and of a chunk, which no window, state or chunk of attention divides."""
+BECAUSE = {
+    "full-attention layers of this": "no layer that attends to everything rotates: only sliding-window layers do",
+    "built into its attention": "cos and sin are no module of their own: built into the attention, or none",
+    "arranges them in another way": "the two columns of a pair are not rotated by the pair's own frequency",
+    "are not what its config describes": "its frequencies are not those that its config describes",
+    "does not go through transformers' attention interface": "attention outside transformers' attention interface",
+    "attention that is not causal": "attention is not causal",
+    "an index with rotated keys": "an index of its own chooses keys",
+    "index with keys of its own": "keys are changed after the rotation, or an index has keys of its own",
+    "a mask of its own": "attention adds a mask of its own",
+    "both rotates and attends to everything": "every layer that rotates has a sliding window",
+    "for all layers of one decoder": "several decoders, each with a rotary embedding",
+    "keys than a remapping method can undo": "keys are changed after the rotation",
+    "does more with its queries and keys": "keys are changed after the rotation",
+    "it compresses them": "keys are compressed",
+    "at the positions": "keys are compressed",
+    "beside the": "it rotates at positions of something else than its tokens (compressed keys, a canvas)",
+    "by one table of angles": "its angles are one table for all rows",
+    "the family table has no pairing": "not in the family table",
+    "belongs to an attention module": "its vision tower has weights that the family table does not list",
+    "does not run on four tokens": "its decoder does not run alone",
+    "no max_position_embeddings": "its config has no length",
+    "one method needs one rotary embedding": "several rotary embeddings in layers that attend to everything",
+    "a number for each of its": "it multiplies its frequencies by something learned",
+    "sees the tokens": "it sees the tokens that it is to predict",
+    "object has no attribute 'logits'": "it has no head",
+    "token ids alone": "it does not run on token ids alone",
+    "no rotary position embedding": "its rotary embedding cannot be replaced",
+    "does more with its angles": "its angles are arranged in a way of their own",
+    "DynamicIndexedLayer": "an index chooses the keys that a query sees",
+    "layers of the class": "its cache holds something else than keys, values and states of fixed size",
+    "mask itself": "its decoder works with its attention mask itself",
+    "off by": "its decoder and head apart give other logits",
+    "position_bias": "its attention adds a bias to the scores",
+    "cache of its own": "it takes its own cache alone",
+}
+"""What a page says of a refusal, by words of its message; the message itself where none of them is in it."""
+OTHER_PAIRING = {"half": "interleaved", "interleaved": "half"}
+
+
+class WrongError(AssertionError):
+    """A patched model that does something else than it must."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise WrongError(what)
+
+
+@torch.no_grad()
+def run(model: Any, entry: Entry, length: int = SHORT) -> Tensor:
+    """The logits of a model, or its hidden states where it has none."""
+    torch.manual_seed(0)  # diffusion begins with noise
+    out = model(**inputs(entry, length), return_dict=True)
+    names = ("logits", "language_model_outputs", "last_hidden_state")
+    found = next((out[name] for name in names if isinstance(out.get(name), Tensor)), None)
+    result: Tensor = next(iter(out.values())) if found is None else found
+    return result
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference, in standard deviations of the output where those are above 1."""
+    return float((one - other).abs().max() / other.std().clamp(min=1))
+
+
+def snapshot(model: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and config, to be compared with those after a patch and its undoing."""
+    return {name: value.clone() for name, value in model.state_dict().items()}, copy.deepcopy(model.config.to_dict())
+
+
+def require_unchanged(model: Any, before: tuple[dict[str, Tensor], dict[str, Any]], when: str) -> None:
+    weights, config = snapshot(model)
+    require(list(weights) == list(before[0]), f"the state dict has other keys {when}")
+    require(all(torch.equal(weights[name], value) for name, value in before[0].items()), f"other weights {when}")
+    require(json.dumps(config, default=str) == json.dumps(before[1], default=str), f"another config {when}")
+
+
+def static(model: Any, entry: Entry) -> str:
+    """Factor 1 changes nothing, factor 4 does, a saved model loads plainly or stops, and unpatching is exact."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)  # which writes its class and dtype into its config
+        stock = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    reloads = difference(run(stock, entry), run(model, entry)) < EQUAL  # not every class does, in transformers 5.23
+    before, as_loaded = snapshot(model), run(model, entry)
+    params = data()["params"].get(entry.model_type, {})
+    rope.patch(model, "yarn", factor=1, **params)
+    require(difference(run(model, entry), as_loaded) < EQUAL, "factor 1 changes the output")
+    rope.patch(model, "yarn", factor=4, **params)
+    patched = run(model, entry)
+    require(list(model.state_dict()) == list(before[0]), "a patched model has other keys in its state dict")
+    require(difference(patched, as_loaded) > 1e-5, "factor 4 changes nothing")
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        how = _load_plainly(model, entry, folder, patched, reloads)
+    rope.unpatch(model)
+    require_unchanged(model, before, "after unpatching")
+    require(torch.equal(run(model, entry), as_loaded), "another output after unpatching")
+    return how
+
+
+def _load_plainly(model: Any, entry: Entry, folder: str, expected: Tensor, reloads: bool) -> str:
+    try:
+        loaded = type(model).from_pretrained(folder, dtype=torch.float32).eval()
+    except Exception as error:  # of any kind, as long as it names this package
+        require("rope_ext_hf" in str(error), f"plain loading fails: {one_line(error)}")
+        loaded = rope.from_pretrained(folder, dtype=torch.float32).eval()
+        how = "plain loading stops, naming rope_ext_hf"
+    else:
+        how = "loads plainly"
+    if not reloads:
+        loaded.load_state_dict(model.state_dict())
+    far = difference(run(loaded, entry), expected)
+    require(far < EQUAL, f"a saved model is another one: {how}, logits off by {far:.1g}")
+    return how
+
+
+def length_dependent(model: Any, entry: Entry) -> str:
+    """Short inputs are as loaded, long ones as with their length fixed; decoding goes on beyond a cached prompt."""
+    before, as_loaded = snapshot(model), run(model, entry)
+    rope.patch(model, "dynamic-ntk")
+    require(difference(run(model, entry), as_loaded) < EQUAL, "a short input is not as loaded")
+    whole = run(model, entry, LONG)
+    with rope.fixed_length(model, LONG + data()["first_position"].get(entry.model_type, 0)):
+        require(difference(run(model, entry, LONG), whole) < EQUAL, "the length of an input is not its own")
+    _decode(model, entry)
+    rope.unpatch(model)
+    require_unchanged(model, before, "after unpatching")
+    return ""
+
+
+@torch.no_grad()
+def _decode(model: Any, entry: Entry) -> Tensor | None:
+    """The last outputs of a long input read onto a cache; None for a model without a cache."""
+    given = inputs(entry, LONG)
+    if set(given) != {"input_ids"} or not getattr(model.config.get_text_config(), "use_cache", False):
+        return None
+    ids = given["input_ids"]
+    cache = model(input_ids=ids[:, :-DECODED], use_cache=True).get("past_key_values")
+    if cache is None:
+        return None
+    steps = [
+        model(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True)[0]
+        for at in range(LONG - DECODED, LONG)
+    ]
+    return torch.cat(steps, dim=1)
+
+
+def _decodes_alike(model: Any, entry: Entry) -> bool:
+    """Return whether decoding onto a cache equals one forward; some classes do not even without a patch."""
+    try:
+        steps = _decode(model, entry)
+    except (IndexError, RuntimeError):  # a table of positions that ends; a step that the class does not take
+        return False
+    return steps is not None and difference(steps, run(model, entry, LONG)[:, -DECODED:]) < EQUAL
+
+
+def remapping(model: Any, entry: Entry) -> str:
+    """An input inside the window is as loaded, a longer one is not, and decoding onto a cache equals one forward.
+
+    Where the rule follows the length of a row, an input up to the context length is as loaded to the bit.
+    """
+    before, as_loaded, decodes = snapshot(model), run(model, entry), _decodes_alike(model, entry)
+    rope.patch(model, "rerope", window=32, temperature="none")
+    far = difference(run(model, entry), as_loaded)
+    require(far < EQUAL, f"an input inside the window is not as loaded: off by {far:.1g}")
+    whole = run(model, entry, LONG)
+    require(not decodes or _decodes_alike(model, entry), "decoding is not one forward")
+    rope.unpatch(model)
+    require(difference(run(model, entry, LONG), whole) > 1e-5, "an input beyond the window is as loaded")
+    require_unchanged(model, before, "after unpatching")
+    require(difference(run(model, entry), as_loaded) == 0, "another output after unpatching")
+    rope.patch(model, "jet-long", max_distance=(SHORT + LONG) // 2)
+    require(torch.equal(run(model, entry), as_loaded), "a row up to the context length is not as loaded to the bit")
+    require(difference(run(model, entry, LONG), whole) > 1e-5, "a longer row is as loaded")
+    rope.unpatch(model)
+    return ""
+
+
+def conversion(model: Any, entry: Entry) -> str:
+    """Converting changes the weights, and converting back is exact."""
+    weights, _ = snapshot(model)
+    if (now := class_pairing(model.config)) is None:
+        return f"refused: the family table has no pairing for {model.config.get_text_config().model_type!r}"
+    rope.convert(model, to=OTHER_PAIRING[now])
+    require(any(not torch.equal(value, weights[name]) for name, value in model.state_dict().items()), "no row moved")
+    rope.convert(model, to=now)
+    for name, value in model.state_dict().items():
+        require(torch.equal(value, weights[name]), f"{name} is another one after conversion there and back")
+    return ""
+
+
+def measured(model: Any, entry: Entry) -> str:
+    """Losses are those of an ordinary forward, in spans and of answers to prompts; the result says how it is read."""
+    ids = inputs(entry, LONG).get("input_ids", torch.arange(3, 90)[None])
+    scorer = TokenScorer(model, chunk=CHUNK)
+    losses = _ordinary_losses(model, ids[0])
+    far = float((scorer.losses(ids[0], 1) - losses).abs().max())
+    require(far < EQUAL, f"losses are off by {far:.2g}, read {scorer.reading}")
+    prompt = ids[0, :PROMPT]
+    answers = torch.stack([ids[0, PROMPT : PROMPT + ANSWER], ids[0, -ANSWER:]])
+    losses = torch.stack([_ordinary_losses(model, torch.cat([prompt, answer]))[-ANSWER:] for answer in answers])
+    for again in (False, True):
+        found, _ = scorer.candidates(prompt, answers, shared=PROMPT // 2, again=again)
+        far = float((found - losses).abs().max())
+        require(far < EQUAL, f"losses of answers are off by {far:.2g} ({again=}), read {scorer.reading}")
+    return "in chunks" if scorer.chunked else scorer.reading
+
+
+@torch.no_grad()
+def _ordinary_losses(model: Any, ids: Tensor) -> Tensor:
+    """(tokens - 1,), from the logits of one forward."""
+    logits = model(input_ids=ids[None], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[1:], reduction="none")
+
+
+CHECKS: Mapping[str, Callable[[Any, Entry], str]] = dict(
+    zip(COLUMNS, (static, length_dependent, remapping, conversion, measured), strict=True)
+)
+
+
+def refused(model: Any, entry: Entry) -> str:
+    """For a model without a rotary embedding: a patch is an error with that reason, and nothing changes."""
+    rope.patch(model, "yarn", factor=4)
+    raise WrongError("a model without a rotary embedding was patched")
+
+
+WITHOUT_ROPE = dict.fromkeys(COLUMNS[:3], refused) | {"conversion": conversion, "measured": measured}
+
+
+def measure(entry: Entry) -> dict[str, Any]:
+    """One row: how a class takes each kind of method.
+
+    A column is {"works": true} or {"works": false, "reason": the refusal}; a row with "error" is a defect.
+    """
+    started = time.perf_counter()
+    row: dict[str, Any] = {"model_type": entry.model_type, "class": entry.name, "kind": entry.kind}
+    if (part := data()["measured_as"].get(entry.model_type)) is not None:
+        whole = next(each for each in entries() if each.model_type == part)
+        return measure(whole) | row | {"measured as": part}
+    if (reason := data()["not_measured"].get(entry.model_type)) is not None:
+        refusal = {"works": False, "reason": reason}
+        return row | {"rope": True} | dict.fromkeys(COLUMNS, refusal) | {"seconds": 0.0}
+    warnings.simplefilter("ignore")
+    try:
+        model = build(entry)
+        row["text"] = model.config.get_text_config().model_type
+        row["rope"] = holds_rope(model)
+        with suppress(RopeExtError):
+            row["rotating"] = rope.describe(model).rotating_layers
+        for column, check in (CHECKS if row["rope"] else WITHOUT_ROPE).items():
+            try:
+                how = check(model, entry)
+                works = not how.startswith("refused: ")
+                row[column] = {"works": works, "how" if works else "reason": how.removeprefix("refused: ")}
+            except RopeExtError as error:
+                row[column] = {"works": False, "reason": one_line(error, 400)}
+                rope.unpatch(model)
+    except Exception as error:  # of any kind: that is what is measured
+        row["error"] = f"{type(error).__name__}: {one_line(error, 600)}"
+        row["trace"] = traceback.format_exc(limit=-6)
+    return row | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def _work(entry: Entry, connection: Any) -> None:
+    torch.set_num_threads(1)
+    connection.send(measure(entry))
+
+
+def measure_apart(entry: Entry) -> dict[str, Any]:
+    """`measure` in a process of its own, ended at the time limit."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(entry, theirs))
+    process.start()
+    theirs.close()
+    row = None
+    if ours.poll(LIMIT):
+        with suppress(EOFError):
+            row = ours.recv()
+    process.kill() if row is None else process.join()
+    if row is None:
+        row = {"model_type": entry.model_type, "class": entry.name, "kind": entry.kind}
+        row |= {"error": f"no result within {LIMIT} seconds, or the process died", "seconds": LIMIT}
+    return row
+
+
+def read_log() -> dict[tuple[str, str], dict[str, Any]]:
+    if not LOG.exists():
+        return {}
+    rows = map(json.loads, LOG.read_text(encoding="utf-8").splitlines())
+    return {(row["model_type"], row["class"]): row for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", metavar="TYPES", help="these model types alone, and nothing is written")
+    parser.add_argument("--again", action="store_true", help="measure again what is in the log")
+    given = parser.parse_args()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    only = set(given.only.split(",")) if given.only else None
+    chosen = [entry for entry in entries() if only is None or entry.model_type in only]
+    if given.again and only is None:
+        LOG.unlink(missing_ok=True)
+    done = {} if only else read_log()
+    LOG.parent.mkdir(parents=True, exist_ok=True)
+    measure(next(entry for entry in entries() if entry.model_type == "llama"))  # so that forks have what it imports
+    rows = []
+    for entry in chosen:
+        row = done.get((entry.model_type, entry.name))
+        if row is None or ("error" in row):
+            row = measure_apart(entry)
+            if only is None:
+                with LOG.open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(row) + "\n")
+        print(json.dumps(row, indent=1) if only else f"{row['model_type']:28} {_summary(row)}", flush=True)
+        rows.append(row)
+    wrong = [row for row in rows if "error" in row]
+    if only is None and not wrong:
+        versions = {package: version(package) for package in ("rope-ext-hf", "torch", "transformers")}
+        head = json.dumps({"command": "make coverage", "versions": versions, "rows": []}, indent=1)
+        text = ",\n  ".join(json.dumps(_for_the_record(row)) for row in rows)
+        RESULT.write_text(head.replace('"rows": []', f'"rows": [\n  {text}\n ]') + "\n", encoding="utf-8")
+    print("\n".join(f"{row['model_type']}, {row['class']}: {row['error']}" for row in wrong))
+    sys.exit(bool(wrong))
+
+
+def _for_the_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the result: what works, and in a few words why not."""
+    kept = {key: value for key, value in row.items() if key not in COLUMNS}
+    for column in COLUMNS:
+        works, reason = row[column]["works"], row[column].get("reason")
+        if works and column == "measured" and (how := row[column]["how"]) != "in chunks":
+            reason = how
+        kept[column] = {"works": works}
+        if reason:
+            kept[column]["because"] = next((words for said, words in BECAUSE.items() if said in reason), reason)
+    return kept
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    if "error" in row:
+        return f"ERROR {row['error'][:150]}"
+    if not row["rope"]:
+        return "no RoPE"
+    return " ".join(column if row[column]["works"] else f"no {column}" for column in COLUMNS)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,247 @@
+"""The step between typer and the commands: dataclasses become options, and the values of options dataclasses.
+
+A command takes its options in groups, as dataclasses, beside single ones:
+
+    @command("Patch a model")
+    def describe(model: Model, methods: LayerChoice, colour: bool = argument(False, "In colours.")) -> None: ...
+
+typer reads single parameters only. So it gets a function with another signature, in which every field of a dataclass
+is a parameter of its own. When typer calls that function with the values that were typed, it makes the dataclasses of
+them and calls the command. Three kinds of parameters are told apart, in commands and in dataclasses alike:
+
+- a dataclass, which stands for its own parameters;
+- a field described by `argument`, as all fields of a `Question` are. It becomes an option as its `Argument` says;
+- everything else, such as `Annotated[str, typer.Argument(...)]`. typer gets it as it is.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field
+from functools import cache, wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rope_ext_hf.cli.console import quiet_transformers
+from rope_ext_hf.cli.parameters import parse_parameters
+from rope_ext_hf.errors import MethodError
+from rope_ext_hf.method_choice import MethodChoice
+from rope_ext_hf.questions import Argument, Question, kind_of, option_text
+
+FROM_FILE = "rope_ext_hf.from_file"
+"""The key of a context's `meta` under which the command `run` puts the options of a run file, by their names."""
+
+
+def expand_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that typer makes a command of: each field of the command's dataclasses is a parameter.
+
+    Options of a question with a PANEL stand together under that title in the help.
+    """
+    context_parameter = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    others = [parameter for parameter in _typer_parameters(command) if parameter.name != "context"]
+    parameters = [context_parameter, *others]
+
+    @wraps(command)
+    def run(context: typer.Context, **values: Any) -> Any:
+        values |= _values_of_file(command, context, values)
+        arguments = _arguments(command, values | {"context": context})
+        for question in _questions_in(arguments.values()):
+            question.check_early()
+        quiet_transformers()  # imports transformers, which takes seconds: errors that need no model come before
+        return command(**arguments)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def questions_of(group: Any) -> list[type[Question]]:
+    """Return the kinds of question that a command takes, also those inside other dataclasses."""
+    types = get_type_hints(group)
+    questions: list[type[Question]] = []
+    for name in inspect.signature(group).parameters:
+        kind = types[name]
+        if _is_question(kind):
+            questions.append(kind)
+        elif dataclasses.is_dataclass(kind):
+            questions += questions_of(kind)
+    return questions
+
+
+# --- from a command to the parameters that typer reads ----------------------------------------------------------------
+
+
+def _typer_parameters(group: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a command or a dataclass as typer reads them, in order."""
+    if _is_question(group):
+        return [_option(group, field, argument) for field, argument in group.described_fields() if argument.option]
+    types = get_type_hints(group, include_extras=True)
+    described = {parameter.name: parameter for parameter in _typer_parameters(_own_question(group))}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(group).parameters.items():
+        if name in described:
+            parameters.append(described[name])
+        elif dataclasses.is_dataclass(types[name]):
+            parameters += _typer_parameters(types[name])
+        else:
+            parameters.append(parameter.replace(annotation=types[name], kind=inspect.Parameter.KEYWORD_ONLY))
+    return parameters
+
+
+@cache
+def _own_question(group: Callable[..., Any]) -> type[Question]:
+    """Return the parameters of a command itself that `argument` describes, as a kind of question.
+
+    So they are parsed and checked as the fields of every other question are.
+    """
+    parameters = inspect.signature(group).parameters.values()
+    fields = [
+        (parameter.name, parameter.annotation, parameter.default)
+        for parameter in parameters
+        if type(parameter.default) is Field
+    ]
+    return dataclasses.make_dataclass(group.__name__, fields, bases=(Question,), frozen=True, kw_only=True)
+
+
+_OPTION_TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}  # of fields; all others are text
+
+
+def _option(question: type[Question], field: Field[Any], argument: Argument) -> inspect.Parameter:
+    """Return the parameter of which typer makes the option for one field of a question."""
+    value_type: Any = _OPTION_TYPES.get(kind_of(field), str)
+    if argument.parse:
+        value_type = str
+    if argument.repeated:
+        value_type = list[str]
+    default = _default(field, argument)
+    limits = {}
+    if value_type in (int, float) and argument.least > -math.inf:
+        limits["min"] = value_type(argument.least)
+    option = typer.Option(
+        *_option_names(field.name, argument, default, is_flag=value_type is bool),
+        metavar=argument.metavar,
+        help=argument.help,
+        rich_help_panel=_panel(question, field.name),
+        **limits,
+    )
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[value_type | None if default is None else value_type, option],
+    )
+
+
+def _default(field: Field[Any], argument: Argument) -> Any:
+    """Return the default of an option as typer takes it; `inspect.Parameter.empty`: the option must be given.
+
+    A value that is parsed from text has a default in text too, which the help shows.
+    """
+    default = field.default if argument.typed is ... else argument.typed
+    if default is MISSING:
+        return inspect.Parameter.empty
+    if argument.repeated or default is None:
+        return None
+    if not argument.parse:
+        return default
+    if argument.show and argument.typed is ...:
+        return argument.show(default)
+    return option_text(default)
+
+
+def _option_names(field_name: str, argument: Argument, default: Any, *, is_flag: bool) -> tuple[str, ...]:
+    """Return the names of an option; a flag that is on by default can be switched off by `--no-NAME`."""
+    if argument.names:
+        return argument.names
+    name = field_name.replace("_", "-")
+    return (f"--{name}/--no-{name}",) if is_flag and default is not False else (f"--{name}",)
+
+
+def _panel(question: type[Question], field_name: str) -> str | None:
+    """Return the title under which the help lists a field: the PANEL of the class that declares it."""
+    for cls in question.__mro__:
+        if field_name in vars(cls).get("__annotations__", ()):
+            return getattr(cls, "PANEL", None)
+    return None
+
+
+# --- from typer's values to the arguments of a command ----------------------------------------------------------------
+
+
+def _values_of_file(command: Callable[..., Any], context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a run file that was not overridden on the command line.
+
+    An option that was typed also replaces the other ways to say the same (`Argument.instead_of`): --factor the
+    target_length of the file. --method replaces the parameters of the file's methods.
+    """
+    of_file: dict[str, Any] = dict(context.meta.pop(FROM_FILE, {}))
+    alternatives = {
+        field.name: argument.instead_of
+        for question in questions_of(command)
+        for field, argument in question.described_fields()
+    }
+    for name in values:
+        source = context.get_parameter_source(name)
+        if source is None or source.name != "COMMANDLINE":
+            continue
+        replaced = [name, *alternatives.get(name, ())]
+        if name == "method":
+            replaced.append("parameters")
+        for other in replaced:
+            of_file.pop(other, None)
+    return of_file
+
+
+def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command or of a dataclass that is no question, made of the values of its options."""
+    types = get_type_hints(group)
+    arguments: dict[str, Any] = _built(_own_question(group), values).arguments
+    for name in inspect.signature(group).parameters.keys() - arguments.keys():
+        arguments[name] = _built(types[name], values) if dataclasses.is_dataclass(types[name]) else values[name]
+    return arguments
+
+
+def _built(kind: Any, values: dict[str, Any]) -> Any:
+    """Return a question, or another dataclass, built of the values of its options."""
+    if not _is_question(kind):
+        return kind(**_arguments(kind, values))
+    arguments = {field.name: values[field.name] for field, _ in kind.described_fields() if field.name in values}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    if issubclass(kind, MethodChoice):
+        arguments["parameters"] = arguments.get("parameters", {}) | parse_parameters(values["context"].args)
+    try:
+        return kind(**arguments)
+    except MethodError as error:
+        raise MethodError(_with_option_names(str(error), kind)) from error
+
+
+def _with_option_names(message: str, question: type[Question]) -> str:
+    """Return a message in which the fields of a question stand as the user types them: `--max-spans`, not `max_spans`.
+
+    Messages name fields in three places: "trials must be ...", "...; give lengths, ..." and "what data names".
+    """
+    names = [field.name for field, argument in question.described_fields() if argument.option]
+    any_name = "|".join(sorted(names, key=len, reverse=True))  # the longest first, of which others are beginnings
+    places = rf"^({any_name})(?= (must|takes|is))|(?<=; give )({any_name})(?=,)|(?<= what )({any_name})(?= names)"
+    return re.sub(places, lambda match: f"--{match[0].replace('_', '-')}", message)
+
+
+def _questions_in(values: Iterable[Any]) -> Iterator[Question]:
+    """Yield the questions among values, and inside those that are other dataclasses."""
+    for value in values:
+        if isinstance(value, Question):
+            yield value
+        elif dataclasses.is_dataclass(value):
+            yield from _questions_in(getattr(value, field.name) for field in dataclasses.fields(value))
+
+
+def _is_question(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Question)

@@ -1,0 +1,54 @@
+"""The rotary embedding that the class of a model in transformers computes for a config, run instead of read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.patches.class_angles import ClassAngles, softmax_multiple
+from rope_ext_hf.patches.layer_types import LayerType
+from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.slot_finding import find_slots, rotary_modules
+from rope_ext_hf.patches.slots import first_scaled
+
+
+class ClassRotary:
+    """The rotary embedding of the layers that a method applies to, as the model's own class computes it.
+
+    Attributes:
+        config: the config that the class built its rotary module from.
+        softmax_scale: the number that attention multiplies its softmax scale by.
+        context_length: the length in tokens that the model is for; None: the class could not be patched, and it is not
+            known.
+        note: a sentence on layers that the scaling of the model does not reach; None: it reaches all.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Build a model of a config, without weights.
+
+        Raises:
+            CheckpointError: the class is not here, or refuses the config.
+            UnsupportedModelError: a model without a rotary module.
+        """
+        model = empty_model(config)
+        self.softmax_scale = softmax_multiple(model)
+        self.context_length: int | None = None
+        self.note: str | None = None
+        self._layer_type: LayerType = None
+        try:
+            slot = first_scaled(find_slots(model))
+        except UnsupportedModelError:  # the class can be run, but not patched
+            [(_, _, module, self.config)] = rotary_modules(model)
+            self._angles = ClassAngles(model, module, None)
+            return
+        self._layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
+        self._angles, self.config = ClassAngles(model, slot.module, slot.layout), slot.config
+        described = slot.as_loaded[self._layer_type]
+        self.context_length = described.context_length
+        if not isinstance(described.method, Default):
+            self.note = slot.layers.unrotated_note(described.method)
+
+    def at(self, length: int) -> tuple[tuple[float, ...], float]:
+        """Return the frequencies in radians per position, and the magnitude, for an input of a length in tokens."""
+        return self._angles.at(self._layer_type, length)

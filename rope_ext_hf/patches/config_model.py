@@ -1,0 +1,158 @@
+"""A model that is known by its config alone: what a patch would extend, and the config that it would be saved with.
+
+Planning needs no weights: which engines serve a method, and which methods a model takes, follows from its config.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Self
+
+from torch import nn
+
+from rope_ext_hf.bounds import Length, parse_length
+from rope_ext_hf.errors import CheckpointError, RopeExtError, UnsupportedModelError
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+from rope_ext_hf.methods.registry import resolve_method
+from rope_ext_hf.patches.config import rope_dict
+from rope_ext_hf.patches.config_writing import config_encoding, softmax_scale, write_settings
+from rope_ext_hf.patches.families import family
+from rope_ext_hf.patches.geometry import (
+    BaseRope,
+    base_rope_of_config,
+    before_patches,
+    bind_to,
+    rope_of_config,
+    rope_of_layers,
+    stated_length,
+)
+from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
+from rope_ext_hf.patches.loading import empty_model
+from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, saved_specs
+from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning
+from rope_ext_hf.patches.slot_finding import find_slots
+from rope_ext_hf.patches.slots import present_specs
+from rope_ext_hf.patches.stand_in import refusal, stand_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class ConfigModel:
+    """A model as its text config describes it, without the patches that it carries.
+
+    Attributes:
+        config: the text config without patches.
+        specs: the patches that the model carries, bottom first.
+        layers: the kinds of its layers.
+        described: the rotary embedding of the layers that a method applies to.
+        layer_types: the types of these layers; [None]: all layers have the same rotary embedding.
+    """
+
+    def __init__(self, config: Any, specs: Sequence[PatchSpec] = ()) -> None:
+        """Read a text config that has no patch recorded in it.
+
+        Raises:
+            UnsupportedModelError: a model without rotary embeddings, or with several.
+        """
+        self.config, self.specs = config, list(specs)
+        self.layers = AttentionLayers(config)
+        slots = []
+        with suppress(CheckpointError, UnsupportedModelError):  # without the class, the config alone has to do
+            slots = find_slots(empty_model(config))
+        self.described, self.layer_types = rope_of_config(self.layers, slots)
+
+    @staticmethod
+    def parts_of(model: nn.Module) -> tuple[Any, list[PatchSpec]]:
+        """Return the text config of a model in memory without its patches, and these patches, bottom first."""
+        config = find_slots(model)[0].config
+        specs = list(present_specs(model)) or recorded_specs(config)
+        return before_patches(config), specs
+
+    @classmethod
+    def of_record(cls, config: Any, record: Mapping[str, Any] | None, **arguments: Any) -> Self:
+        """Return the model of a text config and of the record of its patches, which stood beside it in the folder."""
+        return cls(config=config, specs=[] if record is None else saved_specs(record), **arguments)
+
+    def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
+        """Return the rotary embedding that a patch would extend; the arguments are those of `rope_ext_hf.patch`."""
+        return base_rope_of_config(self.described, over, context_length, self.config)
+
+    def patch_spec(
+        self,
+        method: str | RopeMethod,
+        *,
+        factor: float | None = None,
+        target_length: Length | None = None,
+        over: str = "own",
+        context_length: Length | None = None,
+        **params: Any,
+    ) -> PatchSpec:
+        """Return the patch that `rope_ext_hf.patch` would apply, with every parameter of the method filled in."""
+        rotary, target = self.base(over, context_length).rotary, parse_length(target_length)
+        resolved = resolve_method(method, rotary, factor=factor, target_length=target, **params)
+        length = target or stated_length(resolved, rotary, factor)
+        bound = bind_to(resolved, rotary, self.config, length)
+        return PatchSpec(bound, rotary, length or bound.extended_length(rotary))
+
+    def patched_config(self, spec: PatchSpec) -> Any:
+        """Return a copy of the text config as the patched model would be saved.
+
+        Raises:
+            UnsupportedModelError: no full-attention layer rotates, and the patch is for these.
+        """
+        self.layers.check_rotating(spec.layers)
+        encoding = config_encoding(self.config, spec, self.layer_types[0])
+        patched = copy.deepcopy(self.config)
+        write_settings(patched, encoding, self.layer_types)
+        patched.max_position_embeddings = encoding.saved_length
+        return patched
+
+    @property
+    def softmax_scale(self) -> float:
+        """The number that attention multiplies its softmax scale by, in DeepSeek and its relatives; else 1."""
+        return softmax_scale(family(self.config.model_type), rope_dict(self.config, self.layer_types[0]))
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """What its publisher states about its context; None: nothing is known."""
+        return find_recipe(self.config)
+
+    def published_note(self, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
+        """Return a sentence on what is published about the context of the model, see `recipe_note`; None: nothing."""
+        return recipe_note(self.config, rotary, method)
+
+    def notes_on(self, spec: PatchSpec) -> tuple[str, ...]:
+        """Return sentences on layers that a patch does not reach, and on a published setting that it is not."""
+        notes = (
+            self.layers.unrotated_note(spec.method),
+            recipe_warning(self.config, spec.rotary, spec.method, spec.target_length),
+        )
+        return tuple([note for note in notes if note])
+
+    def sliding_note(self, length: int) -> str | None:
+        """Return a sentence on what a patch for a length in tokens does to sliding-window layers; None: nothing."""
+        parameters = getattr(self.config, "rope_parameters", None) or {}
+        for layer_type, settings in parameters.items():
+            if layer_type in SLIDING and isinstance(settings, Mapping):
+                return self.layers.sliding_note(rope_of_layers(self.config, layer_type), length)[0]
+        return self.layers.sliding_note(None, length)[0]
+
+    @cached_property
+    def can_be_tried(self) -> bool:
+        """Whether a small model of its class can be built, to try there what `patch` refuses."""
+        return stand_in(self.config.to_json_string(use_diff=False)) is not None
+
+    def refusal(self, method: str, **arguments: Any) -> RopeExtError | None:
+        """Return the error with which `patch` refuses a method on this model; None: it does not, or it was not tried.
+
+        The arguments are those of `rope_ext_hf.patch`.
+        """
+        return refusal(self.config, method, **arguments)
+
+    def empty_model(self) -> PreTrainedModel:
+        """Return a model of the config on the meta device; CheckpointError: its class is not here."""
+        return empty_model(self.config)

@@ -1,0 +1,171 @@
+"""The commands that advice names, ready to type: for the recommended method, and for every goal."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.errors import CheckpointError, duration
+from rope_ext_hf.methods.static import Default
+from rope_ext_hf.questions import command_line
+from rope_ext_hf.reading.operations import estimate_flops
+from rope_ext_hf.tools.advice.guidance import SERVING
+from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.serving.configs import Model
+from rope_ext_hf.tools.serving.gpu_memory import GPUMemory
+from rope_ext_hf.tools.serving.questions import GPUServer
+
+_MEASURED_SPANS = 8  # spans of every length in the commands that measure: enough to compare methods
+_SUSTAINED = 1e14
+"""Operations per second, for times: a round number that accelerators of several generations sustain in bfloat16."""
+
+
+@dataclass(frozen=True)
+class NextCommands:
+    """The commands for one model on its way to one length."""
+
+    model: Model
+    target_length: int
+    options: Mapping[str, Any]  # over and context_length, if they were given
+
+    def next_steps(
+        self, purpose: str, method: str, lengths: Sequence[int], served: Mapping[str, str]
+    ) -> tuple[str, ...]:
+        """Return the lines to type with the recommended method: measure it, then use it for the purpose.
+
+        Args:
+            purpose: "serve", "python" or "train".
+            method: the recommended method; "": none is needed, or none helps.
+            lengths: the lengths to measure, in tokens.
+            served: the method that is advised for each engine; "": the model as it is.
+        """
+        name = self.model.given
+        engines = [engine for engine in (usual_server(), *served) if served.get(engine) == method]
+        engine = engines[0] if engines else usual_server()
+        if not method:
+            served_as_it_is = served and set(served.values()) <= {"", Default.name}
+            if purpose != "serve" or not served_as_it_is:
+                return ()
+            return (command_line("serve-config", name, **self.options, engine=engine),)
+        patch = {"method": method, "target_length": self.target_length, **self.options}
+        measure = command_line("ppl", name, **patch, lengths=lengths, max_spans=_MEASURED_SPANS, data="texts/*.txt")
+        folder = f"{Path(name).name}-{self.target_length}"
+        if purpose == "train":
+            return (measure, command_line("finetune", name, **patch, data="texts/*.txt", minutes=60, out=folder))
+        if purpose == "python":
+            arguments = "".join(f", {key}={value!r}" for key, value in patch.items() if key != "method")
+            return (measure, f"rope.patch(model, {method!r}{arguments})  # import rope_ext_hf as rope")
+        return (
+            measure,
+            command_line("patch", name, **patch, out=folder),
+            command_line("serve-config", folder, engine=engine),
+        )
+
+    def by_goal(
+        self,
+        served: Mapping[str, str],
+        configs: Mapping[str, ServingConfig],
+        choices: Mapping[str, Sequence[str]],
+        context_length: int,
+        server: GPUServer | None,
+        on_gpus: GPUMemory | None,
+    ) -> dict[str, tuple[str, ...]]:
+        """Return the commands for every goal, in words, that a user may have.
+
+        Args:
+            served, choices, context_length, on_gpus: as in `Advice`.
+            configs: the serving config of each engine in `served`.
+            server: the GPUs that `on_gpus` is for.
+        """
+        commands: dict[str, tuple[str, ...]] = {}
+        lengths = tuple(dict.fromkeys((min(context_length, self.target_length), self.target_length)))
+        candidates = list(dict.fromkeys([name for names in choices.values() for name in names]))
+        if candidates:
+            commands |= self._measuring(candidates, lengths)
+        if choices.get(SERVING):
+            commands |= self._patching(choices[SERVING][0])
+        commands |= self._as_published()
+        programs: set[str] = set()
+        for engine, method in served.items():
+            config = configs[engine]
+            program = next((word for word in config.command if word not in ("python", "-m")), engine)
+            if engine == reference_engine().name or program in programs:  # this process, or the same program again
+                continue
+            programs.add(program)
+            commands[f"serve with {engine}"] = self._serving(engine, method, config, server, on_gpus)
+        return commands
+
+    def _measuring(self, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[str, ...]]:
+        name = self.model.given
+        options = {"method": methods, "target_length": self.target_length, **self.options, "lengths": lengths}
+        passes = [*lengths] * (_MEASURED_SPANS * (len(methods) + 1))
+        goal = f"measure on your own text: {sum(passes):,} tokens are read{self._time(passes)}"
+        return {
+            goal: (
+                command_line("ppl", name, **options, max_spans=_MEASURED_SPANS, data="texts/*.txt"),
+                command_line("passkey", name, **options),
+            )
+        }
+
+    def _patching(self, method: str) -> dict[str, tuple[str, ...]]:
+        name = self.model.given
+        options = {"method": method, "target_length": self.target_length, **self.options}
+        return {
+            "see what it changes, and keep it in a folder": (
+                command_line("describe", name, **options),
+                command_line("patch", name, **options, out=f"{Path(name).name}-{self.target_length}"),
+            )
+        }
+
+    def _as_published(self) -> dict[str, tuple[str, ...]]:
+        """Return the commands for the extension that the model's publisher names, if the target length needs it."""
+        recipe = self.model.recipe
+        if recipe is None or not (recipe.extended_length or 0) >= self.target_length > recipe.context_length:
+            return {}
+        name, arguments = self.model.given, recipe.arguments(self.model.config.max_position_embeddings)
+        return {
+            f"as published for {recipe.name}": (
+                command_line("describe", name, **arguments),
+                command_line("serve-config", name, **arguments, engine=usual_server()),
+            )
+        }
+
+    def _serving(
+        self,
+        engine: str,
+        method: str,
+        config: ServingConfig,
+        server: GPUServer | None,
+        on_gpus: GPUMemory | None,
+    ) -> tuple[str, ...]:
+        """Return the command that prints how an engine serves the model, and those of the engine itself."""
+        name, rules = self.model.given, find_engine(engine)
+        options: dict[str, Any] = dict(self.options)
+        if method not in ("", Default.name):
+            options = {"method": method, "target_length": self.target_length, **options}
+        elif method:
+            options = {"method": method, **options}
+        if server is not None and on_gpus is not None and rules.on_gpus:
+            fits = on_gpus.kv_bits is not None
+            words = (*config.command, *rules.gpu_options(on_gpus.options)) if fits else ()
+            config = replace(config, command=words)
+            options |= server.options
+        lines = [command_line("serve-config", name, **options, engine=engine)]
+        if config.gguf_keys:
+            lines.append(command_line("gguf", "IN.gguf", "OUT.gguf", model=name, **options))
+        if config.command and (config.overrides is not None or not config.config_keys):
+            lines.append(shlex.join(config.command))
+        return tuple(lines)
+
+    def _time(self, passes: Sequence[int]) -> str:
+        """Return a clause on the time that passes of so many tokens take on an accelerator; empty: it is not known."""
+        try:
+            model = self.model.empty_model()
+        except CheckpointError:  # the text half of a composite model may have no class that loads alone
+            return ""
+        seconds = estimate_flops(model, passes, scored=0) / _SUSTAINED
+        return f", about {duration(seconds)} at {_SUSTAINED / 1e12:g} TFLOP/s"

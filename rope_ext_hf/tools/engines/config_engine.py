@@ -1,0 +1,155 @@
+"""The base of the engines that read a config.json: they share how a method is written down, tried and reported."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rope_ext_hf.errors import ServingError
+from rope_ext_hf.patches.config_keys import GEOMETRY_KEYS, Config
+from rope_ext_hf.tools.engines import formulas
+from rope_ext_hf.tools.engines.base import Engine, list_engines
+from rope_ext_hf.tools.engines.keys import Computed, RopeKeys
+from rope_ext_hf.tools.engines.serving_config import ServingConfig
+from rope_ext_hf.tools.engines.target import Encoding, Target
+
+
+class ConfigEngine(Engine):
+    """Base of the engines that read a config.json: encodings of a method are tried until one computes the same.
+
+    A subclass says how its engine reads a config (`read`), and overrides the rope types that the engine computes in
+    its own way.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = {"su": "longrope"}
+    """Rope types that the engine treats as another one: name -> name of the other one."""
+    unknown_type: ClassVar[str] = "has no static rope type {!r}"
+    """The predicate of the error on a rope type that the engine does not run; it is filled with the rope type."""
+
+    @abstractmethod
+    def read(self, config: Config, length: int | None) -> RopeKeys:
+        """Return the keys as the engine reads them; arguments and errors are those of `computes`."""
+
+    def computes(self, config: Config, length: int | None = None) -> Computed:
+        return self.by_type(self.read(config, length))
+
+    def by_type(self, rope: RopeKeys) -> Computed:
+        """Compute frequencies and magnitude by the rule for the rope type.
+
+        Raises:
+            ServingError: the engine has no such rope type, or its settings are missing or wrong.
+        """
+        kind = self.aliases.get(str(rope.kind), str(rope.kind))
+        if kind == "default":
+            return rope.computed(formulas.plain(rope.theta, rope.dim))
+        rules = {"linear": self.linear, "llama3": self.llama3, "yarn": self.yarn, "longrope": self.longrope}
+        return rules.get(kind, self.other)(rope)
+
+    def linear(self, rope: RopeKeys) -> Computed:
+        """Compute position interpolation (Chen et al. 2023)."""
+        return rope.computed(formulas.linear(rope.theta, rope.dim, rope.number("factor")))
+
+    def llama3(self, rope: RopeKeys) -> Computed:
+        """Compute Llama 3.1's scaling."""
+        keys = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "factor")
+        low, high, original, factor = map(rope.number, keys)
+        return rope.computed(formulas.llama3(rope.theta, rope.dim, factor, original, low, high))
+
+    @abstractmethod
+    def yarn(self, rope: RopeKeys) -> Computed:
+        """Compute YaRN (Peng et al. 2023)."""
+
+    @abstractmethod
+    def longrope(self, rope: RopeKeys) -> Computed:
+        """Compute LongRoPE (Ding et al. 2024)."""
+
+    def other(self, rope: RopeKeys) -> Computed:
+        """Compute a rope type that only this engine has; by default, refuse it."""
+        raise ServingError(f"{self.title} {self.version} {self.unknown_type.format(rope.kind)}")
+
+    def encodings(self, target: Target) -> Iterator[Encoding]:
+        """Yield the ways to write the method, in order of preference; the first one that computes the same is taken."""
+        yield Encoding("native", target.settings)
+        if all(target.inv_freq):  # Gemma 4 has frequencies of 0, for pairs that do not rotate; no list divides to zero
+            yield Encoding("longrope with equal lists", self.equal_lists(target))
+
+    def equal_lists(self, target: Target) -> dict[str, Any]:
+        """Return the measured frequencies and magnitude as a longrope with two equal lists, which any of them fits."""
+        kept = {key: value for key, value in target.settings.items() if key in GEOMETRY_KEYS}
+        magnitude = target.attention_factor
+        return kept | {
+            "rope_type": "longrope",
+            "rope_theta": target.theta,
+            "short_factor": target.divisors,
+            "long_factor": target.divisors,
+            "factor": max(1.0, target.length / target.original),
+            "attention_factor": magnitude,
+            "short_mscale": magnitude,
+            "long_mscale": magnitude,
+            "original_max_position_embeddings": target.original,
+        }
+
+    def changes(self, target: Target, encoding: Encoding) -> dict[str, Any]:
+        """Return the keys of the text config that an encoding changes."""
+        written = {"rope_parameters": target.with_settings(encoding.settings)} | encoding.config
+        return {key: value for key, value in written.items() if target.config.get(key) != value}
+
+    def config(self, target: Target, changes: dict[str, Any]) -> dict[str, Any]:
+        """Return the text config that the engine reads when it is started with these changes."""
+        return {**target.config, **changes}
+
+    @abstractmethod
+    def served(self, target: Target, encoding: Encoding, changes: dict[str, Any], computed: Computed) -> ServingConfig:
+        """Return the command and the keys for an encoding that computes the same."""
+
+    def config_for(self, target: Target) -> ServingConfig:
+        encodings_by_reason: dict[str, list[str]] = {}
+        for encoding in self.encodings(target):
+            try:
+                changes = self.changes(target, encoding)
+                computed = self.computes(self.config(target, changes), target.length)
+            except (ServingError, ArithmeticError) as error:
+                encodings_by_reason.setdefault(str(error), []).append(encoding.name)
+                continue
+            reason = self._refusal(target, encoding, computed)
+            if reason is not None:
+                encodings_by_reason.setdefault(reason, []).append(encoding.name)
+                continue
+            served = self.served(target, encoding, changes, computed)
+            is_longrope = encoding.name == "native" and target.settings["rope_type"] == "longrope"
+            if is_longrope and not target.method.startswith("longrope"):
+                return replace(served, encoding="longrope")  # the engine does not know the method itself by name
+            return served
+        reasons = "; ".join(
+            f"{' and '.join(dict.fromkeys(encodings))}: {reason}" for reason, encodings in encodings_by_reason.items()
+        )
+        raise ServingError(
+            f"{self.name} {self.version} cannot serve {target.method} on this {target.model_type!r} model as measured "
+            f"({reasons})"
+        )
+
+    def _refusal(self, target: Target, encoding: Encoding, computed: Computed) -> str | None:
+        """Return the reason why an encoding does not serve what was measured, in a clause; None: it does."""
+        reason = computed.difference(target.inv_freq, target.attention_factor, target.softmax_scale)
+        if reason is None and computed.table is not None and computed.table < target.length:
+            reason = f"its table of angles ends at position {computed.table:,}"
+        if reason is None and target.layer_type is not None:
+            reason = self.moved_theta(target, {**encoding.settings, **encoding.config}["rope_theta"])
+        if reason is None or not computed.notes:
+            return reason
+        return f"{reason} ({' '.join(computed.notes).rstrip('.')})"
+
+
+def other_engines() -> list[Engine]:
+    """Return the engines to compare with the reference: all that read a config.json, and their former versions."""
+    engines: list[Engine] = []
+    for cls in list_engines().values():
+        if not issubclass(cls, ConfigEngine):
+            continue
+        if cls.former is not None:
+            engines.append(cls.former())
+        if not cls.reference:
+            engines.append(cls())
+    return engines

@@ -1,0 +1,71 @@
+"""The input of an engine's rules: a model with its method (`Target`), and one way to write it down (`Encoding`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rope_ext_hf.patches.config_keys import Config
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A model with its method: the numbers that were measured, and that an engine is to compute.
+
+    Targets are compared and hashed by identity, so that functions can cache their result for one.
+    """
+
+    model: str  # the folder or Hub id, for the commands
+    config: Config  # the text config before the method, in the spelling of transformers 5
+    patched: Config  # the text config with the method in it
+    composite: bool  # whether the text config lies under `text_config` of the model's config
+    layer_type: str | None  # the type of the layers that the method applies to; None: all layers
+    inv_freq: tuple[float, ...]  # measured, like the next two numbers; `Computed` describes all three
+    attention_factor: float
+    softmax_scale: float
+    theta: float  # the base of the rotary embedding
+    original: int  # the length in tokens that RoPE without any scaling is for
+    length: int  # the length in tokens to serve
+    method: str  # the name of the method, for messages
+    notes: tuple[str, ...] = ()  # sentences for the user, e.g. on layers that the method does not reach
+    mistral_format: bool = False  # whether the folder holds params.json, Mistral's own format, beside config.json
+
+    @functools.cached_property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type", ""))
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """The rope settings that transformers would save for the layers that the method applies to."""
+        parameters = self.patched["rope_parameters"]
+        settings = dict(parameters if self.layer_type is None else parameters[self.layer_type])
+        settings.setdefault("rope_type", settings.get("type", "default"))
+        return settings
+
+    @functools.cached_property
+    def divisors(self) -> list[float]:
+        """The unscaled frequency of each rotated pair, theta^(-2i/d), divided by the measured one."""
+        dim = 2 * len(self.inv_freq)
+        return [float(self.theta) ** (-2 * i / dim) / value for i, value in enumerate(self.inv_freq)]
+
+    def placed(self, keys: dict[str, Any]) -> dict[str, Any]:
+        """Return keys of the text config as the model's config nests them: under `text_config` in a composite model."""
+        return {"text_config": keys} if self.composite and keys else keys
+
+    def with_settings(self, settings: Config) -> dict[str, Any]:
+        """Return `rope_parameters` with these settings for the layers that the method applies to."""
+        if self.layer_type is None:
+            return dict(settings)
+        layers = {key: value for key, value in self.patched["rope_parameters"].items() if isinstance(value, Mapping)}
+        return layers | {self.layer_type: dict(settings)}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """One way to write a method in the config that an engine reads."""
+
+    name: str  # names it in reports: "native", "longrope with equal lists", ...
+    settings: dict[str, Any]  # the rope settings
+    config: dict[str, Any] = field(default_factory=dict)  # further keys of the text config
