@@ -4,7 +4,7 @@
 
 Plan
     patching: put a method into a live model, take it out, hold one length; the functions that users call.
-    planning: work out everything that a patch changes; all that can fail fails here, and the model stays as it is.
+    planning: work out and check everything that a patch changes, and leave the model as it is.
     geometry: the rotary embedding that a patch starts from.
     config, config_keys, config_writing: read the rotary embedding that a config states, and write a patch into one.
     families, family_settings: what a model type does as no others do (families.toml), and its sizes and pairing.
@@ -19,7 +19,7 @@ Find slots
     class_angles, class_rotary: measure the frequencies that the model's own class computes.
 
 Put modules in
-    applying: change a model as planned, and take patches off again.
+    applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
     slots: the place of a rotary module, and the module that stands there while the model is patched.
     slot_rotary: rotary modules for remapping methods, and for a learned factor of the frequencies.
     angle_tables: the same for a model that keeps cos and sin as a table in its weights (RoFormer).
