@@ -34,8 +34,7 @@ def _published() -> Iterator[dict[str, Published]]:
 @figure
 def published_models() -> str:
     """Return a row per model: its lengths, its own scaling, what `extend` chooses, who serves that, and its memory."""
-    from rope_ext_hf.reading.preflight import cached_bytes
-
+    from rope_ext_hf.reading.cache_size import cached_bytes
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.serving.configs import open_model
 
@@ -60,7 +59,8 @@ def published_models() -> str:
     return markdown_table(
         (*heads, "keys and values of one input, bfloat16"),
         rows,
-        "An engine of the sixth column serves none of the advised methods at the target length; `--dry-run --all` says why.",
+        "An engine of the sixth column serves none of the advised methods at the target length; `--dry-run --all` "
+        "says why.",
     )
 
 

@@ -274,15 +274,15 @@ def _with_key_tokens(
 
     evaluator = replace(load, revision=None)  # --revision is one of the measured model
 
-    def measure_with(name: str, plan_of: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
-        empty = evaluator.empty_model(name)
-        key_plan = plan_of(empty, evaluator.tokenizer(name))
+    def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
+        empty = evaluator.empty_model(source)
+        key_plan = make(empty, evaluator.tokenizer(source))
         if options.dry_run:
             print_forecast(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
         _check_memory(empty, evaluator, key_plan, workers)
         run = carry_out(
-            evaluator.model(name),
+            evaluator.model(source),
             key_plan,
             out=options.out,
             workers=workers,

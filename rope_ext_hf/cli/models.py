@@ -64,7 +64,7 @@ def methods(as_json: Json = False) -> None:
         table.add_column()
         for row in rows:
             if row["group"] == group:
-                table.add_row(row["method"], Text(_method_text(row)))  # in a string, "factors[i]" would be markup
+                table.add_row(str(row["method"]), Text(_method_text(row)))  # in a string, "factors[i]" would be markup
         print_table(table)
 
 

@@ -157,12 +157,11 @@ def _explained(
     scorer, groups = answers.scorer, answers.groups
 
     def change(key_bits: int | None = None) -> list[Tensor]:
-        scorer.cache = None  # the model may have another dtype than before
-        scorer.stored = None if key_bits is None else partial(rounded_keys, bits=key_bits)
+        scorer.store_through(None if key_bits is None else partial(rounded_keys, bits=key_bits))
         try:
             return [answers.logprobs(group, before) - values for group, values in zip(groups, exact, strict=True)]
         finally:
-            scorer.stored = None
+            scorer.store_through(None)
 
     scale_error = None
     effects = _effects_of_errors(answers, before, exact[0])
