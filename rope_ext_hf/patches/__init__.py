@@ -4,20 +4,22 @@
 
 Plan
     patching: put a method into a live model, take it out, hold one length; the functions that users call.
-    planning: work out everything that a patch changes, then change it; all that can fail fails before.
+    planning: work out and check everything that a patch changes, and leave the model as it is.
     geometry: the rotary embedding that a patch starts from.
     config, config_keys, config_writing: read the rotary embedding that a config states, and write a patch into one.
     families, family_settings: what a model type does as no others do (families.toml), and its sizes and pairing.
     layer_types: which layers attend to everything, which rotate, and by which rotary embedding.
     recipes: what publishers state about the context of their models (recipes.toml).
+    config_model: plan a patch for a model that is known by its config alone.
     stand_in: try a patch on a small random model, where the weights are not at hand.
 
 Find slots
     slot_finding: find the rotary modules of a model.
     layout_probe: find out how such a module arranges cos and sin.
-    class_angles: measure the frequencies that such a module computes.
+    class_angles, class_rotary: measure the frequencies that the model's own class computes.
 
 Put modules in
+    applying: change a model as planned, after a trial with a cache where it needs one, and take patches off again.
     slots: the place of a rotary module, and the module that stands there while the model is patched.
     slot_rotary: rotary modules for remapping methods, and for a learned factor of the frequencies.
     angle_tables: the same for a model that keeps cos and sin as a table in its weights (RoFormer).
@@ -26,6 +28,7 @@ Put modules in
 
 Hook the forward (length-dependent and remapping methods; docs/internals.md shows a forward)
     forward_hooks: install hooks around a decoder's forward.
+    hooked_forward: run the hooks also where `module.forward(...)` is called directly.
     forward_context: what one forward was called with, and what its hooks worked out.
     decoder_arguments: find the arguments of a decoder's forward in every release of transformers.
     length_hooks: hooks of length-dependent methods, which also rotate the keys in a cache.

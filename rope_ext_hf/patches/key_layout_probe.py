@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rope_ext_hf.errors import LengthError, one_line
 from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_parameter
 from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH
-from rope_ext_hf.patches.forward_hooks import forward_without_hooks
+from rope_ext_hf.patches.hooked_forward import forward_without_hooks
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
 from rope_ext_hf.rotary.key_rotation import KeyLayout, infer_key_layout
 

@@ -1,0 +1,116 @@
+"""The `forward` of a hooked module, which also runs the hooks where it is called directly.
+
+torch runs the hooks of a module in `module(...)` alone. Some libraries call `module.forward(...)` instead
+(sentence-transformers, and PEFT for AdaLoRA), and would run a patched model without its hooks.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, running
+
+
+class ForwardHooks(Protocol):
+    """Hooks around the forward of a module, as torch calls them."""
+
+    def pre_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """Run before the forward; return other arguments for it, by position and by name, or None."""
+
+    def post_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, /) -> Any:
+        """Run after the forward, also after an exception; `output` is None then."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _Entering(ForwardState):
+    """A note that the next call of a module's `forward` must not run its hooks: they have run, or are not wanted."""
+
+    forward: HookedForward | None = None
+
+
+class HookedForward:
+    """The `forward` of a hooked module, which runs the hooks where it is called directly.
+
+    In `module(...)` torch runs the hooks and then calls `module.forward(...)`, which is this object. The last hook
+    before the forward leaves a note (`enter`), by which this object knows that the hooks have run. Without the note
+    somebody called `forward` directly, and this object runs them. It is an object and not a function, so that copies
+    and pickles of the module get one of their own.
+    """
+
+    def __init__(self, module: nn.Module, hooks: ForwardHooks) -> None:
+        self.module = module
+        self.hooks = hooks
+        self.replaced = module.__dict__.get("forward")  # accelerate may have put one there; None: that of the class
+        self.removed = False  # after `remove`, other libraries may still call it from what they have put around it
+        module.__dict__["forward"] = self
+
+    # torch.export and others look at the signature and the code of a forward.
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._visible)
+
+    @property
+    def __code__(self) -> Any:
+        return self._visible.__code__
+
+    @property
+    def _visible(self) -> Any:
+        """The forward that this object stands for."""
+        return self.replaced or type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate binds the forward that it takes out of its float32 wrapper
+            args = args[1:]
+        state = next(running(), None)
+        if isinstance(state, _Entering) and (state.forward is self or state.owner is self.module):
+            pop(state.owner)
+            return self._bare(state.owner, args, kwargs)  # in nn.DataParallel the owner is a replica of the module
+        if self.removed:
+            return self._bare(self.module, args, kwargs)
+        output = None
+        try:
+            args, kwargs = self.hooks.pre_forward(self.module, args, kwargs) or (args, kwargs)
+            output = self._bare(self.module, args, kwargs)
+        finally:
+            self.hooks.post_forward(self.module, args, kwargs, output)
+        return output
+
+    def _bare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a module without its hooks."""
+        if self.replaced:
+            return self.replaced(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """Leave a note, as the last hook before a forward, that the others have run."""
+        push(_Entering(owner=module, forward=self))
+
+    def leave(self, *_: Any) -> None:
+        """Take the note back where an exception has kept the forward from running."""
+        state = next(running(), None)
+        if isinstance(state, _Entering) and state.forward is self:
+            pop(state.owner)
+
+    def remove(self) -> None:
+        """Put the `forward` back that was there before."""
+        self.removed = True
+        if self.module.__dict__.get("forward") is self:
+            del self.module.__dict__["forward"]
+            if self.replaced is not None:
+                self.module.__dict__["forward"] = self.replaced
+
+
+def forward_without_hooks(module: nn.Module, **kwargs: Any) -> Any:
+    """Run the forward of a hooked module without any of its hooks, and return its output."""
+    entering = _Entering(owner=module)
+    push(entering)
+    try:
+        return module.forward(**kwargs)
+    finally:
+        if next(running(), None) is entering:
+            pop(module)
