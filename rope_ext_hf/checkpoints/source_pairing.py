@@ -38,7 +38,7 @@ class _SourcePairing:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether the weights show the other pairing."""
+        """True if the weights show the other pairing."""
         return self.detected.pairing == other_pairing(self.pairing)
 
     def __str__(self) -> str:
