@@ -69,9 +69,8 @@ def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, mo
     if switch is not None:
         assert getattr(converted.config, switch) is (OTHER[now] == "interleaved")
     else:
-        assert (
-            logits(converted, tokens(24)) - expected
-        ).abs().max() > 1e-2  # under the rotation of the class its logits are noise
+        # under the rotation of the class its logits are noise
+        assert (logits(converted, tokens(24)) - expected).abs().max() > 1e-2
         rotate_otherwise(monkeypatch, model_type, OTHER[now])
     torch.testing.assert_close(logits(converted, tokens(24)), expected, atol=1e-4, rtol=0)
     assert convert(tmp_path / "converted", tmp_path / "back", now).loads_natively

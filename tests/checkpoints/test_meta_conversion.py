@@ -110,7 +110,7 @@ def embedded(ids: Tensor, parts: list[Part], dim: int) -> Tensor:
 
 @torch.no_grad()
 def meta_logits(params: dict[str, Any], parts: list[Part], ids: Tensor, factor: float | None) -> Tensor:
-    """Return logits (length, vocabulary): each part computes what its process does, and params.json is read as by Meta."""
+    """Return logits (length, vocabulary), computed part by part as by the processes of Meta's code."""
     dim, heads, eps = params["dim"], params["n_heads"], params["norm_eps"]
     kv_heads, count = params.get("n_kv_heads") or heads, len(parts)
     cis = freqs_cis(dim // heads, params.get("rope_theta", 10000.0), factor if params.get("use_scaled_rope") else None)
