@@ -376,7 +376,7 @@ def test_a_name_too_long_to_be_one() -> None:
 
 
 class Hub:
-    """A stand-in for `datasets.load_dataset` with splits in memory. It notes its arguments and the rows that are read."""
+    """A stand-in for `datasets.load_dataset` with splits in memory, which notes arguments and the rows that are read."""
 
     def __init__(self, splits: dict[str, list[dict[str, Any]]]) -> None:
         self.splits = splits

@@ -72,7 +72,7 @@ def test_truncate_is_yarns_loop_with_truncate(model: Any, adds_bos: bool) -> Non
 
 @pytest.mark.slow
 def test_sliding_is_yarns_loop_where_its_spans_are_whole(model: Any) -> None:
-    """eval/perplexity.py without --truncate, but for the first span, which it scores whole, and the shorter last one."""
+    """eval/perplexity.py without --truncate, but for the first span, which it scores whole, and the short last one."""
     stride = 8
     for result in measured(model, "sliding", letters(), stride=stride):
         total, count = 0.0, 0
