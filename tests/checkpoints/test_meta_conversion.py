@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import meta_conversion
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-from rope_ext_hf.checkpoints.meta_conversion import MetaSource
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
+from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.report import ConversionReport
 from rope_ext_hf.errors import CheckpointError, FileError
 from tests.support.models import build, logits

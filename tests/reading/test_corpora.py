@@ -376,7 +376,7 @@ def test_a_name_too_long_to_be_one() -> None:
 
 
 class Hub:
-    """A stand-in for `datasets.load_dataset` with splits in memory, which notes arguments and the rows that are read."""
+    """A stand-in for `datasets.load_dataset` with splits in memory, which notes its arguments and the rows read."""
 
     def __init__(self, splits: dict[str, list[dict[str, Any]]]) -> None:
         self.splits = splits
@@ -551,6 +551,10 @@ def test_paths_are_files_whatever_their_names(tmp_path: Path, monkeypatch: pytes
         ("a/x.txt", "a/x.txt"),
         ("b/x.txt", "b/x.txt"),
     ]
+    Path("rows.jsonl").write_text('{"body": "b", "title": "t"}', encoding="utf-8")
+    assert [document.text for document in load(Path("rows.jsonl"), column="body")] == ["b"]
+    with pytest.raises(CorpusError, match="plain text, which has no column 'body'"):
+        load(Path("a"), column="body")
     with pytest.raises(CorpusError, match=r"strings in a list are texts.*give pathlib\.Path\('a/x.txt'\)"):
         load(["a/x.txt"])
 

@@ -70,7 +70,7 @@ def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("of_type", ["llama", "gemma2", "deepseek_v32"])
 def test_logits_after_the_last_tokens_also_of_rounded_keys(of_type: str) -> None:
-    """Read in chunks or whole, they equal those of an ordinary forward with its keys and values rounded in the same way."""
+    """Read in chunks or whole, they equal those of an ordinary forward with its keys and values rounded alike."""
     model, ids = tiny(of_type), tokens(70)
     scorer = TokenScorer(model, chunk=16)
     exact = model(input_ids=ids[None], use_cache=False).logits[0, -7:].float()
