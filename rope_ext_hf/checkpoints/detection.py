@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from rope_ext_hf.checkpoints.meta_conversion import open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import LayerScore, PairingReport, TextLosses
 from rope_ext_hf.checkpoints.pairing_scores import confidence, mean_score, pairing_correlations
 from rope_ext_hf.checkpoints.rotated_weights import RotatedWeights, weights_from_model, weights_from_source

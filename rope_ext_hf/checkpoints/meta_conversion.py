@@ -8,7 +8,6 @@ tensor at a time is in memory, and the new folder appears whole or not at all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,7 +19,6 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.meta_params import (
     EMBEDDING,
-    FREQUENCIES,
     HF_EMBEDDING,
     HF_OUTPUT,
     LLAMA_3_THETA,
@@ -28,11 +26,11 @@ from rope_ext_hf.checkpoints.meta_params import (
     OUTPUT,
     Llama,
     Weight,
-    read_params,
 )
+from rope_ext_hf.checkpoints.meta_source import MetaSource, part_name
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
-from rope_ext_hf.checkpoints.source import Source, copy_other_files, has_weights
+from rope_ext_hf.checkpoints.source import Source, copy_other_files
 from rope_ext_hf.checkpoints.torch_files import open_writer
 from rope_ext_hf.checkpoints.verification import compare_views
 from rope_ext_hf.checkpoints.weight_files import (
@@ -51,200 +49,12 @@ from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.files import (
     atomic_file,
     copy_mode,
-    file_stamps,
-    list_files,
     read_json,
-    resolve_inside,
     write_json,
 )
-from rope_ext_hf.hub import model_folder
 from rope_ext_hf.patches.patch_records import PATCH_KEY
 
 MAX_SHARD_BYTES = 5_000_000_000  # as transformers has had it by default for years
-
-
-class MetaSource:
-    """A folder in Meta's format, read as far as the headers; norms and embeddings are read and compared too.
-
-    Attributes:
-        folder: the folder.
-        inputs: stamps of its files, taken before they were read.
-        files: the weight files.
-        parts: what each of Meta's model-parallel processes loads, in order: one file of Meta's, or all of Mistral's.
-        split: the dimension of the embeddings that the parts divide.
-        llama: the model.
-        stated_length: the context length in tokens by params.json, which usually has none.
-
-    Raises:
-        CheckpointError: a file or tensor is missing, unknown, or contradicts params.json or another part.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        names = sorted(p.name for p in folder.iterdir() if re.fullmatch(r"consolidated\.\d+\.pth", p.name))
-        shards = sorted(p.name for p in folder.glob("consolidated*.safetensors"))
-        if not names and not shards:
-            raise CheckpointError(
-                f"{str(folder)!r} holds no weights; looked for {_part_name(0)} and consolidated*.safetensors"
-            )
-        expected = [_part_name(i) for i in range(len(names))] or shards
-        missing = [name for name in expected if name not in (names or shards)]
-        if missing:
-            raise CheckpointError(f"{missing[0]!r} is missing in {str(folder)!r}, which has {', '.join(names)}")
-        paths = [resolve_inside(folder, name) for name in ("params.json", *expected)]
-        list_files(folder)  # refuses links that lead out of the folder
-        self.folder, self.inputs = folder, file_stamps(paths)  # before they are read
-        self.files = paths[1:]
-        params = read_params(paths[0])
-        self.parts: tuple[_Part, ...] = tuple(map(TorchFile, self.files)) if names else (_Shards(self.files),)
-        parts = self.parts
-        if params["n_kv_heads"] % len(parts):
-            raise CheckpointError(
-                f"{str(folder)!r}: {params['n_kv_heads']} key heads cannot be divided among {len(parts)} parts"
-            )
-        rows, columns = _matrix(parts[0], EMBEDDING)
-        self.split = 0 if columns == params["dim"] else 1
-        vocab = rows if self.split else rows * len(parts)
-        if params["vocab_size"] not in (-1, vocab):
-            raise CheckpointError(
-                f"params.json in {str(folder)!r} has vocab_size {params['vocab_size']}; {EMBEDDING!r} has {vocab} rows"
-            )
-        ffn = _matrix(parts[0], "layers.0.feed_forward.w1.weight")[0] * len(parts)
-        if params.get("hidden_dim", ffn) != ffn:
-            raise CheckpointError(
-                f"params.json in {str(folder)!r} has hidden_dim {params['hidden_dim']}; w1 of the first layer "
-                f"has {ffn} rows"
-            )
-        _check_parts(parts, Llama.from_params(params, vocab, ffn, tied=False).weights(self.split))
-        self.llama = Llama.from_params(params, vocab, ffn, _tied(parts, self.split))
-        self.stated_length: int | None = params.get("max_position_embeddings", params.get("max_seq_len"))
-
-    def view(self, to: str = "interleaved", now: str = "interleaved") -> TensorView:
-        """Return the whole tensors of a Hugging Face folder of this model, by their names there.
-
-        Args:
-            to: the pairing to return them in.
-            now: the pairing that they are in.
-        """
-        tied = {OUTPUT} if self.llama.tied else {}
-        weights = {weight.hf: weight for weight in self.llama.weights(self.split) if weight.meta not in tied}
-        first = self.parts[0].tensors
-        return TensorView(
-            {name: TensorInfo.from_shape(first[w.meta].dtype, w.shape) for name, w in weights.items()},
-            lambda name: weights[name].to_pairing(self._read(weights[name]), now, to),
-        )
-
-    def _read(self, weight: Weight) -> Tensor:
-        """Read a whole tensor, put together from its parts, in the pairing that it is stored in."""
-        if weight.split is None or len(self.parts) == 1:
-            return self.parts[0].read(weight.meta)
-        tensor = torch.empty(weight.shape, dtype=TORCH_DTYPES[self.parts[0].tensors[weight.meta].dtype])
-        for chunk, part in zip(tensor.chunk(len(self.parts), weight.split), self.parts, strict=True):
-            chunk.copy_(part.read(weight.meta))
-        return tensor
-
-
-class _Shards:
-    """All files of Mistral's format together, with the members of a single file."""
-
-    def __init__(self, paths: list[Path]) -> None:
-        self.path, files = paths[0], list(map(SafetensorsFile, paths))
-        view = TensorView.from_files(files)
-        if len(view.tensors) < sum(len(file.tensors) for file in files):
-            raise CheckpointError(f"a tensor is in two files of {', '.join(path.name for path in paths)}")
-        self.tensors, self.read = view.tensors, view.read
-
-
-_Part = TorchFile | _Shards
-
-
-def open_checkpoint(
-    path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
-) -> Source | MetaSource:
-    """Open a folder or Hub repository in Meta's format or in Hugging Face's, which may have a params.json too.
-
-    Mistral's repositories hold a model in both formats: it is read in Hugging Face's.
-    """
-    folder = model_folder(path, revision=revision)
-    has_params = (folder / "params.json").is_file()
-    has_config = (folder / "config.json").is_file()
-    has_parts = any(folder.glob("consolidated.*.pth"))
-    has_shards = any(folder.glob("consolidated*.safetensors"))
-    if (has_params and has_parts) or ((has_params or has_parts or has_shards) and not has_config):
-        return MetaSource(folder)
-    if has_params and has_shards and not has_weights(folder):
-        return MetaSource(folder)
-    return Source(folder, trust_remote_code=trust_remote_code)
-
-
-def _part_name(index: int) -> str:
-    """Return the name of the file that a model-parallel process of Meta's code loads."""
-    return f"consolidated.{index:02}.pth"
-
-
-def _info(part: _Part, name: str) -> TensorInfo:
-    """Return the description of a tensor; raise a CheckpointError if the part lacks it."""
-    if name not in part.tensors:
-        raise CheckpointError(f"{name!r} is missing in {str(part.path)!r}")
-    return part.tensors[name]
-
-
-def _matrix(part: _Part, name: str) -> tuple[int, int]:
-    """Return the rows and columns of a tensor; raise a CheckpointError if it is no matrix."""
-    shape = _info(part, name).shape
-    if len(shape) != 2:
-        raise CheckpointError(f"{name!r} in {str(part.path)!r} has shape {shape}, not two dimensions")
-    return shape[0], shape[1]
-
-
-def _check_parts(parts: tuple[_Part, ...], weights: Iterable[Weight]) -> None:
-    """Raise a CheckpointError unless every part has exactly these tensors, or parts of them.
-
-    They must have the right shape and the same dtype in all parts. Where every part has a whole copy, the copies must
-    be equal.
-    """
-    known = {FREQUENCIES}
-    has_output = any(OUTPUT in part.tensors for part in parts)
-    for weight in weights:  # one by one, because params.json may claim any number of layers
-        known.add(weight.meta)
-        if weight.meta == OUTPUT and not has_output:
-            continue
-        shape, dtype = weight.part_shape(len(parts)), _info(parts[0], weight.meta).dtype
-        for part in parts:
-            info, where = _info(part, weight.meta), f"{weight.meta!r} in {str(part.path)!r}"
-            if info.shape != shape:
-                raise CheckpointError(
-                    f"{where} has shape {info.shape}; by params.json, the embeddings, w1 of the first layer and "
-                    f"{len(parts)} parts it should have {shape}"
-                )
-            if info.dtype not in META_DTYPES or info.dtype != dtype:
-                first = "" if part is parts[0] else f", in the first part {dtype}"
-                raise CheckpointError(
-                    f"{where} is {info.dtype}{first}; all parts must have one of {', '.join(META_DTYPES)}"
-                )
-            if weight.split is None and not torch.equal(part.read(weight.meta), parts[0].read(weight.meta)):
-                raise CheckpointError(f"{where} differs from the first part, though every part must hold the same copy")
-    for part in parts:
-        unknown = sorted(set(part.tensors) - known)
-        if unknown:
-            raise CheckpointError(
-                f"{unknown[0]!r} in {str(part.path)!r} does not belong to a model with these params.json; "
-                f"{len(unknown)} such tensors"
-            )
-
-
-def _tied(parts: tuple[_Part, ...], split: int) -> bool:
-    """Return whether the output weights equal the embeddings, or are not stored at all."""
-    if OUTPUT not in parts[0].tensors:
-        return True
-    if parts[0].tensors[OUTPUT].dtype != parts[0].tensors[EMBEDDING].dtype:
-        return False
-    if split == 0:
-        return all(torch.equal(part.read(OUTPUT), part.read(EMBEDDING)) for part in parts)
-    embeddings = [part.read(EMBEDDING).tensor_split(len(parts)) for part in parts]  # columns, in blocks of rows
-    return all(
-        torch.equal(part.read(OUTPUT), torch.cat([blocks[i] for blocks in embeddings], 1))
-        for i, part in enumerate(parts)
-    )
 
 
 class MetaImport(Conversion):
@@ -372,7 +182,7 @@ class MetaExport(Conversion):
         )
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
-        paths = [staging / _part_name(index) for index in range(self.count)]
+        paths = [staging / part_name(index) for index in range(self.count)]
         todo = [index for index, path in enumerate(paths) if not self._is_written(path, index)]
         advance((self.count - len(todo)) * size_of(self.stored))
         tensors = {name: (TORCH_DTYPES[info.dtype], info.shape) for name, info in self.stored.items()}

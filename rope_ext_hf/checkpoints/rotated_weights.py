@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.meta_conversion import MetaSource
+from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError

@@ -154,7 +154,9 @@ def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> t
 
 def has_weights(folder: Path) -> bool:
     """Return whether a folder holds weights that transformers would load."""
-    return any((folder / each).exists() for name in chain(*WEIGHT_FILES) for each in (name, _index_name(name)))
+    return any(
+        (folder / candidate).exists() for name in chain(*WEIGHT_FILES) for candidate in (name, _index_name(name))
+    )
 
 
 def safetensors_name(name: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rope_ext_hf.checkpoints.detection import detect_in_weights
-from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import PairingReport
 from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source
@@ -38,7 +38,7 @@ class _SourcePairing:
 
     @property
     def is_contradicted(self) -> bool:
-        """Whether the weights show the other pairing."""
+        """True if the weights show the other pairing."""
         return self.detected.pairing == other_pairing(self.pairing)
 
     def __str__(self) -> str:

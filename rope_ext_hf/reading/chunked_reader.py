@@ -107,7 +107,7 @@ class ChunkedReader:
 
     @property
     def _has_remapping_attention(self) -> bool:
-        """Whether the model runs the attention of a remapping method, which itself needs no masks and little memory."""
+        """True if the model runs the attention of a remapping method, which itself needs no masks and little memory."""
         return bool(self.decoder.config._attn_implementation == ATTENTION_NAME)
 
     def attention(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:

@@ -38,7 +38,7 @@ def _documents_of_rows(rows: Iterable[object], column: str | None) -> Iterator[D
 def _documents_of_paths(paths: Sequence[Path], column: str | None) -> Iterator[Document]:
     roots, files = [], []
     for path in paths:
-        # An absolute path is never taken for the name 'stdlib', nor a question mark in it for the start of options.
+        # absolute, because relative and absolute paths have no common path
         root, inside = find_files(str(path.expanduser().absolute()))
         roots.append(root)
         files += inside

@@ -152,7 +152,7 @@ class TokenScorer:
 
     @property
     def chunked(self) -> bool:
-        """Whether the model, as it is patched now, is read in chunks."""
+        """True if the model, as it is patched now, is read in chunks."""
         return self._why_whole() is None
 
     @property

@@ -1,4 +1,4 @@
-"""Conversions of a small Llama: what moves, what comes along, in every format, quantised, and adapters."""
+"""Conversions of a small Llama in every format, quantised too, and of adapters: the rows that move, and other files."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_wrong_words_and_places_are_refused(source: Path, tmp_path: Path) -> Non
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_vision_tower_is_left_alone(tmp_path: Path) -> None:
-    """With the same names and shapes as the language model's own."""
+    """They may have the same names and shapes as those of the language model."""
     text = transformers.LlamaConfig(**SIZES)
     config = transformers.LlavaConfig(text_config=text).to_dict()
     tensors = llama_tensors("model.language_model.")
@@ -257,7 +257,7 @@ def test_tied_weights(tmp_path: Path) -> None:
 
 
 def test_the_single_file_counts_where_there_are_parts_too(source: Path, tmp_path: Path) -> None:
-    """As transformers chooses."""
+    """transformers makes the same choice."""
     tensors = llama_tensors(seed=5)
     save_file(tensors, source / "model.safetensors")
     report = convert(source, tmp_path / "converted", "interleaved")
@@ -278,7 +278,7 @@ def test_safetensors_count_where_there_are_torch_files_too(source: Path, tmp_pat
 
 
 def test_a_snapshot_of_the_hubs_cache(source: Path, tmp_path: Path) -> None:
-    """Its files are links to blobs beside it; the copy has files of its own."""
+    """Its files are links to blobs beside it; the copy has real files."""
     repository = tmp_path / "hub" / "models--some--llama"
     snapshot, blobs = repository / "snapshots" / "abc", repository / "blobs"
     shutil.copytree(source, snapshot)
@@ -295,7 +295,7 @@ def test_a_snapshot_of_the_hubs_cache(source: Path, tmp_path: Path) -> None:
 
 
 def test_unusual_tensors_pass_by(tmp_path: Path) -> None:
-    """Of dtypes that torch has no name for, empty ones, buffers that old checkpoints hold."""
+    """They are tensors of dtypes that torch does not have, empty tensors, and buffers that old checkpoints hold."""
     tensors = llama_tensors() | {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.arange(8.0),
         "empty": torch.zeros(0, 3),
@@ -316,7 +316,7 @@ def test_unusual_tensors_pass_by(tmp_path: Path) -> None:
 
 
 def quantised(how: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """A quantised Llama's tensors as their tools name them, and what its config says."""
+    """Return the tensors of a quantised Llama, named as its tool names them, and the entry of its config."""
     dtype = torch.int8 if "int8" in how else torch.float8_e4m3fn
     tensors = llama_tensors(dtype=dtype)
     draws = torch.Generator().manual_seed(3)
@@ -342,7 +342,7 @@ def quantised(how: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def restored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights in float, by each form's own formula."""
+    """Return the weights in float, by the formula of each form."""
     out = {}
     for name, tensor in tensors.items():
         if "proj" not in name:
@@ -377,7 +377,7 @@ def test_quantised_weights_take_their_scales_along(how: str, tmp_path: Path) -> 
 
 
 def test_blocks_that_are_split_are_refused(tmp_path: Path) -> None:
-    """Blocks of half a head: the rows of each go to both, which have scales of their own."""
+    """The rows of each block of half a head would go to both blocks, which have different scales."""
     tensors, config = quantised("fp8 in blocks")
     config["quantization_config"]["weight_block_size"] = [DIM // 2, DIM]
     for name in [name for name in tensors if name.endswith("scale_inv")]:
@@ -427,7 +427,7 @@ def test_packed_weights_are_refused_with_the_reason(
 def test_adapters_of_peft(
     options: dict[str, Any], as_bin: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Model and adapter converted each by itself, then put together by PEFT: equal logits of the merged models."""
+    """Model and adapter are each converted alone and then merged by PEFT: the logits are equal."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     base = build_known("llama", attention_bias=True)

@@ -1,4 +1,4 @@
-"""A conversion is whole or not there: interruptions, full disks, other processes, changes of the source."""
+"""A conversion is either whole or not there, after interruptions, full disks, other processes and changed sources."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def source(tmp_path: Path) -> Path:
 
 
 class StoppedError(Exception):
-    """A conversion that its user interrupted."""
+    """Run a conversion that its user interrupts."""
 
 
 @pytest.fixture
 def begun(source: Path, tmp_path: Path) -> Path:
-    """The unfinished folder of a conversion that was interrupted in its second part."""
+    """Return the unfinished folder of a conversion that was interrupted in its second part."""
     first = sum(tensor.numel() * 4 for tensor in load_file(source / FIRST).values())
 
     def progress(done: int, total: int) -> None:
@@ -82,7 +82,7 @@ def test_going_on_checks_what_is_there(damage: str, begun: Path, source: Path, t
     (begun / "stray.json").write_text("{}", encoding="utf-8")
     (begun / "stray").mkdir()
     before = (begun / FIRST).stat().st_ino
-    keep = (begun / FIRST).open("rb")  # so that its number is not given to the file that takes its place
+    keep = (begun / FIRST).open("rb")  # so that the file that takes its place gets another inode number
     seen: list[int] = []
     convert(source, tmp_path / "converted", "interleaved", resume=True, progress=lambda done, total: seen.append(done))
     assert content(tmp_path / "converted") == content(tmp_path / "expected")
@@ -173,7 +173,7 @@ def test_a_place_that_cannot_be_written_is_named(source: Path, tmp_path: Path) -
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
-    """The second one fails at once and disturbs nothing."""
+    """The second one fails at once, and does not disturb the first."""
     errors: list[str] = []
 
     def second(done: int, total: int) -> None:
@@ -189,7 +189,7 @@ def test_two_cannot_write_one_destination(source: Path, tmp_path: Path) -> None:
 
 
 def kill_many(source: Path, parent: Path, kills: int) -> None:
-    """Conversions killed at points spread over all their dealings with the disk; prints what each of them left.
+    """Kill conversions at points spread over all their calls that touch the disk, and print what each of them left.
 
     For a process of its own, which has another size of blocks and counts its calls. Each conversion ends itself, at a
     call and not at a time.
@@ -200,7 +200,7 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
     expected, before = content(parent / "expected"), content(source)
 
     def count_or_kill(limit: int) -> list[int]:
-        """Has this process end at that call."""
+        """Count the calls that touch the disk, and end this process at the call with this number; return the count."""
         calls = [0]
 
         def count() -> None:
@@ -225,7 +225,7 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
         return calls
 
     def attempt(limit: int, resume: bool) -> int:
-        """In a child; its calls, where it came to its end."""
+        """Run in a child process, and return its calls if it came to its end."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -274,7 +274,7 @@ def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_replaced_meanwhile_gives_no_folder(source: Path, tmp_path: Path) -> None:
-    """A mixture of old and new shards."""
+    """Otherwise the copy would be a mixture of old and new shards."""
 
     def replace(done: int, total: int) -> None:
         new = {name: tensor + 1 for name, tensor in load_file(source / SECOND).items()}

@@ -1,4 +1,4 @@
-"""Conversions of every family: equal logits under the other rotation, equal bytes there and back."""
+"""A conversion of every family has equal logits under the other rotation, and back again equal bytes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def test_logits_are_equal_under_the_other_rotation(name: str, tmp_path: Path, mo
     if switch is not None:
         assert getattr(converted.config, switch) is (OTHER[now] == "interleaved")
     else:
-        assert (logits(converted, tokens(24)) - expected).abs().max() > 1e-2  # its own rotation makes noise of it
+        # under the rotation of the class its logits are noise
+        assert (logits(converted, tokens(24)) - expected).abs().max() > 1e-2
         rotate_otherwise(monkeypatch, model_type, OTHER[now])
     torch.testing.assert_close(logits(converted, tokens(24)), expected, atol=1e-4, rtol=0)
     assert convert(tmp_path / "converted", tmp_path / "back", now).loads_natively
@@ -108,7 +109,7 @@ def test_a_patched_folder_with_a_switch_states_its_new_pairing(tmp_path: Path) -
 def test_one_forgotten_tensor_shows(
     model_type: str, forgotten: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tests above see each kind of tensor, and so does verify."""
+    """The tests above notice a mistake in each kind of tensor, and so does verify."""
     build_known(model_type).save_pretrained(tmp_path / "source")
     expected = logits(load(tmp_path / "source"), tokens(24))
     now = str(family(model_type).pairing)
@@ -126,7 +127,7 @@ def test_one_forgotten_tensor_shows(
 
 @pytest.mark.parametrize("model_type", ["glm", "cohere", "llama4_text", "deepseek_v2", "ernie4_5"])
 def test_an_interleaved_family_loads_as_it_is(model_type: str, tmp_path: Path) -> None:
-    """Half weights of such a family (from another engine) become what its transformers class runs."""
+    """Half weights of such a family, from another engine, get the pairing that its transformers class runs."""
     build_known(model_type).save_pretrained(tmp_path / "source")
     expected = logits(load(tmp_path / "source"), tokens(24))
     convert(tmp_path / "source", tmp_path / "half", "half")

@@ -1,4 +1,4 @@
-"""Conversion of models whose layers differ: heads of another number or size, indexers, layers without RoPE."""
+"""Conversion of models whose layers differ: in the number or size of heads, by indexers, or as layers without RoPE."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_model_is_the_same_under_the_other_rotation(name: str, monkeypatch: py
     expected, now = logits(model, ids), class_pairing(model.config)
     assert now is not None
     converted(model, OTHER[now])
-    assert (logits(model, ids) - expected).abs().max() > 1e-2  # its own rotation makes noise of it
+    assert (logits(model, ids) - expected).abs().max() > 1e-2  # under the rotation of the class its logits are noise
     with monkeypatch.context() as other:
         rotate_otherwise(other, text_type(model), OTHER[now], importlib.import_module(type(model).__module__))
         torch.testing.assert_close(logits(model, ids), expected, atol=2e-4, rtol=0)
@@ -128,7 +128,7 @@ def test_the_pairing_is_detected_from_the_layers_that_attend_to_everything(pairi
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", MODELS)
 def test_layers_are_read_for_detection(name: str, tmp_path: Path) -> None:
-    """Random weights tell nothing, but every layer that is read has queries and keys of the sizes stated."""
+    """Random weights are undecided, but every layer that is read has queries and keys of the stated sizes."""
     made(name).save_pretrained(tmp_path / "source")
     assert rope.detect_pairing(tmp_path / "source").layers
 
@@ -138,7 +138,7 @@ def names(model: Any) -> RotaryTensors:
 
 
 def rotated(tensors: RotaryTensors, name: str, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Heads and rotated rows per head of each block of a tensor."""
+    """Return heads and rotated rows per head of each block of a tensor."""
     layout: Any = tensors.find(name, shape)
     return [] if layout is None else [(block.count, block.rotary) for block in layout.blocks]
 
@@ -163,7 +163,7 @@ def test_a_layer_without_rope_stays() -> None:
 
 
 def test_a_further_layer_is_like_one_of_as_many_rows() -> None:
-    """Layers that predict further tokens, which no config counts."""
+    """They belong to layers that predict further tokens, which no config counts."""
     mimo = names(made("mimo_v2_flash"))
     assert rotated(mimo, "model.mtp.layers.0.self_attn.k_proj.weight", (96, 64)) == [(2, 16)]
     assert rotated(mimo, "model.mtp.layers.1.self_attn.k_proj.weight", (192, 64)) == [(4, 16)]
@@ -173,7 +173,7 @@ def test_a_further_layer_is_like_one_of_as_many_rows() -> None:
 
 
 def test_keys_that_are_values_are_refused() -> None:
-    """Their rows go on into the weights after the attention."""
+    """The order of their rows matters to the weights after the attention as well."""
     gemma = tiny("gemma4_text", attention_k_eq_v=True)
     with pytest.raises(UnsupportedModelError, match=r"'attention_k_eq_v' in its config the values .* come from rows"):
         converted(gemma, "interleaved")

@@ -1,4 +1,4 @@
-"""Hostile and broken folders: refused by name before anything is written."""
+"""Hostile and broken folders are refused, with their names, before anything is written."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def everything_in(name: str) -> Callable[[Path], None]:
 
 
 def link_out(name: str) -> Callable[[Path], None]:
-    """Move a file beside the folder, and have a link lead to it."""
+    """Move a file to a place beside the folder, and put a link to it in its place."""
 
     def change(folder: Path) -> None:
         (folder / name).rename(folder.parent / "outside")
@@ -52,7 +52,7 @@ def link_out(name: str) -> Callable[[Path], None]:
 
 
 def without(tensor: str) -> Callable[[Path], None]:
-    """Take a tensor out of its part and out of the index."""
+    """Remove a tensor from its file and from the index."""
 
     def change(folder: Path) -> None:
         name = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"][tensor]
@@ -206,7 +206,7 @@ def test_families_without_rotation_are_refused(source: Path, tmp_path: Path) -> 
 
 
 class Trap:
-    """Pickled code."""
+    """A class whose pickle runs code when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

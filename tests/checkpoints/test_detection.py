@@ -1,4 +1,4 @@
-"""Detection of the pairing. That it is right on trained models of more kinds: benchmarks/detection.py."""
+"""Detection of the pairing. benchmarks/detection.py measures it on trained models of more kinds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bundled() -> Any:
 
 
 def converted(model: Any) -> Any:
-    """Weights in the pairing that the model's class does not run, with nothing that says so."""
+    """Return the model with weights in the pairing that its class does not run, and no record of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         rope.convert(model, "interleaved")
@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def changed(folder: Path, new: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Path:
-    """A copy of a folder whose tensors have gone through `change`."""
+    """Return a copy of a folder with tensors changed by a function."""
     shutil.copytree(folder, new)
     save_file(change(load_file(folder / "model.safetensors")), new / "model.safetensors", {"format": "pt"})
     return new
@@ -114,7 +114,7 @@ def test_half_precision_and_torchs_own_files(tmp_path: Path) -> None:
     ],
 )
 def test_quantised_weights_with_scales(tmp_path: Path, dtype: torch.dtype, block: tuple[int, int]) -> None:
-    """With a scale per row, per block, and (of the queries, which have 256 rows) per tensor."""
+    """They have a scale per row, per block, or (the queries, which have 256 rows) per tensor."""
 
     def quantised(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in tensors if "q_proj" in name or "k_proj" in name]:
@@ -250,7 +250,7 @@ def test_planted_pairs_are_found(name: str, pairing: str) -> None:
 @pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize("name", ["gptj", "codegen", "dbrx"])
 def test_planted_pairs_are_found_behind_other_names(name: str, pairing: str) -> None:
-    """Also behind norms of other names, and, in CodeGen, in four parts of two heads: queries, values, keys."""
+    """Norms have other names, and CodeGen stores queries, values and keys of two heads in each of four parts."""
     model = build_known(name, num_hidden_layers=4)
     with torch.no_grad():
         for index in range(4):
@@ -271,13 +271,13 @@ def test_planted_pairs_are_found_behind_other_names(name: str, pairing: str) -> 
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_planted_pairs_are_found_through_a_latent(pairing: str) -> None:
-    """The queries of DeepSeek read a latent; what they have in common with the keys shows behind both projections."""
+    """The queries of DeepSeek read a latent: their likeness to the keys shows after both projections only."""
     model = build("deepseek_v3", num_hidden_layers=4, qk_rope_head_dim=16)
     with torch.no_grad():
         for layer in model.model.layers:
             attention = layer.self_attn
             queries = attention.q_b_proj.weight.view(1, 4, 24, 32)[:, :, 8:]  # 8 dims before do not rotate
-            keys = attention.kv_a_proj_with_mqa.weight[16:].view(1, 16, 64)  # behind a latent of 16
+            keys = attention.kv_a_proj_with_mqa.weight[16:].view(1, 16, 64)  # they follow a latent of 16
             down = torch.linalg.qr(attention.q_a_proj.weight.T).Q.T  # (32, 64) with orthonormal rows
             attention.q_a_proj.weight.copy_(down)
             attention.q_a_layernorm.weight.uniform_(0.5, 1.5)

@@ -17,12 +17,12 @@ from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.support.models import build, build_known, plant_pairs
 
 CLASS_ROTATES = {"deepseek_v32": "half", "glm_moe_dsa": "interleaved"}
-"""The indexers, by the classes of transformers; both attentions are interleaved."""
+"""The pairing of the indexers in the classes of transformers; the attentions of both are interleaved."""
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "qk_rope_head_dim": 16, "index_n_heads": 4, "index_head_dim": 24}
 
 
 def plant_in_indexers(model: Any, pairing: str) -> None:
-    """Pairs in the first 16 of 24 dims of each head; the queries read a latent."""
+    """Plant pairs in the first 16 of 24 dims of each head; the queries read a latent."""
     for layer in model.model.layers:
         attention = layer.self_attn
         width, hidden = attention.q_a_proj.weight.shape
@@ -83,7 +83,7 @@ def test_models_without_either_have_no_further_lines(name: str) -> None:
 
 
 def planted(rows: int, keys: int, width: int, pairing: str) -> dict[str, Tensor]:
-    """The projections of one attention module with heads of 16."""
+    """Return the projections of one attention module with heads of 16 dims."""
     draws = torch.Generator().manual_seed(3)
     query, key = (0.1 * torch.randn(count, width, generator=draws) for count in (rows, keys))
     plant_pairs(query.view(keys // 16, rows // keys, 16, width), key.view(keys // 16, 16, width), pairing)
@@ -107,7 +107,7 @@ def test_the_pairing_of_layers_that_predict_further_tokens_shows(prefix: str, pa
 
 @pytest.mark.parametrize("pairing", PAIRINGS)
 def test_an_eagle_head_is_read(pairing: str, tmp_path: Path) -> None:
-    """Its one layer reads embeddings and states of the model side by side, each behind a norm of its own."""
+    """Its one layer reads embeddings and states of the model side by side, each after a norm of its own."""
     config = build("llama", num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2).config.to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
     attention = planted(64, 32, 128, pairing)

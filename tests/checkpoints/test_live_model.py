@@ -25,7 +25,7 @@ INTERLEAVED = {"glm", "cohere", "llama4", "deepseek_v2"}
 
 
 def randomise(model: Any) -> Any:
-    """Every parameter, norms and biases too, so that a forgotten one shows."""
+    """Randomise every parameter, norms and biases too, so that a forgotten one shows."""
     draws = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -34,7 +34,7 @@ def randomise(model: Any) -> Any:
 
 
 def other(name: str) -> tuple[str, str]:
-    """The pairing a family runs, and the other one."""
+    """Return the pairing that a family runs, and the other one."""
     return ("interleaved", "half") if name in INTERLEAVED or name == "deepseek_v3" else ("half", "interleaved")
 
 
@@ -57,14 +57,14 @@ def test_there_and_back_is_the_identity(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"deepseek_v3"}))
 def test_a_wrongly_paired_model_is_mended(name: str) -> None:
-    """A folder that claims one pairing and holds the other: after loading, one line, equal logits."""
+    """A folder says one pairing and holds the other: after loading, one line makes the logits equal."""
     runs, to = other(name)
     right = randomise(build(name))
     expected = logits(right, tokens(24))
     wrong = copy.deepcopy(right)
     with pytest.warns(UserWarning, match=f"runs {runs}: save them for code that runs {to}"):
         rope.convert(wrong, to)
-    del wrong.config.rope_pairing  # nobody said so
+    del wrong.config.rope_pairing  # nothing records the pairing
     assert not torch.allclose(logits(wrong, tokens(24)), expected, atol=1e-2)
     rope.convert(wrong, runs, source_pairing=to)
     torch.testing.assert_close(logits(wrong, tokens(24)), expected, atol=0, rtol=0)
@@ -136,7 +136,7 @@ def test_weights_and_code_that_disagree_are_refused_everywhere(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["gptj", "codegen"])
 def test_a_family_without_a_rotary_module(name: str) -> None:
-    """What rotates is in the table and the config; nothing of it can be asked of the model."""
+    """The table and the config say what rotates; the model itself does not show it."""
     model = build_known(name)
     before, expected = copy.deepcopy(model.state_dict()), logits(model, tokens(24))
     with pytest.warns(UserWarning, match="runs interleaved: save them for code that runs half"):

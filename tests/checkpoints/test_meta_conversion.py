@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 import rope_ext_hf as rope
 from rope_ext_hf.checkpoints import meta_conversion
 from rope_ext_hf.checkpoints.conversion import convert_checkpoint
-from rope_ext_hf.checkpoints.meta_conversion import MetaSource
 from rope_ext_hf.checkpoints.meta_params import Llama, Weight
+from rope_ext_hf.checkpoints.meta_source import MetaSource
 from rope_ext_hf.checkpoints.report import ConversionReport
 from rope_ext_hf.errors import CheckpointError, FileError
 from tests.support.models import build, logits
@@ -52,7 +52,7 @@ def hf_to_meta(src: Path, dst: Path, **options: Any) -> ConversionReport:
 
 
 def freqs_cis(dim: int, theta: float, factor: float | None) -> Tensor:
-    """(LENGTH, dim / 2), complex."""
+    """Return the rotations of all positions, (LENGTH, dim / 2) complex."""
     freqs = 1.0 / (theta ** (torch.arange(0, dim, 2).float() / dim))
     if factor is not None:
         scaled = []
@@ -75,12 +75,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def turned(x: Tensor, cis: Tensor) -> Tensor:
-    """x: (length, heads, head_dim); adjacent dims are one complex number."""
+    """Rotate x (length, heads, head_dim), in which adjacent dims are one complex number."""
     return torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * cis[:, None]).flatten(2)
 
 
 def attention(x: Tensor, part: Part, layer: str, heads: int, kv_heads: int, head_dim: int, cis: Tensor) -> Tensor:
-    """What one process works out of its own heads; x: (length, dim)."""
+    """Return the attention of the heads of one process; x: (length, dim)."""
     q = turned((x @ part[f"{layer}.attention.wq.weight"].T).view(LENGTH, heads, head_dim), cis)
     k = turned((x @ part[f"{layer}.attention.wk.weight"].T).view(LENGTH, kv_heads, head_dim), cis)
     v = (x @ part[f"{layer}.attention.wv.weight"].T).view(LENGTH, kv_heads, head_dim)
@@ -110,7 +110,7 @@ def embedded(ids: Tensor, parts: list[Part], dim: int) -> Tensor:
 
 @torch.no_grad()
 def meta_logits(params: dict[str, Any], parts: list[Part], ids: Tensor, factor: float | None) -> Tensor:
-    """(length, vocabulary), each part doing what its process does; params.json as Meta's code reads it."""
+    """Return logits (length, vocabulary), computed part by part as by the processes of Meta's code."""
     dim, heads, eps = params["dim"], params["n_heads"], params["norm_eps"]
     kv_heads, count = params.get("n_kv_heads") or heads, len(parts)
     cis = freqs_cis(dim // heads, params.get("rope_theta", 10000.0), factor if params.get("use_scaled_rope") else None)
@@ -137,7 +137,7 @@ SPLIT = {"wq": 0, "wk": 0, "wv": 0, "wo": 1, "w1": 0, "w2": 1, "w3": 0, "output"
 
 @dataclass(frozen=True)
 class Case:
-    """A generation.
+    """A generation of Llama.
 
     Attributes:
         params: what its params.json says beside the sizes.
@@ -174,7 +174,7 @@ def sizes(case: Case) -> dict[str, Any]:
 
 
 def whole(case: Case, dtype: torch.dtype = torch.float32) -> Part:
-    """Every tensor of a model, random."""
+    """Return every tensor of a model, random."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -214,7 +214,7 @@ def save_meta(folder: Path, case: Case, count: int = 1, dtype: torch.dtype = tor
 
 
 def read_parts(folder: Path) -> tuple[dict[str, Any], list[Part]]:
-    """As Meta's code finds them: every .pth, sorted."""
+    """Return the parts as Meta's code finds them: every .pth, sorted."""
     params: dict[str, Any] = json.loads((folder / "params.json").read_text())
     return params, [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
 
@@ -225,7 +225,7 @@ def hf_logits(folder: Path, ids: Tensor) -> Tensor:
 
 
 def hf_llama(folder: Path, case: Case, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
-    """A Hugging Face folder of a generation, saved by transformers."""
+    """Return a Hugging Face folder of a generation, saved by transformers."""
     form: dict[str, Any] = {"rope_theta": case.params.get("rope_theta", 10000.0)}
     if case.factor:
         ramp = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -357,7 +357,7 @@ def test_params_there_and_back(name: str, tmp_path: Path) -> None:
 
 
 def test_interleaved_folders(tmp_path: Path) -> None:
-    """Rows stay where they are, both ways, by what the config says or the caller."""
+    """Rows stay where they are in both directions, if the config or the caller says interleaved."""
     save_meta(tmp_path / "meta", CASES["3"], 2)
     with pytest.warns(UserWarning, match="does not run .* models; for use there, convert .*meta' to half"):
         report = meta_to_hf(tmp_path / "meta", tmp_path / "interleaved", "interleaved")
@@ -445,7 +445,7 @@ def edit_part(index: int, change: Any) -> Any:
 
 
 class Code:
-    """What a pickle must not be able to do."""
+    """A class whose pickle would run code."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("harm",)
@@ -709,7 +709,7 @@ def test_a_length_for_a_source_that_states_its_own_is_refused(tmp_path: Path) ->
 
 
 class StoppedError(Exception):
-    """A conversion that was interrupted."""
+    """Run a conversion that is interrupted."""
 
 
 @pytest.mark.parametrize("direction", ["to Hugging Face", "to Meta"])
@@ -738,7 +738,7 @@ def test_interrupted_and_gone_on_with(direction: str, share: float, tmp_path: Pa
 
 
 def test_interrupted_between_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part that is there is kept, a damaged one is written anew, nothing is left of either."""
+    """A finished part is kept, and a damaged one is written anew; no temporary file is left."""
     source = hf_llama(tmp_path / "source", CASES["3"])
     hf_to_meta(source, tmp_path / "whole", model_parallel=2)
     real = Path.replace
@@ -802,7 +802,7 @@ def test_verification_sees_rows_that_did_not_move(tmp_path: Path, monkeypatch: p
 
 
 def test_a_hugging_face_folder_with_a_params_json(tmp_path: Path) -> None:
-    """Mistral's repositories have one; it is not Meta's."""
+    """The repositories of Mistral have one, although the folder is not in Meta's format."""
     source = hf_llama(tmp_path / "hf", CASES["3"])
     (source / "params.json").write_text(json.dumps({"dim": 64, "hidden_dim": 96}))
     with pytest.warns(UserWarning, match="holds interleaved"):

@@ -1,4 +1,4 @@
-"""What params.json of the released models holds, and what follows from it."""
+"""The params.json of released models, and the settings that follow from it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         | ROPE,
         8192,
     ),
-    "Llama 3.2 3B": (  # which says ffn_dim_multiplier 1.0, as good as none
+    "Llama 3.2 3B": (  # its ffn_dim_multiplier is 1.0, which has no effect
         {"dim": 3072, "n_layers": 28, "n_heads": 24, "n_kv_heads": 8, "multiple_of": 256, "use_scaled_rope": True}
         | ROPE,
         8192,

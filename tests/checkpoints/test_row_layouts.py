@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint rotate: by name and shape, and refused if unknown. Logits: test_conversion_families.py."""
+"""The rows that rotate, by name and shape; unknown tensors are refused. Logits: test_conversion_families.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.models import known_config
 
 
 def rows(quantization: dict[str, Any] | None = None, **overrides: Any) -> RotaryTensors:
-    """Of a Llama with 8 query and 2 key heads of 16 dims."""
+    """Return the row layouts of a Llama with 8 query and 2 key heads of 16 dims."""
     sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16} | overrides
     config = transformers.LlamaConfig(**sizes)
     if quantization is not None:
@@ -132,7 +132,7 @@ BLOCKS_OF_32 = [
 @pytest.mark.parametrize("quantization", BLOCKS_OF_32)
 @pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale"])
 def test_scales_of_blocks(quantization: dict[str, Any], name: str) -> None:
-    """Two heads of 16 to a block: rows move within it, and the scales stay; four blocks of half a head move whole."""
+    """With two heads of 16 in a block, rows move within the block and its scale stays."""
     found = rows(quantization).find(f"layers.0.self_attn.q_proj.{name}", (4, 4))
     assert found == ScaleBlocks(QUERIES, 32)
     scales = torch.arange(16.0).reshape(4, 4)
@@ -150,7 +150,7 @@ def test_rows_that_leave_their_block_are_refused(size: int) -> None:
 
 
 def test_blocks_that_move_whole_take_their_scales_along() -> None:
-    """With one row to a block every scale moves like its row."""
+    """With one row in a block, every scale moves with its row."""
     found = rows({"weight_block_size": [1, 128]}).find("layers.0.self_attn.k_proj.weight_scale_inv", (32, 1))
     assert found == KEYS
     layout = RowLayout(1, (HeadBlock(1, 8, 4, 4),))  # the last four rows turn; in blocks of two, pairs are split
@@ -161,7 +161,7 @@ def test_blocks_that_move_whole_take_their_scales_along() -> None:
 
 @pytest.mark.parametrize(("module", "blocks"), [("q_b_proj", 192), ("kv_a_proj_with_mqa", 5)])
 def test_latent_attention_in_blocks_of_128(module: str, blocks: int) -> None:
-    """DeepSeek-V3's own sizes: 128 heads of 128 + 64 dims, a latent of 512 + 64, the last block half full."""
+    """DeepSeek-V3 has 128 heads of 128 + 64 dims and a latent of 512 + 64, whose last block is half full."""
     config = transformers.DeepseekV3Config()
     config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     known = RotaryTensors(config, 64)
@@ -193,7 +193,7 @@ def test_the_places_of_what_rotates() -> None:
 
 
 def test_fused_rows_by_hand() -> None:
-    """Two key heads, each with its two queries, its key and its value; heads of four."""
+    """Each of two key heads has its two queries, its key and its value; heads have four rows."""
     grouped = RowLayout(2, (HeadBlock(2, 4, 4), HeadBlock(1, 4, 4), HeadBlock(1, 4)))
     found = grouped.to_pairing(torch.arange(32), "half").tolist()
     turned = [0, 2, 1, 3]
@@ -215,7 +215,7 @@ def test_the_three_fused_layouts_of_falcon(overrides: dict[str, Any], keys: int)
 
 
 def test_the_four_parts_of_codegen() -> None:
-    """Each of a quarter of the queries, then of the values, then of the keys."""
+    """Each has a quarter of the queries, then of the values, then of the keys."""
     rows = RotaryTensors(known_config("codegen"), 4)
     expected = RowLayout(4, (HeadBlock(2, 8, 4), HeadBlock(2, 8), HeadBlock(2, 8, 4)))
     assert rows.find("transformer.h.3.attn.qkv_proj.weight", (192, 64)) == expected
@@ -237,7 +237,7 @@ def test_rotated_dims_that_cannot_be(dims: int, message: str) -> None:
 
 
 def test_the_index_of_latent_attention() -> None:
-    """GLM-5's own sizes: 32 heads of 128 dims, of which the first 64 rotate as in the attention itself."""
+    """GLM-5 has 32 index heads of 128 dims, of which the first 64 rotate as in the attention itself."""
     rows = RotaryTensors(transformers.GlmMoeDsaConfig(), 64)
     found = rows.find("model.layers.0.self_attn.indexer.wq_b.weight", (4096, 2048))
     assert found == RowLayout(1, (HeadBlock(32, 128, 64),))
@@ -246,7 +246,7 @@ def test_the_index_of_latent_attention() -> None:
 
 
 def test_the_attention_of_dbrx_has_a_place() -> None:
-    """It stands a step deeper in its layer than others do."""
+    """It is one level deeper in its layer than in other families."""
     rows = RotaryTensors(known_config("dbrx"), 16)
     name = "transformer.blocks.1.norm_attn_norm.attn.Wqkv"
     assert rows.split_name(f"{name}.weight") == ("transformer", "blocks.1.norm_attn_norm.attn", "Wqkv")
@@ -271,7 +271,7 @@ def test_a_pairing_comes_with_what_rotates(model_type: str) -> None:
         assert config_pairing(other) == "half"
         assert class_pairing(other) == (
             "half" if known.remote_attention is None else None
-        )  # not all of that code heeds it
+        )  # some of that code ignores the key
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_every_family_with_code_of_its_own_is_tested_here() -> None:
 
 
 def random_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
-    """Every tensor of a ChatGLM2 by its name on disk."""
+    """Return every tensor of a ChatGLM2 by its name on disk."""
     draws = torch.Generator().manual_seed(seed)
     hidden, heads, dim = config["hidden_size"], config["num_attention_heads"], config["kv_channels"]
     keys = config["multi_query_group_num"] if config["multi_query_attention"] else heads
@@ -74,7 +74,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, base: float, pairing: str) -> Tensor:
-    """x (length, heads, dim): the pairs of its first half of dims, each turned by position * base^(-pair / pairs)."""
+    """Rotate the pairs in the first half of the dims of x (length, heads, dim) by position * base^(-pair / pairs)."""
     length, _, dim = x.shape
     pairs = dim // 4
     angles = torch.outer(torch.arange(length).float(), base ** (-torch.arange(pairs) / pairs)).unsqueeze(1)
@@ -106,7 +106,7 @@ def attention(x: Tensor, tensors: dict[str, Tensor], index: int, config: dict[st
 
 
 def run(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor, pairing: str) -> Tensor:
-    """Logits (length, vocabulary) of ids (length,)."""
+    """Return the logits (length, vocabulary) of ids (length,)."""
     x = tensors["transformer.embedding.word_embeddings.weight"][ids]
     for index in range(config["num_layers"]):
         layer = LAYER.format(index)
@@ -121,7 +121,7 @@ def run(tensors: dict[str, Tensor], config: dict[str, Any], ids: Tensor, pairing
 
 
 def as_glm(tensors: dict[str, Tensor], config: dict[str, Any]) -> Any:
-    """The same model in transformers' class, which has queries, keys and values apart."""
+    """Return the same model in the class of transformers, which has queries, keys and values apart."""
     heads, keys, dim = config["num_attention_heads"], config["multi_query_group_num"], config["kv_channels"]
     model = transformers.GlmForCausalLM(
         transformers.GlmConfig(
@@ -182,7 +182,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "a key for each" not in name])
 def test_the_definition_is_what_transformers_computes(name: str) -> None:
-    """Of the public models all have groups; the other layout is in their code only."""
+    """All public models have groups of heads; the other layout exists in their code only."""
     config = own_config("chatglm", **CONFIGS[name])
     tensors, ids = random_tensors(config), tokens(24)
     expected = logits(as_glm(tensors, config), ids)[0]
@@ -194,7 +194,7 @@ def test_the_definition_is_what_transformers_computes(name: str) -> None:
 
 
 def write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], parts: int = 2) -> Path:
-    """A folder as they are on the Hub, whose code leaves a trace when it is run."""
+    """Return a folder like those on the Hub, whose code leaves a trace if it is run."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     trap = f"open({str(folder.parent / 'was run')!r}, 'w').close()\nraise RuntimeError('was run')\n"
@@ -256,7 +256,7 @@ def test_logits_are_equal_under_the_other_rotation(name: str, trust: bool, tmp_p
 
 
 def test_a_model_that_is_half_by_its_own_word(tmp_path: Path) -> None:
-    """CogAgent, which has `original_rope: false`: for whom its code runs is not known, for its weights it is."""
+    """The pairing of CogAgent, with `original_rope: false`, is known of its weights, but not of its code."""
     config = own_config("chatglm", original_rope=False)
     tensors, ids = random_tensors(config), tokens(24)[0]
     source = write(tmp_path / "source", tensors, config)
@@ -269,7 +269,7 @@ def test_a_model_that_is_half_by_its_own_word(tmp_path: Path) -> None:
 
 
 def test_numbers_of_few_bits_move_with_their_scales(tmp_path: Path) -> None:
-    """Two to a byte, but of one row, with a scale for each row: what the code of these families writes."""
+    """The code of these families packs two numbers of the same row into a byte, with a scale per row."""
     config = own_config("chatglm")
     tensors = random_tensors(config)
     rows = tensors[QKV.format(0) + "weight"].shape[0]
@@ -289,7 +289,7 @@ def test_numbers_of_few_bits_move_with_their_scales(tmp_path: Path) -> None:
 
 
 def test_an_adapter(source: Path, tmp_path: Path) -> None:
-    """Model and adapter, each converted by itself, put together: equal logits."""
+    """Model and adapter are each converted alone and then put together: the logits are equal."""
     config, tensors, ids = own_config("chatglm"), read(source), tokens(24)[0]
     draws = torch.Generator().manual_seed(5)
     adapter = {}
@@ -323,7 +323,7 @@ def test_an_adapter(source: Path, tmp_path: Path) -> None:
 
 
 def test_the_sizes_of_the_public_models() -> None:
-    """ChatGLM3-6B and GLM-4-9B: 32 query heads of 128 dims, of which 64 rotate, and 2 key heads."""
+    """ChatGLM3-6B and GLM-4-9B have 32 query heads and 2 key heads of 128 dims, of which 64 rotate."""
     sizes = {"hidden_size": 4096, "kv_channels": 128, "num_attention_heads": 32, "seq_length": 131072}
     config = transformers.PreTrainedConfig(**own_config("chatglm", **sizes, rope_ratio=500))
     rotary = stated_rotary(config)
@@ -394,7 +394,7 @@ def test_what_is_wrong_is_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def test_the_first_chatglm_is_another_model(tmp_path: Path) -> None:
-    """Its config as it was published, its weights by their names."""
+    """Its config is the published one, and its weights have the published names."""
     config = {
         "model_type": "chatglm",
         "architectures": ["ChatGLMModel"],

@@ -1,4 +1,4 @@
-"""Conversions hold the config to the weights: none moves rows a second time, and none calls that verified."""
+"""Conversions check the config against the weights: none moves rows a second time, or calls that verified."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def runs(name: str) -> str:
 
 
 def saved(folder: Path, name: str, pairing: str, **config: Any) -> Path:
-    """A folder in several files with weights in this pairing, whose config says nothing of it."""
+    """Return a folder of several files with weights in this pairing, whose config does not record it."""
     model = planted(name, pairing)
     for key, value in config.items():
         setattr(model.config, key, value)
@@ -42,12 +42,12 @@ def saved(folder: Path, name: str, pairing: str, **config: Any) -> Path:
 
 
 def printed(message: str) -> list[list[str]]:
-    """The commands in a message, split into words as a shell does."""
+    """Return the commands in a message, each split into words as by a shell."""
     return [shlex.split(line)[1:] for line in re.findall(r"`(rope-ext .*?)`", message)]
 
 
 def moved(tensor: torch.Tensor, to: str, heads: int, dims: int) -> torch.Tensor:
-    """Rows in the other order, written out from the definition of the pairings."""
+    """Return rows in the other order, by the definition of the pairings."""
     rows = tensor.reshape(heads, dims, *tensor.shape[1:])
     evens, odds = rows[:, 0::2], rows[:, 1::2]
     first, second = rows[:, : dims // 2], rows[:, dims // 2 :]
@@ -61,7 +61,7 @@ def moved(tensor: torch.Tensor, to: str, heads: int, dims: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_weights_that_contradict_the_config_are_not_converted_by_it(name: str, tmp_path: Path) -> None:
-    """And each command that the refusal prints does what it says."""
+    """Each command that the refusal prints does what it says."""
     stated, true = runs(name), OTHER[runs(name)]
     source = saved(tmp_path / "source", name, true)
     with pytest.raises(
@@ -93,7 +93,7 @@ def test_weights_that_agree_are_converted_and_the_report_says_so(name: str, tmp_
 
 
 def test_the_rows_that_the_printed_command_moves(tmp_path: Path) -> None:
-    """By hand: 4 query heads and 2 key heads of 16 dims."""
+    """Reorder the rows by hand: 4 query heads and 2 key heads of 16 dims."""
     source = saved(tmp_path / "source", "llama", "interleaved")
     convert(source, tmp_path / "half", "half", source_pairing="interleaved")
     expected = {
@@ -105,7 +105,7 @@ def test_the_rows_that_the_printed_command_moves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("true", PAIRINGS)
 def test_a_pairing_that_the_config_records_is_held_to_the_weights_too(true: str, tmp_path: Path) -> None:
-    """There, the record taken out or the wrong one written in, and back."""
+    """Convert there, remove the record or write the wrong one, and convert back."""
     there = convert(
         saved(tmp_path / "source", "llama", OTHER[true]), tmp_path / "there", true, source_pairing=OTHER[true]
     )
@@ -124,7 +124,7 @@ def test_a_pairing_that_the_config_records_is_held_to_the_weights_too(true: str,
 def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """`force` on a folder that records interleaved states half."""
+    """`force` on a folder that records interleaved means that its weights are half."""
     source = saved(tmp_path / "source", "llama", "interleaved", rope_pairing="interleaved")
     with pytest.raises(rope.CheckpointError, match=r"could not be verified: .* look interleaved .*leave out verify"):
         convert(source, tmp_path / "new", "interleaved", verify=True, **options)
@@ -137,7 +137,7 @@ def test_what_the_user_states_against_the_weights_is_done_and_never_verified(
 
 @pytest.mark.parametrize(("score", "said"), [(-0.036, True), (0.036, False), (-0.02, False)])
 def test_undecided_weights_that_look_more_like_the_other_pairing_get_a_remark(score: float, said: bool) -> None:
-    """Gemma 3 270M with its rows in the interleaved order: 4 standard errors, and a verdict needs 4.5."""
+    """Gemma 3 270M with its rows interleaved scores 4 standard errors, and a verdict needs 4.5."""
     shown = PairingReport("folder", score=score, error=0.009, reason="may be chance", stated="half")
     settled = settle_pairing(shown, "interleaved", stated=None, configured="half", command=lambda *_: "")
     remark = "look more like interleaved (score -0.036 +- 0.009). Unsure? `rope-ext detect folder"
@@ -198,7 +198,7 @@ def _of_no_length() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_of_no_length")
 def test_into_metas_format_and_out_of_it(tmp_path: Path) -> None:
-    """Rows that are interleaved already stay; a file in that format with half-paired rows is not believed either."""
+    """Interleaved rows stay where they are; a file in that format with half-paired rows is refused as well."""
     source = saved(tmp_path / "source", "llama", "interleaved")
     with pytest.raises(rope.CheckpointError, match=r"look interleaved .* they are half") as no:
         convert(source, tmp_path / "meta", "meta", verify=True)
@@ -264,7 +264,7 @@ def test_an_adapter_is_held_to_the_model_that_it_was_trained_on(tmp_path: Path) 
         convert(tmp_path / "adapter", tmp_path / "twice", "interleaved", verify=True)
     report = convert(tmp_path / "adapter", tmp_path / "new", "half", source_pairing="interleaved", verify=True)
     assert "interleaved: you stated it, and the weights agree" in unwrapped(report)
-    report = convert(tmp_path / "new", tmp_path / "back", "interleaved", verify=True)  # whose model is the old one
+    report = convert(tmp_path / "new", tmp_path / "back", "interleaved", verify=True)  # its config names the old model
     assert "not verified: that the source is half" in str(report.verified)
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text(encoding="utf-8"))
     config = (base / "config.json").read_bytes()

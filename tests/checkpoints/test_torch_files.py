@@ -1,4 +1,4 @@
-"""Files of torch.save: read as torch reads them, without running anything in them or holding more than a tensor."""
+"""Files of torch.save are read as torch reads them, without running their code or holding more than one tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rope_ext_hf.checkpoints.weight_files import (
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_torch_files_with_some_bytes_changed(data: st.DataObject) -> None:
-    """Tensors or a CheckpointError, never anything else."""
+    """They give tensors or a CheckpointError, never another error."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.bin"
         legacy = data.draw(st.booleans())
@@ -86,7 +86,7 @@ def save_torch(value: Any, path: Path, legacy: bool) -> Path:
 def test_torch_files_are_read_as_torch_reads_them(legacy: bool, tmp_path: Path) -> None:
     saved = tensors_of_every_kind()
     path = save_torch(saved, tmp_path / "file.bin", legacy)
-    # Of the old format torch itself does not read the newest dtypes.
+    # torch itself does not read the newest dtypes in the old format.
     expected = saved if legacy else torch.load(path, weights_only=True)
     found = TorchFile(path)
     assert list(found.tensors) == list(expected)
@@ -124,7 +124,7 @@ def test_no_more_than_a_tensor_is_in_memory(legacy: bool, tmp_path: Path) -> Non
 
 
 def test_a_torch_file_of_any_size(tmp_path: Path) -> None:
-    """A file with a hole: 64 GB by its size, of which a few blocks are on the disk."""
+    """The file has a hole: its size is 64 GB, and a few blocks are on the disk."""
     numbers = 2**34
     said = [{"a": Tensors("0", numbers, shape=(numbers,)), "b": Tensors("1", 2)}, ["0", "1"]]
     path = tmp_path / "file.bin"
@@ -140,7 +140,7 @@ def test_a_torch_file_of_any_size(tmp_path: Path) -> None:
 
 @dataclass
 class Tensors:
-    """A tensor of one storage, as a pickle has it, with what may be wrong about it."""
+    """A tensor of one storage as pickles have it, with parts that may be wrong."""
 
     key: str = "0"
     count: Any = 2
@@ -244,7 +244,7 @@ def test_pickles_that_are_none(pickled: bytes, message: str, tmp_path: Path) -> 
 
 
 def entries_of(path: Path, change: Callable[[dict[str, bytes]], object], method: int = zipfile.ZIP_STORED) -> None:
-    """Pack an archive anew, changed."""
+    """Pack a changed archive anew."""
     with zipfile.ZipFile(path) as old:
         content = {entry.filename: old.read(entry) for entry in old.infolist()}
     change(content)

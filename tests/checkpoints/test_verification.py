@@ -1,4 +1,4 @@
-"""What --verify compares, and what it finds."""
+"""The comparisons of --verify, and the mistakes that they find."""
 
 from __future__ import annotations
 

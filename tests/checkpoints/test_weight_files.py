@@ -1,4 +1,4 @@
-"""safetensors files: what the reader accepts is a safetensors file, and everything else is refused."""
+"""The reader accepts safetensors files alone, as the library does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALID = save(
 
 
 def accepted(data: bytes) -> bool:
-    """Whether the reader takes these bytes for a file; the library has to agree, and to read the same."""
+    """Return whether the reader accepts these bytes; the library must agree, and read the same."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "file.safetensors"
         path.write_bytes(data)
@@ -114,7 +114,7 @@ def test_any_header(header: dict[str, Any], body: bytes, padding: bytes) -> None
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_every_right_file_is_accepted(data: st.DataObject) -> None:
-    """Tensors in any order of their bytes, of any dtype, empty ones among them."""
+    """Return tensors of any dtype in any order of their bytes, some of them empty."""
     names = data.draw(
         st.lists(st.text(min_size=1, max_size=5).filter(lambda n: n != "__metadata__"), unique=True, max_size=5)
     )

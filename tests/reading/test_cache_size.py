@@ -1,4 +1,4 @@
-"""The estimated memory of a cache, beside the bytes that the scorer holds once it has read a span."""
+"""The estimated memory of a cache, against the bytes that the scorer holds after it has read a span."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ WIDER = {"moshi", "qwen3_omni_moe_thinker"}
 
 
 def held(scorer: TokenScorer) -> tuple[int, int]:
-    """Bytes of keys and values, and of other states, after a span."""
+    """Return the bytes of keys and values, and those of other states, after the scorer has read a span."""
     assert scorer.reader.cache is not None
     keys = states = 0
     for layer in scorer.reader.cache.layers:
         kept = [each for each in (getattr(layer, "keys", None), getattr(layer, "values", None)) if each is not None]
-        # a layer with a window leaves out the token that the next one pushes out
+        # a layer with a window has dropped the token that the next token would push out
         left_out = 1 if getattr(layer, "sliding_window", None) else 0
         keys += sum(each.nbytes // each.shape[2] * (each.shape[2] + left_out) for each in kept)
         for name in ("conv_states", "recurrent_states"):
@@ -63,7 +63,7 @@ def check(model: Any, ids: Tensor) -> None:
     scorer.losses(ids, 1)
     keys, states = held(scorer)
     estimate = estimate_memory(model, TOKENS).cache
-    # states of convolutions are not counted, nor recurrent ones of sizes that are in no config
+    # the estimate leaves out the states of convolutions, and recurrent states whose sizes are in no config
     assert keys <= estimate <= keys + states
     if "linear_num_value_heads" in vars(model.config.get_text_config()):
         assert estimate - keys > states / 2

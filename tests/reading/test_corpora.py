@@ -233,7 +233,7 @@ def test_plain_text_has_no_columns(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of texts, among files that are none of its text."""
+    """A folder of texts, with other files among them that do not belong to its text."""
     outside = tmp_path / "outside.txt"
     outside.write_text("outside")
     root = tmp_path / "books"
@@ -284,7 +284,7 @@ def test_documents_are_joined_until_they_are_long_enough(tmp_path: Path) -> None
     assert load(f"{tmp_path}/*.txt?join=10") == [
         Document("a.txt and 1 more", "aaaaa\n\nbbbbbb"),
         Document("c.txt", "c" * 20),
-        Document("d.txt and 2 more", "d\n\n" + "e" * 12 + "\n\nfff"),  # what is left over belongs to the last one
+        Document("d.txt and 2 more", "d\n\n" + "e" * 12 + "\n\nfff"),  # the rest is too short for a document of its own
     ]
     assert [document.name for document in load(str(tmp_path), join=1)] == [f"{name}.txt" for name in "abcdef"]
     assert [len(document.text) for document in load(str(tmp_path), join=1000)] == [57]
@@ -376,7 +376,7 @@ def test_a_name_too_long_to_be_one() -> None:
 
 
 class Hub:
-    """Stands in for `datasets.load_dataset`: splits in memory, what it was asked for, which rows were read."""
+    """A stand-in for `datasets.load_dataset` with splits in memory, which notes its arguments and the rows read."""
 
     def __init__(self, splits: dict[str, list[dict[str, Any]]]) -> None:
         self.splits = splits
@@ -551,6 +551,10 @@ def test_paths_are_files_whatever_their_names(tmp_path: Path, monkeypatch: pytes
         ("a/x.txt", "a/x.txt"),
         ("b/x.txt", "b/x.txt"),
     ]
+    Path("rows.jsonl").write_text('{"body": "b", "title": "t"}', encoding="utf-8")
+    assert [document.text for document in load(Path("rows.jsonl"), column="body")] == ["b"]
+    with pytest.raises(CorpusError, match="plain text, which has no column 'body'"):
+        load(Path("a"), column="body")
     with pytest.raises(CorpusError, match=r"strings in a list are texts.*give pathlib\.Path\('a/x.txt'\)"):
         load(["a/x.txt"])
 

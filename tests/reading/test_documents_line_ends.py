@@ -1,4 +1,4 @@
-"""The text of a file is what its bytes say, CR and CRLF included, however it is named or packed."""
+"""Line ends of a file, CR and CRLF too, stay as they are, whatever its name and compression."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_line_ends_stay_as_they_are(form: str, ends: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("form", [*FILES, *TABLES])
 def test_a_byte_order_mark_is_of_the_file_and_not_of_the_text(form: str, tmp_path: Path) -> None:
-    """It is left out at the beginning of a file of text alone; in a string it is a character like others."""
+    """It is left out only at the beginning of a text file; within a string it is a character like any other."""
     text = f"a\r\n{MARK}b"
     (document,) = load((FILES | TABLES)[form](tmp_path, MARK + text))
     assert document.text == (text if form in FILES else MARK + text)

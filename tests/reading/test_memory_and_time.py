@@ -30,7 +30,7 @@ def on_meta(name: str, **options: Any) -> Any:
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Free bytes by kind of device, of two GPUs and a CPU; to be changed by a test."""
+    """The free bytes of two GPUs and a CPU, by the kind of device; a test may change them."""
     free = {"cpu": 100 * GB, "cuda": 100 * GB}
     monkeypatch.setattr(reading_memory, "available", lambda device: free[device.type])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -62,7 +62,7 @@ def test_operations_are_those_counted_by_torch(name: str) -> None:
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     every_pair = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * length**2
-    # eager attention works out all pairs, reading with a fused kernel half of them
+    # eager attention computes all pairs of query and key, a fused kernel half of them
     assert estimate_flops(model, [length], length) == pytest.approx(
         counter.get_total_flops() - every_pair / 2, rel=0.02
     )
@@ -83,7 +83,7 @@ def test_speed_is_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("speed", [1e8, 1e11])
 def test_a_slow_device_is_not_measured_for_long(speed: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a clock that matrix products alone move on: float16 on a CPU may run at 1e8 operations per second."""
+    """Only matrix products advance the clock of this test: float16 on a CPU may run at 1e8 operations per second."""
     now = 0.0
 
     class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -107,8 +107,8 @@ def test_what_does_not_fit_is_refused_with_what_would(memory: dict[str, int]) ->
         check_memory(model, longest, torch.float32, GPU)
     said = str(refused.value)
     assert "cuda:0 has 100.0 GB free" in said
-    assert "--device-map auto" in said  # two GPUs and the main memory have 300 GB
-    assert "--offload-cache" not in said  # the main memory has only 100
+    assert "--device-map auto" in said  # two GPUs and the main memory have 300 GB together
+    assert "--offload-cache" not in said  # the main memory has only 100 GB
     assert "--dtype bfloat16" in said
     assert "shorter lengths: up to" in said
     memory["cpu"] = 1000 * GB
@@ -139,7 +139,7 @@ def test_weights_that_do_not_fit_at_all(memory: dict[str, int]) -> None:
 
 
 def test_memory_that_the_allocator_holds_unused_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a second measurement in a process would get small chunks."""
+    """Otherwise a second measurement in the same process would be given small chunks."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GB, 80 * GB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50 * GB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20 * GB)
@@ -154,7 +154,7 @@ def test_offloading_from_a_cpu_is_refused() -> None:
 def test_chunks_are_sized_by_the_free_memory(memory: dict[str, int]) -> None:
     large = build("llama", vocab_size=5000)
     plenty = TokenScorer(large)
-    assert sum(budgets(CPU)) <= 400_000_000  # more is no faster
+    assert sum(budgets(CPU)) <= 400_000_000  # larger chunks are no faster on a CPU
     assert sum(budgets(GPU)) > sum(budgets(CPU))
     memory["cpu"] = 10_000_000
     scarce = TokenScorer(large)
@@ -178,7 +178,7 @@ def test_layers_that_see_less_than_a_window() -> None:
 def warned(match: str) -> Iterator[None]:
     with pytest.warns(UserWarning, match=match) as seen:
         yield
-    assert [w.filename for w in seen if match in str(w.message)] == [__file__]  # shown where the user's call is
+    assert [w.filename for w in seen if match in str(w.message)] == [__file__]  # the warning points to the user's call
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from rope_ext_hf.reading.protocols import (
     resolve_protocol,
 )
 
-# name -> (tokens, lengths, plan, the spans by hand); a protocol without an entry has the tests of properties below
+# name -> (tokens, lengths, plan, spans worked out by hand); other protocols have the tests of properties below
 GOLDEN = {
     "matched": (
         17,
@@ -141,7 +141,7 @@ def test_the_same_targets_are_scored_at_every_length_where_that_is_stated(name: 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_spans_come_out_the_same_every_time(name: str) -> None:
-    """A run that goes on where it was stopped counts them anew."""
+    """A run that is continued after an interruption generates its spans anew."""
     runs = [list(PROTOCOLS[name].spans(50, [4, 16], ProtocolOptions(targets=2, stride=3))) for _ in range(2)]
     assert runs[0], f"{name!r} yields no span for 50 tokens at lengths 4 and 16"
     assert runs[0] == runs[1], f"{name!r} must be a pure function of tokens, lengths and options"

@@ -39,7 +39,7 @@ def ids_of(text: str) -> torch.Tensor:
 
 
 def loss(model: Any, ids: torch.Tensor, scored: int) -> float:
-    """The model's own mean loss over the last `scored` of ids (N,)."""
+    """Return the model's own mean loss over the last `scored` of ids (N,)."""
     labels = ids.clone()
     labels[: len(ids) - scored] = -100
     with torch.no_grad():
@@ -60,7 +60,7 @@ def model() -> Any:
 
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_truncate_is_yarns_loop_with_truncate(model: Any, adds_bos: bool) -> None:
-    """eval/perplexity.py: BOS before the first N - 1 tokens wherever the tokenizer has a BOS, all of them scored."""
+    """eval/perplexity.py scores BOS and the first N - 1 tokens, if the tokenizer has BOS."""
     for result in measured(model, "truncate", letters(adds_bos=adds_bos)):
         each = []
         for text in TEXTS:
@@ -72,7 +72,7 @@ def test_truncate_is_yarns_loop_with_truncate(model: Any, adds_bos: bool) -> Non
 
 @pytest.mark.slow
 def test_sliding_is_yarns_loop_where_its_spans_are_whole(model: Any) -> None:
-    """eval/perplexity.py without --truncate, less its first span, which is scored whole, and its shorter last one."""
+    """eval/perplexity.py without --truncate, but for the first span, which it scores whole, and the short last one."""
     stride = 8
     for result in measured(model, "sliding", letters(), stride=stride):
         total, count = 0.0, 0
@@ -92,7 +92,7 @@ def test_sliding_is_yarns_loop_where_its_spans_are_whole(model: Any) -> None:
 
 @pytest.mark.slow
 def test_sliding_without_bos_is_the_loop_of_hugging_faces_page(model: Any) -> None:
-    """transformers' page on perplexity: no BOS; again less the first span and the shorter last one."""
+    """The page of transformers on perplexity adds no BOS; again but for the first span and the shorter last one."""
     stride = 8
     for result in measured(model, "sliding", letters(), stride=stride, bos=False):
         total, count = 0.0, 0
@@ -109,7 +109,7 @@ def test_sliding_without_bos_is_the_loop_of_hugging_faces_page(model: Any) -> No
 
 @pytest.mark.slow
 def test_stream_is_the_loop_of_longlora_and_chunkllama(model: Any) -> None:
-    """eval.py and ppl/test_ppl.py: no BOS before a span; with them, the last span or two of a text are left out."""
+    """eval.py and ppl/test_ppl.py put no BOS before a span, and leave out the last span or two of a text."""
     stride = 8
     for result in measured(model, "stream", letters(), stride=stride):
         n = result.length
@@ -132,7 +132,7 @@ def test_stream_is_the_loop_of_longlora_and_chunkllama(model: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("adds_bos", [True, False])
 def test_blocks_are_the_rolling_windows_of_lm_eval(model: Any, adds_bos: bool) -> None:
-    """The library itself, which by default also scores a second BOS where the tokenizer adds one."""
+    """The library itself is run; by default it also scores a second BOS if the tokenizer adds one."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -150,7 +150,7 @@ def test_blocks_are_the_rolling_windows_of_lm_eval(model: Any, adds_bos: bool) -
 
 
 def test_matched_and_position_begin_with_bos_and_read_no_more_than_their_length(model: Any) -> None:
-    """Protocols of this package: a document is cut as if it began with BOS, which also begins every later span."""
+    """A document is cut as if it began with BOS, which also stands first in every later span."""
     for result in measured(model, "matched", letters(), targets=6):
         each = []
         for text in TEXTS:

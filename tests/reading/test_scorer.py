@@ -1,4 +1,4 @@
-"""Reading texts token by token: every model class, in chunks where it can be, equal to its ordinary forward."""
+"""Losses of every model class, read in chunks if it can be, equal those of its ordinary forward."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ WHOLE = {
     "falcon": "mask itself",
     "minimax": "cache of its own",
 }
-"""Model types that are read whole, by words of the reason."""
+"""Model types that are read whole, and words of the reason that is given."""
 REFUSED = {"bert": "no rotary", "modernbert": "sees the tokens", "t5gemma": "token ids alone"}
 ROWS = {(row["model_type"], row["class"]): row for row in json.loads(RESULT.read_text(encoding="utf-8"))["rows"]}
 HYBRIDS = ["falcon_h1", "lfm2_moe", "qwen3_next"]
@@ -62,7 +62,7 @@ def tokens(count: int, seed: int = 1) -> Tensor:
 
 @torch.no_grad()
 def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
-    """(tokens - 1,), from one forward of the model."""
+    """Return the losses (tokens - 1,) of one forward of the model."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
     return torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
 
@@ -70,7 +70,7 @@ def ordinary_losses(model: Any, ids: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("of_type", ["llama", "gemma2", "deepseek_v32"])
 def test_logits_after_the_last_tokens_also_of_rounded_keys(of_type: str) -> None:
-    """In chunks, or whole, as an ordinary forward; with its keys and values rounded alike."""
+    """Read in chunks or whole, they equal those of an ordinary forward with its keys and values rounded alike."""
     model, ids = tiny(of_type), tokens(70)
     scorer = TokenScorer(model, chunk=16)
     exact = model(input_ids=ids[None], use_cache=False).logits[0, -7:].float()
@@ -138,7 +138,7 @@ def test_patched_hybrids(of_type: str, method: str) -> None:
 
 
 def test_a_window_that_the_mask_alone_states() -> None:
-    """PhiMoE gives its attention no sliding_window; without the window the losses are others."""
+    """PhiMoE gives its attention no sliding_window; without the window its losses would differ."""
     model = tiny("phimoe", sliding_window=32)
     ids = tokens(160)
     expected = ordinary_losses(model, ids)
@@ -172,7 +172,7 @@ def test_attention_with_additions_to_its_scores_is_read_whole() -> None:
 
 
 def deep(layers: int, width: int, scale: float) -> Any:
-    """A narrow random Llama in bfloat16, its weights of a standard deviation of `scale`."""
+    """Return a narrow random Llama in bfloat16 whose weights have the standard deviation `scale`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -199,7 +199,7 @@ def test_rounding_in_deep_bfloat16_models_is_no_reason_to_read_them_whole(
 
 @pytest.mark.slow
 def test_logits_of_another_model_are_told_from_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16 too: one layer of 32 that forgets what was before its chunk."""
+    """In bfloat16 too, it is noticed if one layer of 32 forgets everything before its chunk."""
     model = deep(32, 256, 0.06)
     update = SpanCache.update
 
@@ -224,7 +224,7 @@ def test_failures_of_a_device_are_no_reason_to_read_whole(error: Exception, monk
 
 
 def test_offloaded_tokens_are_one_run_of_memory() -> None:
-    """Else a device copies them piece by piece through the host, pinned or not; (1, kv_heads, tokens, head_dim)."""
+    """Otherwise a device would copy them piece by piece through the host, pinned or not."""
     model = build_family("llama")
     scorer = TokenScorer(model, chunk=37, offload_cache=True)
     scorer.losses(tokens(150), 5)
@@ -245,14 +245,14 @@ def test_memory_is_allocated_for_the_longest_span_at_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(chunked_reader, "SpanCache", record)
     scorer = TokenScorer(build_family("llama"), chunk=37, longest=200)
-    made.clear()  # that of the check
+    made.clear()  # the cache of the check
     for count in (50, 100, 200):
         scorer.losses(tokens(count), 1)
     assert made == [200]
 
 
 def test_prompts_with_another_beginning_are_read_again() -> None:
-    """`again` is taken back where the cache has grown since, which holds for every kind of state."""
+    """`again` has no effect if the cache had to grow meanwhile, whatever kinds of state the model keeps."""
     model = tiny("qwen3_next")
     scorer = TokenScorer(model, chunk=37)
     answers = tokens(6, seed=3).reshape(2, 3)
@@ -269,7 +269,7 @@ def test_prompts_with_another_beginning_are_read_again() -> None:
 
 @pytest.mark.parametrize("method", [None, "yarn", "dca", "dynamic-yarn"])
 def test_a_measurement_leaves_no_cache_behind(method: str | None) -> None:
-    """Keys of a long span take gigabytes, and Python looks for cycles by the number of objects, not by their size."""
+    """Keys of a long span take gigabytes, and Python's collector runs by the number of objects, not by their size."""
     model = build_family("llama")
     gc.collect()
     gc.disable()

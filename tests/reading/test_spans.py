@@ -1,4 +1,4 @@
-"""Plans of perplexity: which documents are counted as too short."""
+"""Plans of perplexity count the documents that are too short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read begins as `tokenizer(text)` begins: BOS, [CLS], GLM's [gMASK]<sop>, or nothing; in every measurement."""
+"""In every measurement, inputs begin as `tokenizer(text)` does: with BOS, [CLS], GLM's [gMASK]<sop>, or nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_and_reads() -> tuple[Any, list[list[int]]]:
 
 
 def begins(template: str) -> list[int]:
-    """By the definition: what stands before the first byte."""
+    """Return the leading tokens by their definition: those before the first byte of the text."""
     tokenizer = byte_tokenizer(template)
     return list(tokenizer("H")["input_ids"])[: TEMPLATES[template]]
 

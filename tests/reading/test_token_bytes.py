@@ -22,7 +22,7 @@ TEXTS = [
 
 
 def byte_level(prefix_space: bool = False, trim: bool = True) -> Any:
-    """Byte-level BPE that `tokenizers` learns here, with tokens that end within a character."""
+    """Return a byte-level BPE tokenizer that is trained here, with tokens that end within a character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def byte_level(prefix_space: bool = False, trim: bool = True) -> Any:
 
 
 def byte_fallback(unigram: bool = False) -> Any:
-    """A tokenizer as of Llama 2 (or Gemma's Unigram), which writes unknown characters as bytes."""
+    """Return a tokenizer like that of Llama 2 (or Gemma's Unigram), which writes unknown characters as bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -72,7 +72,7 @@ def built(name: str) -> Any:
 
 
 def decoded_lengths(tokenizer: Any, ids: list[int]) -> list[int]:
-    """Bytes of each token by the library's own decoder, or by its alphabet where a token is not whole characters."""
+    """Return the bytes of each token by the library's own decoder, or by its alphabet for parts of characters."""
     lengths = []
     for token in tokenizer.convert_ids_to_tokens(ids):
         alone = tokenizer.backend_tokenizer.decoder.decode([token])
@@ -111,7 +111,7 @@ def test_ends_ascend_to_the_length_of_any_text(name: str, text: str) -> None:
 
 
 def test_tokens_that_do_not_spell_the_text_share_its_characters() -> None:
-    """A normalised text: the tokens' own bytes are others than the text's."""
+    """In a normalised text, the tokens' own bytes differ from those of the text."""
     assert byte_ends("ﬃ!", ["f", "f", "i", "!"], [(0, 1), (0, 1), (0, 1), (1, 2)]) == (1, 2, 3, 4)
     assert byte_ends("abc½", ["abcX", "Y"], [(0, 4), (3, 4)]) == (4, 5)
     assert byte_ends("½ ½", ["1", "/2", "1", "/2"], [(0, 1), (0, 1), (2, 3), (2, 3)]) == (1, 2, 4, 5)
