@@ -60,8 +60,8 @@ def lm_eval(
         from lm_eval.loggers import EvaluationTracker
         from lm_eval.utils import make_table
 
-        from rope_ext_hf.eval.lm_eval_adapter import evaluate
         from rope_ext_hf.eval.lm_eval_suites import long_suite
+        from rope_ext_hf.eval.lm_eval_tasks import evaluate
     except ImportError as error:
         raise MethodError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
     names = tasks.split(",")

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
+from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+from rope_ext_hf.eval.lm_eval_tasks import evaluate
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
