@@ -178,7 +178,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
     @property
     def follows_the_input(self) -> bool:
-        """True if the frequencies of a forward depend on its length: the method does, and no `fixed_length` holds it."""
+        """True if frequencies depend on the length of each forward: the method does, and no `fixed_length` holds it."""
         modules = self.model.modules()
         return any(module.length_dependent for module in modules if isinstance(module, RotaryEmbedding))
 
@@ -235,7 +235,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """Return the token ids of a text, after those that the tokenizer begins with unless the text has them itself."""
+        """Return the token ids of a text, with those that the tokenizer begins a text with, once."""
         ids: list[int] = super().tok_encode(string, add_special_tokens=False, **options)
         if add_special_tokens is not False:
             ids = [*self._leading, *_without(self._leading, ids)]
@@ -305,7 +305,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return first, _without(first, self.tok_encode(text, add_special_tokens=False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the text that the model writes after each prompt; MethodError: a task asks for `max_length` or more."""
+        """Return the text that the model writes after each prompt; MethodError: there is no room for it."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -363,9 +363,8 @@ def _loaded_and_patched(
             model.to("cuda")
         return model
     if loading:
-        raise MethodError(
-            f"{', '.join(loading)} can be given with a folder or Hub id only; this model is loaded already"
-        )
+        names = ", ".join(loading)
+        raise MethodError(f"{names}: only for a folder or Hub id, and this model is loaded already")
     if patching["method"] is not None:
         patch(pretrained, **patching)
     return pretrained

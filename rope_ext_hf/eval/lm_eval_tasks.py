@@ -76,8 +76,8 @@ def evaluate(
     longest = max(all_metadata["max_seq_lengths"], default=0)
     if longest > lm.max_length:
         raise MethodError(
-            f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}; give shorter ones, or extend "
-            "the model further"
+            f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}; give shorter ones, or "
+            "extend the model further"
         )
     if include_path is not None and not Path(include_path).is_dir():
         raise MethodError(f"include_path must be a folder of tasks, and {str(include_path)!r} is none")
