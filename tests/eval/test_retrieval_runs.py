@@ -309,7 +309,7 @@ def test_refusals() -> None:
     for wrong in ({"trials": 0}, {"keys": 0}):
         with pytest.raises(MethodError, match="whole number from 1"):
             passkey(model, **given | wrong)
-    with pytest.raises(MethodError, match="no names that tell 2 keys apart"):
+    with pytest.raises(MethodError, match="no names by which 2 keys could differ"):
         passkey(model, **given | {"task": "passkey", "keys": 2})
     with pytest.raises(CorpusError, match="vocabulary of 97"):
         passkey(build("llama"), **given, haystack=HAY)
