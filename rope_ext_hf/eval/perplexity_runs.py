@@ -210,9 +210,11 @@ class PerplexityRuns(RunKind):
     def plan(
         self, question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
+        """Return the documents that are read, and the spans that are scored, see `RunKind.plan`."""
         return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
+        """Return the loss of a document from a journal; ValueError if it is none."""
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
@@ -222,7 +224,10 @@ class PerplexityRuns(RunKind):
                         return DocumentLoss(item, float(nats), tokens, size, spans)
                     case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
                         return DocumentLoss(item, float(nats), tokens, size, spans, float(key_nats), keys)
-        raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
+        raise ValueError(
+            "expected a loss [nats, tokens, bytes, spans], or with key tokens [nats, tokens, bytes, spans, key nats, "
+            f"key tokens], got {short(repr(value))}"
+        )
 
     def result(
         self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost] = ()

@@ -148,9 +148,11 @@ class RetrievalRuns(RunKind):
     def plan(
         self, question: Passkey, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
+        """Return the prompts that are read, and their answers, see `RunKind.plan`."""
         return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> TrialScore:
+        """Return the score of a trial from a journal; ValueError if it is none."""
         match value:
             case [bool(exact), int() | float() as rank] if rank >= 1 and math.isfinite(rank):
                 return TrialScore(exact, float(rank))
@@ -159,6 +161,7 @@ class RetrievalRuns(RunKind):
     def result(
         self, method: Method, setting: RetrievalSetting, cell: Cell, values: Sequence[TrialScore], costs: Sequence[Cost]
     ) -> Retrieval:
+        """Return the result of one length and depth."""
         return Retrieval(
             method=method,
             task=setting.task,

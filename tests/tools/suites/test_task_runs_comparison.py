@@ -11,7 +11,7 @@ from rope_ext_hf.runs.comparison import Comparison
 from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites.task_runs import TaskScore, TaskSetting
-from tests.runs.test_report_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, losses
+from tests.runs.test_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, losses
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
