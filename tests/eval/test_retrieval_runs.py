@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Passkey, passkey
-from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns, make_trials, shared_trials
+from rope_ext_hf.eval.retrieval_prompts import make_trials, shared_trials
+from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns
 from rope_ext_hf.eval.statements import RETRIEVALS
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reading.corpora import load
