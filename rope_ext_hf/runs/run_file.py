@@ -85,13 +85,13 @@ class RunFile:
         others: list[RunFile] = []
         if beside_others and (folder / RUN_FILE).exists():
             try:
-                others = [other for other in read_run_files(folder) if other._request != self._request]
+                others = [other for other in read_run_files(folder) if other.request != self.request]
             except FileError:
                 others = []
         write_text(folder / RUN_FILE, _HEAD + "---\n".join([file.text() for file in [*others, self]]))
 
     @property
-    def _request(self) -> str:
+    def request(self) -> str:
         """The text without the versions, which is equal for two runs that ask for the same."""
         return replace(self, versions={}).text()
 
