@@ -1,35 +1,34 @@
-"""The tasks of lm-evaluation-harness on a patched model, at the length it was extended to.
+"""A patched model as lm-evaluation-harness takes models, at the length that the model was extended to.
 
-    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
-    results = evaluate(patch(model, "yarn", factor=8), tokenizer, tasks=["niah_single_1"], limit=50)
+    from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+    lm = RopeHFLM("meta-llama/Llama-3.2-1B", method="yarn", factor=8)
 
-lm-eval reads its length limit off `max_position_embeddings`, which does not describe a length-dependent method;
-sums bfloat16 log-probabilities; pads batches, which hides from such a method how long each row is; and begins texts in
-other ways than the tokenizer does (a second BOS, which it scores; EOS in place of GLM's two tokens). `RopeHFLM` puts
-these right and leaves everything else to lm-eval.
+`lm_eval_tasks.evaluate` runs tasks on it. lm-eval's own class `HFLM` does four things that are wrong for such a model:
+
+- It takes its length limit from `max_position_embeddings`, which does not describe a length-dependent method.
+- It sums log-probabilities in bfloat16.
+- It pads batches, so that a length-dependent method does not see how long each row is.
+- It begins texts in another way than the tokenizer does: with a second BOS token, which it scores, or with EOS in place
+  of GLM's two tokens.
+
+`RopeHFLM` corrects these, and leaves everything else to lm-eval.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor, nn
 from transformers import AutoTokenizer, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.bounds import Length, whole
-from rope_ext_hf.errors import CorpusError, MethodError
-from rope_ext_hf.eval.lm_eval_suites import babilong_length, long_suite
+from rope_ext_hf.errors import MethodError
 from rope_ext_hf.foreign_logs import left_out_of_log
 from rope_ext_hf.hub import leading_tokens
 from rope_ext_hf.installing import install_command
@@ -39,13 +38,11 @@ from rope_ext_hf.patches.adapters import tokenizer_source
 from rope_ext_hf.patches.describing import describe
 from rope_ext_hf.patches.geometry import check_pairing
 from rope_ext_hf.patches.loading import from_pretrained
-from rope_ext_hf.patches.patching import fixed_length, patch, patched_method
-from rope_ext_hf.plug_ins import plug_ins
+from rope_ext_hf.patches.patching import fixed_length, patch
 from rope_ext_hf.reading.protocols import ProtocolOptions, blocks
 from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.temporary_attributes import set_to
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.runs.identity import provenance
 
 try:
     from lm_eval.api.registry import register_model
@@ -55,10 +52,12 @@ try:
 except ImportError as error:
     raise ImportError(f"lm-eval is needed here ({error}): {install_command('eval')}") from error
 
-_LOADED_ALREADY = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
-"""Warnings of `HFLM` where it gets a model and not a name, as it is meant to here."""
-_OF_THE_HUB = ("revision", "token", "cache_dir", "trust_remote_code")
-_OF_PATCH = ("over", "context_length", "layers", "native")  # further arguments of `patch` that `--model_args` may hold
+_EXPECTED_WARNINGS = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
+"""Warnings of `HFLM` about being given a loaded model in place of a name, which is what happens here."""
+_HUB_ARGUMENTS = ("revision", "token", "cache_dir", "trust_remote_code")
+"""The arguments of `from_pretrained` that apply to a tokenizer, too."""
+_PATCH_ARGUMENTS = ("over", "context_length", "layers", "native")
+"""Arguments of `patch`, besides those of `RopeHFLM`, that `--model_args` may hold."""
 
 
 @register_model("rope-ext")
@@ -69,43 +68,44 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         RopeHFLM(patched_model, tokenizer=tokenizer, batch_size=4)
         lm_eval run --model rope-ext --model_args pretrained=meta-llama/Llama-3.2-1B,method=yarn,factor=8 ...
 
-    A length-dependent method has one set of frequencies per length, so each forward runs at a fixed one:
+    A length-dependent method has different frequencies for each length, so each forward runs at a fixed length:
 
-    - Log-likelihoods: the number of tokens of the request's own input. That is what the method means: a short question
-      is answered as the trained model would, whatever `max_length` is and whatever else is in the batch. (Holding
-      everything at `max_length` would measure a static method.) A batch is made of inputs of one length, so it needs
-      no padding, and results do not depend on `batch_size`, which is then an upper bound.
-    - Generation: the prompt's length plus the tokens that may follow, from the first token to the last, because keys
-      in the cache keep the frequencies they were made with. One prompt at a time, whatever `batch_size` says.
+    - Log-likelihoods: the number of tokens of the request's own input. That is the purpose of such a method: a short
+      question is answered as by the trained model, whatever `max_length` is and whatever else is in the batch. (With
+      everything held at `max_length`, a static method would be measured.) A batch is made of inputs of one length, so
+      that it needs no padding and results do not depend on `batch_size`, which is an upper bound then.
+    - Generation: the length of the prompt plus the tokens that may follow, from the first token to the last, because
+      keys in the cache keep the frequencies that they were rotated with. Prompts are read one at a time, whatever
+      `batch_size` is.
     - Rolling log-likelihoods: `max_length` for every span, in the spans of `perplexity(..., protocol="blocks")`, so
-      that perplexities at one context length are comparable across documents.
+      that perplexities of all documents are at the same context length.
 
-    Every text begins with the tokens that the tokenizer puts before it, which are not scored, and does not end with
-    those that it puts after it.
+    Inside `fixed_length(model, n)`, the length n holds for all three, and lm-eval pads batches.
 
-    Inside `fixed_length(model, n)` that length holds for all of them, and batches are padded as lm-eval likes.
+    Every text begins with the tokens that the tokenizer puts before a text, which are not scored. It does not end with
+    the tokens that the tokenizer puts after a text.
 
     Args:
-        pretrained: a model, patched before or not, or a folder or Hub id. A model given `method` is patched in place.
+        pretrained: a model, patched or not, or a folder or Hub id. With `method`, the model is patched in place.
         tokenizer: default: the one beside the weights.
         method, factor, target_length, **params: as in `patch`; None leaves the model as it is.
         max_length: default: the extended length, or the trained one where that follows the input.
         batch_size: a number or "auto".
-        add_bos_token: False reads the text alone; None and True begin it as the tokenizer does by itself.
-        softmax_dtype: of the log-softmax; float32 also where the model runs in bfloat16.
+        add_bos_token: False: texts have no tokens before them; None and True: they begin as the tokenizer begins them.
+        softmax_dtype: dtype of the log-softmax; float32 also where the model runs in bfloat16.
         loading: arguments of `from_pretrained` for a path: dtype, device_map, revision, trust_remote_code, ...
             Without a device_map the model goes to the GPU if there is one.
         harness: further arguments of HFLM that apply to a loaded model: truncation, logits_cache, prefix_token_id, ...
 
     Attributes:
-        cut: inputs so far that were longer than `max_length` leaves room for, whose beginning lm-eval cut off.
+        cut: number of inputs so far that did not fit into `max_length`, so that lm-eval cut off their beginning.
 
     Raises:
         MethodError: a max_length above the extended length, an unknown method or parameter, or parameters without a
             method.
         UnsupportedModelError: a model without rotary embeddings, or one whose own method follows the input inside
-            transformers, where results would depend on earlier calls: patch it first.
-        CheckpointError: no such folder.
+            transformers. There, results would depend on earlier calls: patch the model first.
+        CheckpointError: the folder does not exist.
     """
 
     def __init__(
@@ -125,35 +125,21 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         **params: Any,
     ) -> None:
         if method is None and (params or factor is not None or target_length is not None):
-            given = {"factor": factor, "target_length": target_length} | params
-            names = ", ".join(key for key, value in given.items() if value is not None)
+            arguments = {"factor": factor, "target_length": target_length} | params
+            names = ", ".join(key for key, value in arguments.items() if value is not None)
             raise MethodError(f"{names} given without a method; add method=...")
         loading = dict(loading or {})
-        of_method: dict[str, Any] = {"method": method, "factor": factor, "target_length": target_length, **params}
-        if isinstance(pretrained, (str, Path)):
-            source, model = pretrained, from_pretrained(pretrained, **({"dtype": "auto"} | loading | of_method)).eval()
-            if "device_map" not in loading and torch.cuda.is_available():
-                model.to("cuda")
-        elif loading:
-            raise MethodError(f"{', '.join(loading)}: only for a path, this model is loaded already")
-        else:
-            source, model = pretrained.name_or_path, pretrained
-            if method is not None:
-                patch(model, **of_method)
+        patching: dict[str, Any] = {"method": method, "factor": factor, "target_length": target_length, **params}
+        model = _loaded_and_patched(pretrained, patching, loading)
         check_pairing(model)
         length = _max_length(model, max_length)
-        with fixed_length(model, length):  # raises where a method follows the input and cannot be held
+        with fixed_length(model, length):  # raises an error where a method follows the input and cannot be held
             pass
         if tokenizer is None:
-            if not str(source):
-                raise MethodError(
-                    "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
-                )
-            of_hub = {key: value for key, value in loading.items() if key in _OF_THE_HUB}
-            folder, options = tokenizer_source(source, **of_hub)
-            tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+            source = pretrained if isinstance(pretrained, (str, Path)) else pretrained.name_or_path
+            tokenizer = _tokenizer_of(source, loading)
         self._leading = [] if add_bos_token is False else list(leading_tokens(tokenizer))
-        with left_out_of_log(HFLM.__module__, *_LOADED_ALREADY):
+        with left_out_of_log(HFLM.__module__, *_EXPECTED_WARNINGS):
             super().__init__(
                 pretrained=model,
                 tokenizer=tokenizer,
@@ -165,32 +151,36 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
                 **(harness or {}),
             )
         self.cut = 0
-        self.pretrained = model.name_or_path  # lm-eval asks the Hub for the commit of this name
+        self.pretrained = model.name_or_path  # the name whose commit lm-eval asks the Hub for
 
     @classmethod
     def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """The model of `--model_args`: arguments of this class, of `patch` and of `from_pretrained`.
+        """Return the model of lm-eval's `--model_args`.
 
-        `additional_config` holds lm-eval's own options: device, batch_size, max_batch_size.
+        Args:
+            arg_dict: arguments of this class, of `patch`, of the method and of `from_pretrained`.
+            additional_config: lm-eval's own options: device, batch_size, max_batch_size.
         """
-        given = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
-        device, most = given.pop("device", None), given.pop("max_batch_size", None)
-        own = inspect.signature(cls).parameters
-        stated = {key: given.pop(key) for key in list(given) if key in own or key in _OF_PATCH}
-        params, loading = split_parameters(stated.get("method"), given)
+        arguments = arg_dict | {key: value for key, value in (additional_config or {}).items() if value is not None}
+        device, max_batch_size = arguments.pop("device", None), arguments.pop("max_batch_size", None)
+        own_names = {*inspect.signature(cls).parameters, *_PATCH_ARGUMENTS}
+        own = {key: arguments.pop(key) for key in list(arguments) if key in own_names}
+        params, loading = split_parameters(own.get("method"), arguments)
         if device is not None:
             loading.setdefault("device_map", device)
-        return cls(**stated, **params, loading=loading, harness={} if most is None else {"max_batch_size": most})
+        harness = {} if max_batch_size is None else {"max_batch_size": max_batch_size}
+        return cls(**own, **params, loading=loading, harness=harness)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> RopeHFLM:
-        """As `create_from_arg_obj`, from text: "pretrained=DIR,method=yarn,factor=8"."""
+        """Return the model of arguments that are given as text: "pretrained=DIR,method=yarn,factor=8"."""
         return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
 
     @property
     def follows_the_input(self) -> bool:
-        """Whether a forward's frequencies depend on its length: the method does, and nothing holds it."""
-        return any(m.length_dependent for m in self.model.modules() if isinstance(m, RotaryEmbedding))
+        """True if frequencies depend on the length of each forward: the method does, and no `fixed_length` holds it."""
+        modules = self.model.modules()
+        return any(module.length_dependent for module in modules if isinstance(module, RotaryEmbedding))
 
     def _loglikelihood_tokens(
         self,
@@ -198,36 +188,45 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        # the last token is only predicted
-        self.cut += sum(len(context) + len(continuation) - 1 > self.max_length for _, context, continuation in requests)
-        # lm-eval reads an input once for all that continue it by a token, and takes others of the same input for such.
-        scored: dict[tuple[int, ...], set[int]] = defaultdict(set)
-        for _, context, continuation in requests:
-            scored[*context, *continuation[:-1]].add(len(continuation))
-        shared = self.logits_cache and any(len(counts) > 1 for counts in scored.values())
-        with set_to(self, logits_cache=False) if shared else nullcontext():
+        """Score continuations of contexts, given as token ids."""
+        self.cut += sum(_input_length(request) > self.max_length for request in requests)
+        with set_to(self, logits_cache=False) if self._cache_would_mix_up(requests) else nullcontext():
             answers = self._by_length(requests, disable_tqdm, override_bs)
-        for (_, context, continuation), (of_answer, _) in zip(requests, answers, strict=True):
-            check_numbers(torch.tensor(of_answer), min(len(context) + len(continuation) - 1, self.max_length))
+        for request, (log_likelihood, _) in zip(requests, answers, strict=True):
+            check_numbers(torch.tensor(log_likelihood), min(_input_length(request), self.max_length))
         return answers
+
+    def _cache_would_mix_up(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> bool:
+        """Return whether lm-eval's cache of logits would confuse two requests.
+
+        The cache is for continuations of one token: they share their input, the context. It also takes requests for
+        such that share their input but split it in different places into a context and a continuation.
+        """
+        if not self.logits_cache:
+            return False
+        continuation_lengths: dict[tuple[int, ...], set[int]] = defaultdict(set)
+        for _, context, continuation in requests:
+            continuation_lengths[*context, *continuation[:-1]].add(len(continuation))
+        return any(len(lengths) > 1 for lengths in continuation_lengths.values())
 
     def _by_length(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool, override_bs: int | None
     ) -> list[tuple[float, bool]]:
-        """Score requests, those of one length together where the method follows it."""
+        """Score requests; where the method depends on the length, those of one length together."""
         score: Callable[..., list[tuple[float, bool]]] = super()._loglikelihood_tokens
         if not self.follows_the_input:
             return score(requests, disable_tqdm, override_bs)
         by_length: dict[int, list[int]] = defaultdict(list)
-        for i, (_, context, continuation) in enumerate(requests):
-            by_length[min(len(context) + len(continuation) - 1, self.max_length)].append(i)
+        for index, request in enumerate(requests):
+            by_length[min(_input_length(request), self.max_length)].append(index)
         by_index: dict[int, tuple[float, bool]] = {}
-        for length, group in sorted(by_length.items(), reverse=True):  # what does not fit fails at once
+        # The longest inputs come first, so that a model that has too little memory for them fails at once.
+        for length, group in sorted(by_length.items(), reverse=True):
             with fixed_length(self.model, length):
-                # "auto" would try out the memory anew for every length
-                answers = score([requests[i] for i in group], True, override_bs or 1)
+                # A batch size of 1 in place of "auto", which would try out the memory again for every length.
+                answers = score([requests[index] for index in group], True, override_bs or 1)
             by_index.update(zip(group, answers, strict=True))
-        return [by_index[i] for i in range(len(requests))]
+        return [by_index[index] for index in range(len(requests))]
 
     def tok_encode(
         self,
@@ -236,7 +235,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         **options: Any,
     ) -> list[int]:
-        """The token ids of a text after those that the tokenizer begins with, unless it has them itself."""
+        """Return the token ids of a text, with those that the tokenizer begins a text with, once."""
         ids: list[int] = super().tok_encode(string, add_special_tokens=False, **options)
         if add_special_tokens is not False:
             ids = [*self._leading, *_without(self._leading, ids)]
@@ -249,7 +248,7 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         left_truncate_len: int | None = None,
         truncation: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """The token ids of texts and their mask, each (texts, longest)."""
+        """Return the padded token ids of texts and their mask, each (texts, longest)."""
         rows = [self.tok_encode(string, left_truncate_len=left_truncate_len) for string in strings]
         if truncation:
             rows = [row[: self.tokenizer.model_max_length] for row in rows]
@@ -257,22 +256,27 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return batch["input_ids"], batch["attention_mask"]
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """The log-likelihood of each continuation of its context, and whether it is the likeliest one."""
-        encoded = [
-            ((context, continuation), *(self._encode_pair if context else self._after_first)(context, continuation))
-            for context, continuation in (request.args for request in requests)
-        ]
+        """Return the log-likelihood of each continuation given its context, and whether greedy decoding gives it.
+
+        Raises:
+            MethodError: a continuation has no token, or more than `max_length`.
+        """
+        encoded = []
+        for request in requests:
+            context, continuation = request.args
+            encode = self._encode_pair if context else self._after_first
+            encoded.append(((context, continuation), *encode(context, continuation)))
         for request, (_, _, continuation) in zip(requests, encoded, strict=True):
             if not 0 < len(continuation) <= self.max_length:
                 raise MethodError(
                     f"task {request.task_name!r} asks for the likelihood of an answer of {len(continuation):,} tokens "
-                    f"(document {request.doc_id}), and an answer has 1 to {self.max_length:,} tokens here: mend the "
-                    "task, or extend the model further for a longer answer"
+                    f"(document {request.doc_id}), but an answer must have 1 to {self.max_length:,} tokens: correct "
+                    "the task, or extend the model further for a longer answer"
                 )
         return self._loglikelihood_tokens(encoded, disable_tqdm=disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, read in disjoint spans of `max_length` tokens."""
+        """Return the log-likelihood of each whole text, read in disjoint spans of `max_length` tokens."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for index, request in enumerate(requests):
@@ -284,20 +288,24 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         with fixed_length(self.model, self.max_length) if self.follows_the_input else nullcontext():
             answers = self._loglikelihood_tokens(windows, disable_tqdm=disable_tqdm)
         totals = [0.0] * len(requests)
-        for index, (of_window, _) in zip(owners, answers, strict=True):
-            totals[index] += of_window
+        for index, (log_likelihood, _) in zip(owners, answers, strict=True):
+            totals[index] += log_likelihood
         for request, total in zip(requests, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _after_first(self, _context: str, text: str) -> tuple[list[int], list[int]]:
-        """A text without a context, and the tokens before it: the tokenizer's own, else BOS, else EOS."""
-        own = self._leading if self.custom_prefix_token_id is None else []
-        first = own or [self.prefix_token_id]
+        """Return the tokens before a text that has no context, and the tokens of the text.
+
+        The tokens before it are those of the tokenizer, else BOS, else EOS.
+        """
+        first = [self.prefix_token_id]
+        if self._leading and self.custom_prefix_token_id is None:
+            first = self._leading
         return first, _without(first, self.tok_encode(text, add_special_tokens=False))
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that the model writes after each prompt; MethodError: a task asks for more than `max_length`."""
+        """Return the text that the model writes after each prompt; MethodError: there is no room for it."""
         for request in requests:
             room = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
             if room >= self.max_length:
@@ -309,15 +317,15 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
         return list(super().generate_until(requests, disable_tqdm))
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        """The prompts, (batch, longest), left-padded, with what follows each of them."""
+        """Return left-padded prompts, (batch, longest), followed by what the model writes after each of them."""
         generate: Callable[..., Tensor] = super()._model_generate
         options["logits_processor"] = LogitsProcessorList([*options.get("logits_processor", ()), _checked])
         if not self.follows_the_input:
             return generate(context, max_length, stop, **options)
         room = max_length - context.shape[1]
-        kept = options.pop("attention_mask").bool()
+        masks = options.pop("attention_mask").bool()
         new: list[Tensor] = []
-        for row, mask in zip(context, kept, strict=True):
+        for row, mask in zip(context, masks, strict=True):
             prompt = row[mask][None]
             length = prompt.shape[1] + room
             with fixed_length(self.model, length):
@@ -328,175 +336,73 @@ class RopeHFLM(HFLM):  # type: ignore[misc]
 
 
 def _checked(ids: Tensor, scores: Tensor) -> Tensor:
-    """The scores of next tokens, of which generation would take NaN for the largest."""
+    """Return the scores of next tokens; UnsupportedModelError where one is NaN, which generation takes for the best."""
     check_numbers(scores, ids.shape[1])
     return scores
 
 
-def _max_length(model: PreTrainedModel, asked: int | None) -> int:
+def _input_length(request: tuple[Any, list[int], list[int]]) -> int:
+    """Return the number of tokens that are read for a request: its last token is only predicted."""
+    _, context, continuation = request
+    return len(context) + len(continuation) - 1
+
+
+def _loaded_and_patched(
+    pretrained: PreTrainedModel | str | Path, patching: dict[str, Any], loading: dict[str, Any]
+) -> PreTrainedModel:
+    """Return a model, loaded where a folder or Hub id is given, and patched where a method is given.
+
+    Args:
+        pretrained: a model, or a folder or Hub id.
+        patching: arguments of `patch`; its method may be None.
+        loading: arguments of `from_pretrained`; MethodError where a model is given with any.
+    """
+    if isinstance(pretrained, (str, Path)):
+        model: PreTrainedModel = from_pretrained(pretrained, **({"dtype": "auto"} | loading | patching)).eval()
+        if "device_map" not in loading and torch.cuda.is_available():
+            model.to("cuda")
+        return model
+    if loading:
+        names = ", ".join(loading)
+        raise MethodError(f"{names}: only for a folder or Hub id, and this model is loaded already")
+    if patching["method"] is not None:
+        patch(pretrained, **patching)
+    return pretrained
+
+
+def _tokenizer_of(source: str | Path, loading: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """Return the tokenizer beside the weights; MethodError where `source`, a folder or Hub id, is empty."""
+    if not str(source):
+        raise MethodError("this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=...")
+    hub_arguments = {key: value for key, value in loading.items() if key in _HUB_ARGUMENTS}
+    folder, options = tokenizer_source(source, **hub_arguments)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, **options)
+    return tokenizer
+
+
+def _max_length(model: PreTrainedModel, max_length: int | None) -> int:
+    """Return the length of inputs: the one asked for, or by default the extended length.
+
+    Raises:
+        MethodError: the length is above the extended length.
+    """
     description = describe(model)
-    extended = description.extended_length  # None: it follows the input, as far as anyone asks
-    if asked is None:
+    extended = description.extended_length  # None: the method works at any length
+    if max_length is None:
         return extended or description.trained_length
-    whole("max_length", asked, least=2)
-    if extended is not None and asked > extended:
+    whole("max_length", max_length, least=2)
+    if extended is not None and max_length > extended:
         raise MethodError(
-            f"max_length={asked} is above the {extended} tokens this model reaches with {description.method}; extend "
-            f"it that far, or, to see it fail there as a baseline, patch it with 'default' and target_length={asked}"
+            f"max_length={max_length} is above the {extended} tokens this model reaches with {description.method}; "
+            "extend it that far, or, to see it fail there as a baseline, patch it with 'default' and "
+            f"target_length={max_length}"
         )
-    return asked
+    return max_length
 
 
 def _without(first: list[int], ids: list[int]) -> list[int]:
-    """Leave out the first tokens of a text that has them in so many letters, as chat templates do."""
+    """Return a text without the tokens before it, where the text has them itself, as those of chat templates do."""
     return ids[len(first) :] if ids[: len(first)] == first else ids
-
-
-def evaluate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    tasks: Sequence[str],
-    include_path: str | Path | None = None,
-    limit: int | float | None = None,
-    num_fewshot: int | None = None,
-    batch_size: int | str = 1,
-    max_length: int | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    apply_chat_template: bool | None = None,
-    **options: Any,
-) -> dict[str, Any]:
-    """Run tasks of lm-eval on a model, patched or not, at its extended length.
-
-    Args:
-        tasks: names of tasks, groups or tags, with wildcards, or YAML files. The suites of this package are
-            rope_ruler, rope_json_kv, rope_graphwalks and rope_babilong, which fetch nothing.
-        include_path: a folder with task definitions of one's own.
-        limit: this many documents per task, or this share of them if below 1.
-        num_fewshot: worked examples in each prompt; default: as the task has it.
-        batch_size, max_length: see `RopeHFLM`.
-        metadata: for tasks that make their own data (RULER), over the default: `max_seq_lengths` is [max_length],
-            tokenizer and model those given here. RULER loads that tokenizer with trust_remote_code=True.
-        apply_chat_template: default: where the tokenizer has one and all tasks are of suites of long inputs, which are
-            for models that follow instructions.
-        **options: further arguments of `lm_eval.simple_evaluate`; log_samples is off unless given.
-
-    Returns:
-        lm-eval's results (for `lm_eval.utils.make_table`), and beside them `provenance`, `method` (None: as loaded),
-        `max_length` and `cut`, of `RopeHFLM`; a warning where anything was cut. Empty on processes other than
-        the first.
-
-    Raises:
-        MethodError: an unknown task (with the nearest name), one that cannot be built, max_seq_lengths above
-            max_length, or what `RopeHFLM` refuses.
-        CorpusError: a task whose data cannot be reached, such as one on the Hugging Face Hub without a network.
-    """
-    from lm_eval import simple_evaluate
-
-    lm = RopeHFLM(model, tokenizer=tokenizer, batch_size=batch_size, max_length=max_length)
-    names = {"tokenizer": lm.tokenizer.name_or_path or model.name_or_path, "pretrained": model.name_or_path}
-    own_names = {key: name for key, name in names.items() if name}
-    known: dict[str, Any] = {"max_seq_lengths": [lm.max_length], **own_names, **(metadata or {})}
-    longest = max(known["max_seq_lengths"], default=0)
-    if longest > lm.max_length:
-        raise MethodError(f"max_seq_lengths go up to {longest} tokens, above max_length={lm.max_length}")
-    if include_path is not None and not Path(include_path).is_dir():
-        raise MethodError(f"no such folder of tasks: {str(include_path)!r}")
-    with TemporaryDirectory() as own, left_out_of_log("lm_eval.api.task", "Custom kwargs can be passed"):
-        finder = _TaskFinder(own, include_path, known, lm.max_length)
-        if apply_chat_template is None:
-            of_long = all(name.startswith("rope_") or long_suite(name) for name in finder.names(tasks))
-            apply_chat_template = of_long and bool(getattr(lm.tokenizer, "chat_template", None))
-        results = simple_evaluate(
-            model=lm,
-            tasks=finder.build(tasks),
-            task_manager=finder.manager,
-            num_fewshot=num_fewshot,
-            batch_size=batch_size,
-            limit=limit,
-            apply_chat_template=apply_chat_template,
-            **({"log_samples": False} | options),
-        )
-    if results is None:
-        return {}
-    if lm.cut:
-        warnings.warn(
-            f"{lm.cut} inputs were longer than max_length={lm.max_length} leaves room for, and lost their beginning; "
-            "extend the model further for a fair result",
-            stacklevel=2,
-        )
-    method = patched_method(model)
-    return dict(results) | {
-        "provenance": provenance(model, ", ".join(tasks)),
-        "method": method.to_dict() if method else None,
-        "max_length": lm.max_length,
-        "cut": lm.cut,
-    }
-
-
-class _TaskFinder:
-    """The tasks of lm-eval, those that plug-ins write into the folder `own`, and those of a folder of the user's.
-
-    `metadata` is for tasks that make their own data.
-    """
-
-    def __init__(
-        self, own: str | Path, include_path: str | Path | None, metadata: Mapping[str, Any], max_length: int
-    ) -> None:
-        from lm_eval.tasks import TaskManager
-
-        for write in plug_ins("lm_eval_tasks").values():
-            write(own)
-        paths = [own, *([] if include_path is None else [include_path])]
-        self.manager = TaskManager(include_path=paths, metadata=dict(metadata))
-        of_babilong = {**metadata, "max_seq_lengths": babilong_length(max_length)}  # by thousands of tokens, as text
-        self._babilong = cache(lambda: TaskManager(include_path=paths, metadata=of_babilong))
-
-    def names(self, tasks: Sequence[str]) -> list[str]:
-        """Names of tasks and groups, and paths of YAML files; MethodError: none, or an unknown one."""
-        if isinstance(tasks, str) or not tasks:
-            raise MethodError(f"tasks must be a list of at least one name, got {tasks!r}")
-        found: list[str] = []
-        for given in tasks:
-            names = [given] if Path(given).is_file() else self.manager.match_tasks([given])
-            if not names:
-                near = difflib.get_close_matches(given, self.manager.all_tasks, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise MethodError(
-                    f"unknown task {given!r}.{hint} `lm-eval ls tasks` lists all; include_path adds your own"
-                )
-            found += names
-        return found
-
-    def build(self, tasks: Sequence[str]) -> list[Any]:
-        built: list[Any] = []
-        for name in self.names(tasks):
-            with _task_errors(name):
-                loaded = (self._babilong() if name.startswith("babilong") else self.manager).load([name])
-                group = loaded.get("groups", {}).get(name)
-                built += [group] if group is not None else loaded["tasks"].values()
-        with _task_errors(", ".join(tasks)):
-            self.manager.load(built)  # refuses a task that comes twice, alone and in a group
-        return built
-
-
-@contextmanager
-def _task_errors(name: str) -> Iterator[None]:
-    """Whatever stops a task from being built, as one error with its name."""
-    try:
-        yield
-    except (ConnectionError, HfHubHTTPError) as error:
-        raise CorpusError(
-            f"task {name!r} needs data from the Hugging Face Hub, which cannot be reached: {_first_line(error)}"
-        ) from error
-    except OSError as error:
-        raise CorpusError(f"the data of task {name!r} cannot be read: {_first_line(error)}") from error
-    except Exception as error:  # a task is code of its own: its YAML, what that imports, and what it asserts
-        raise MethodError(f"task {name!r} cannot be built: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 if __name__ == "__main__":  # lm-eval's own command line, for releases that read no entry points

@@ -1,4 +1,4 @@
-"""lm-eval's own suites of long inputs: what they fetch from the network, and how they name lengths."""
+"""Suites of long inputs that come with lm-eval: the data that they fetch, and their names of lengths."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ _LONG_SUITES = {
     "infinitebench": "the data sets of InfiniteBench",
     "mrcr": "openai/mrcr",
 }
-"""lm-eval's own suites of long inputs, by how their tasks' names begin, and what they fetch from the network."""
+"""The data that each suite fetches from the network, by the beginning of the names of its tasks."""
 
 
 def long_suite(task: str) -> str | None:
-    """The data that a task of lm-eval's own long suites fetches; None for other tasks."""
-    return next((fetched for prefix, fetched in _LONG_SUITES.items() if task.startswith(prefix)), None)
+    """Return the data that a task of such a suite fetches, in words; None for any other task."""
+    for prefix, fetched in _LONG_SUITES.items():
+        if task.startswith(prefix):
+            return fetched
+    return None
 
 
 def babilong_length(tokens: int) -> str:
-    """The longest of lm-eval's BABILong texts of at most so many tokens, such as "2k"; "0k" is facts alone."""
-    return f"{max((n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if n * 1024 <= tokens), default=0)}k"
+    """Return the name of the longest BABILong texts of at most so many tokens: "2k"; "0k" has facts alone."""
+    thousands = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    return f"{max((number for number in thousands if number * 1024 <= tokens), default=0)}k"

@@ -1,4 +1,4 @@
-"""Ask a model a question at several context lengths, as it is or with many methods.
+"""Measure a model at several context lengths, as it is or with many methods.
 
 from rope_ext_hf.eval import Perplexity, measure
 run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], out="runs")
@@ -7,6 +7,7 @@ run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,33 @@ from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _Methods = str | RopeMethod | Sequence[str | RopeMethod]
+
+
+@dataclass(frozen=True)
+class _EvaluatorRuns:
+    """A function that loads another model, the evaluator that chooses key tokens, and carries out a plan with it.
+
+    Attributes:
+        device, dtype: where and in which dtype the evaluator is loaded: as the model that is measured.
+        out, file: as `measure` takes them.
+    """
+
+    device: str
+    dtype: torch.dtype
+    out: str | Path | None
+    file: RunFile | None
+
+    def __call__(
+        self, source: str, make: Callable[[PreTrainedModel, PreTrainedTokenizerBase], RunPlan[Any]]
+    ) -> Run[Any]:
+        """Return the run of the plan that `make` makes from the model of this folder or Hub id and its tokenizer."""
+        evaluator = load_model(source, device=self.device, dtype=self.dtype)
+        plan = make(evaluator, load_tokenizer(source))
+        return carry_out(evaluator, plan, out=self.out, file=self.file)
 
 
 def measure(
@@ -46,35 +71,36 @@ def measure(
     progress: Progress | Callable[[str, int], object] | bool | None = None,
     file: RunFile | None = None,
 ) -> Run[Any]:
-    """Ask a model a question, and the model with each method.
+    """Measure a model at several context lengths, and the same model with each of several methods.
+
+    Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
+    window is shorter than the longest input. A loss that is not finite makes the whole result of its length not finite.
 
     Args:
         model: a causal language model, patched or not, in any dtype, on any device; or a folder, a Hub id or
             "reference", which is loaded.
-        question: asked of each of them.
-        methods: names or method objects, one or several, measured beside the model as loaded; None: the model as it is,
+        question: what is measured: `Perplexity`, `Sweep`, `Passkey`.
+        methods: one or several names or method objects, measured beside the model as loaded; None: the model as it is,
             alone.
-        factors: a method object per factor; default: fitted to the longest length, by a `Sweep` to each length.
+        factors: factors of each method that is given by name; default: the factor that the longest length needs, in a
+            `Sweep` the factor that each length needs.
         over, context_length: what the methods extend, as `rope_ext_hf.patch` takes them.
-        tokenizer: default: the one beside the model's weights. Its BOS token stands first if it adds one itself.
-        chunk: tokens per pass of the decoder; default: by the free memory, within a fixed budget.
-        offload_cache: keep keys and values in main memory, and on the model's device only those of one layer.
-        out: write a run's folder into this folder, as `rope-ext ppl` does, and continue the run where it is there
-            already; default: no files.
-        progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm; or what is
-            told more, see `rope_ext_hf.runs.runner.Progress`.
-        file: what the run's folder keeps as its run.yaml; default: this question.
+        tokenizer: default: the one beside the model's weights. Texts begin with its BOS token if it adds one itself.
+        chunk: tokens per pass of the decoder; default: as many as the free memory allows, up to a fixed number.
+        offload_cache: keep keys and values in main memory, and those of one layer only on the model's device.
+        out: a folder in which the run's folder is written, as by `rope-ext ppl`; a run that is there already is
+            continued. Default: no files.
+        progress: called with the method's label and the number of tokens read, after each pass; True: a progress bar of
+            tqdm; or a `rope_ext_hf.runs.runner.Progress`.
+        file: what the run's folder keeps as run.yaml; default: this question.
 
     Returns:
         The run: `.results`, `.conclusion`, `.table()`, `.plot()`.
 
     Raises:
-        CorpusError: no document as long as the longest length, or token ids the model's vocabulary lacks.
-        MethodError: an unknown method, protocol or task, or numbers that do not fit.
+        CorpusError: no document is as long as the longest length, or the model's vocabulary lacks a token id.
+        MethodError: an unknown method, protocol or task, or a number out of range.
         FileError: another process is writing this run, or its folder is damaged or cannot be written.
-
-    Length-dependent methods are held at each context length (`fixed_length`). A warning counts the layers whose sliding
-    window is shorter than the longest input. A span with a loss that is not finite makes its whole result non-finite.
     """
     name, model = model, model_by_name(model)
     choice = methods
@@ -82,16 +108,10 @@ def measure(
         choice = MethodChoice(method=choice, factor=factors or (), over=over, context_length=context_length)
     plan = question.plan(model, choice, tokenizer=tokenizer, chunk=chunk, offload_cache=offload_cache)
     if out is not None and file is None:
-        how: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
-        file = run_file(question, name, *([choice] if choice else []), tokenizer=tokenizer, **how)
+        options: dict[str, Any] = {"tokens_per_pass": chunk, "offload_cache": offload_cache or None, "out": out}
+        file = run_file(question, name, *([choice] if choice else []), tokenizer=tokenizer, **options)
     if isinstance(question, Perplexity):
-        device, dtype = str(model.device), model.dtype
-
-        def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any]:
-            evaluator = load_model(source, device=device, dtype=dtype)
-            return carry_out(evaluator, make(evaluator, load_tokenizer(source)), out=out, file=file)
-
-        plan = question.with_key_tokens(plan, measure_with)
+        plan = question.with_key_tokens(plan, _EvaluatorRuns(str(model.device), model.dtype, out, file))
     return carry_out(model, plan, out=out, progress=Progress.of(progress), file=file)
 
 
@@ -102,41 +122,46 @@ def perplexity(
     *,
     data: str | None = None,
     progress: Callable[[int], object] | bool | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Results[Result]:
-    """Measure the perplexity of a model at several context lengths; model and errors are those of `measure`.
+    """Measure the perplexity of a model at several context lengths; errors are those of `measure`.
 
     Args:
+        model: as `measure` takes it.
         corpus: a list of texts, token ids, a `datasets.Dataset`, documents, or a name: "stdlib", a file, a folder, a
             pattern, hf:OWNER/NAME; see `rope_ext_hf.reading.corpora.load`.
         data: what the text is called in results; default: its name where `corpus` is one.
         progress: called with the number of tokens read, after each pass; True: a bar of tqdm.
-        **asked: fields of `Perplexity`, and tokenizer, chunk, offload_cache and out of `measure`.
+        **options: fields of `Perplexity`, and tokenizer, chunk, offload_cache and out of `measure`.
 
     Returns:
         One Result per length, shortest first, as a list that a notebook shows as a table.
     """
-    return results_of(model, Perplexity, asked | {"data": corpus, "data_name": data}, progress)
+    return results_of(model, Perplexity, options | {"data": corpus, "data_name": data}, progress)
 
 
 @forward(Passkey)
 def passkey(
-    model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **asked: Any
+    model: PreTrainedModel | str | Path, *, progress: Callable[[int], object] | bool | None = None, **options: Any
 ) -> Results[Retrieval]:
-    """Measure retrieval from several depths of several context lengths; model and errors are those of `measure`.
+    """Measure retrieval from several depths of several context lengths; errors are those of `measure`.
 
-    Every prompt is read once, in fixed memory; its `distractors + 1` answers of a few tokens each start from its cache.
-    Nothing is generated: greedy decoding gives the right answer exactly if each of its tokens is the likeliest after
-    those before. A chat template is not applied. UnsupportedModelError: the model gives NaN in place of losses.
+    Every prompt is read once, in fixed memory, and its `distractors + 1` answers of a few tokens each continue from its
+    cache. Nothing is generated: greedy decoding would give the right answer if and only if each of its tokens is the
+    likeliest one after the tokens before it. No chat template is applied.
 
     Args:
+        model: as `measure` takes it.
         progress: called with the number of tokens read, after each prompt; True: a bar of tqdm.
-        **asked: fields of `Passkey`, and further arguments of `measure`: methods, out and others.
+        **options: fields of `Passkey`, and further arguments of `measure`: methods, out and others.
 
     Returns:
         One Retrieval per length and depth, in ascending order, as a list that a notebook shows as a table.
+
+    Raises:
+        UnsupportedModelError: the model gives NaN in place of losses.
     """
-    return results_of(model, Passkey, asked, progress)
+    return results_of(model, Passkey, options, progress)
 
 
 @forward(Sweep)
@@ -148,26 +173,35 @@ def sweep(
     out: str | Path = "rope-ext-results",
     data: str | None = None,
     progress: Callable[[str, int], object] | bool | None = None,
-    **asked: Any,
+    **options: Any,
 ) -> Run[Result]:
-    """Measure the model as loaded and every method on the same text, resumable; errors are those of `measure`.
+    """Measure the perplexity of a model as loaded and with every method, on the same text.
+
+    A run that was stopped is continued by the same call. Errors are those of `measure`.
 
     Args:
         model, corpus, data: as `perplexity` takes them.
-        methods: names or method objects; one, or several.
-        out: the folder that the run's folder is made in.
+        methods: one or several names or method objects.
+        out: the folder in which the run's folder is created.
         progress: called with the method's label and the tokens read, after each pass; True: a bar of tqdm.
-        **asked: fields of `Sweep`, and factors, over, context_length, tokenizer, chunk and offload_cache of `measure`.
+        **options: fields of `Sweep`; factors, over, context_length, tokenizer, chunk and offload_cache of `measure`.
+
+    Returns:
+        The run, with a result for each method and length.
     """
-    fields, how = Sweep.apart(asked | {"data": corpus, "data_name": data})
-    return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **how)
+    fields, others = Sweep.apart(options | {"data": corpus, "data_name": data})
+    return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **others)
 
 
-def results_of(model: Any, question: type[LengthsQuestion], given: dict[str, Any], progress: Any) -> Results[Any]:
-    """Return the results of one question, for a function whose `**fields` are those of the question and of `measure`.
+def results_of(model: Any, question: type[LengthsQuestion], options: dict[str, Any], progress: Any) -> Results[Any]:
+    """Measure a model, and return the results as a list.
 
-    `progress` as in `measure`, except that a function is called with the tokens read alone, without the method's label.
+    Args:
+        model: as `measure` takes it.
+        question: the class of the question.
+        options: fields of the question, and further arguments of `measure`.
+        progress: as in `measure`, but a function is called with the number of tokens alone, without the method's label.
     """
-    fields, how = question.apart(given)
-    called = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
-    return Results(measure(model, question(**fields), progress=called, **how))
+    fields, others = question.apart(options)
+    listener = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
+    return Results(measure(model, question(**fields), progress=listener, **others))

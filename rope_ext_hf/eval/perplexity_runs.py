@@ -1,4 +1,4 @@
-"""Runs that measure perplexity: the losses of documents by context length, and how they are shown."""
+"""Runs that measure perplexity: the losses of documents by context length, and how runs of this kind are shown."""
 
 from __future__ import annotations
 
@@ -41,11 +41,21 @@ from rope_ext_hf.runs.wording import capital
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_TOLERANCE = 0.05  # the share by which a perplexity may be above that of short inputs and still count as reading well
+_TOLERANCE = 0.05
+"""The share by which a perplexity may be above that of short inputs and still count as reading well."""
 
 
 class DocumentLoss(NamedTuple):
-    """One document's share of a result: nats summed over the scored tokens, and over the key tokens among them."""
+    """The loss of one document at one context length.
+
+    Attributes:
+        name: of the document.
+        nats: the loss, summed over the scored tokens.
+        tokens: number of scored tokens.
+        bytes: number of bytes of their text; 0 where that is not known.
+        spans: number of spans that were read.
+        key_nats, key_tokens: loss and number of the key tokens among the scored ones; 0 where none were looked for.
+    """
 
     name: str
     nats: float
@@ -56,77 +66,104 @@ class DocumentLoss(NamedTuple):
     key_tokens: int = 0
 
     def to_record(self) -> list[float]:
-        """Everything but the name; without key tokens the last two numbers are left out."""
+        """Return everything but the name, JSON-ready; without key tokens, the last two numbers are left out."""
         return list(self[1:] if self.key_tokens else self[1:5])
 
 
 @dataclass(frozen=True)
 class Result(MethodResult):
-    """A model's loss at one context length; every token weighs the same.
+    """The loss of a model at one context length, as a mean over tokens.
 
     Attributes:
-        method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        setting: how the text was read.
+        method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
         length: context length in tokens.
+        setting: how the text was read.
         loss: nats per token. NaN or infinite if the loss of any span was; `nonfinite` names the documents.
-        low, high: its 95% interval over documents (`rope_ext_hf.runs.statistics`); None with fewer than three.
-        perplexity, bits_per_token, bits_per_byte: the same loss in other units; bits_per_byte is None where token ids
-            were read without a tokenizer, so that their text is not known.
-        documents: the sums it was made of.
-        longppl: the perplexity of the key tokens alone; None where there are none.
-        longppl_low, longppl_high: its 95% interval over the documents that have key tokens; None as above.
-        key_tokens: how many there are; None where none were looked for.
-        tokens_per_second: how fast spans of this length went through the model; None where nothing was timed.
-        gpu_bytes: the most memory held on a GPU meanwhile; None without one.
-        seconds: that reading each document took; empty where nothing was timed. These three do not count when results
-            are compared.
+        low, high: the 95% confidence interval of `loss` over documents; None with fewer than three.
+        perplexity: exp(loss).
+        bits_per_token: the loss in bits per token.
+        bits_per_byte: the loss in bits per byte of text; None where token ids were read without a tokenizer, so that
+            their text is not known.
+        tokens: number of scored tokens.
+        spans: number of spans that were read.
+        nonfinite: names of the documents whose loss is not finite.
+        documents: the loss of each document.
+        longppl: LongPPL, the perplexity of the key tokens alone; None where there are none.
+        longppl_low, longppl_high: its 95% confidence interval over the documents that have key tokens; None with fewer
+            than three.
+        key_tokens: number of key tokens; None where none were looked for.
+        tokens_per_second: speed of reading spans of this length; None where it was not timed.
+        gpu_bytes: peak memory on the GPU in bytes; None without a GPU.
+        seconds: time that reading each document took; empty where it was not timed. This field and the two before it
+            are left out of comparisons by ==.
     """
 
     setting: Setting
+    # the loss, in several units
     loss: float
     low: float | None
     high: float | None
     perplexity: float
     bits_per_token: float
     bits_per_byte: float | None
+    # what it was measured on
     tokens: int
     spans: int
     nonfinite: tuple[str, ...]
     documents: tuple[DocumentLoss, ...]
+    # key tokens
     longppl: float | None = None
     longppl_low: float | None = None
     longppl_high: float | None = None
     key_tokens: int | None = None
+    # speed and memory
     tokens_per_second: float | None = field(default=None, compare=False)
     gpu_bytes: int | None = field(default=None, compare=False)
     seconds: tuple[float, ...] = field(default=(), compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; documents as objects."""
+        """Return the result JSON-ready, with a dict for each document."""
         return super().to_dict() | {"documents": [document._asdict() for document in self.documents]}
 
 
 def difference(one: Result, other: Result, *, keys: bool = False) -> Estimate:
-    """How much higher the loss of `one` is, nats per token, by document; with `keys` over the key tokens alone."""
+    """Estimate by how much the loss of one result is higher than that of another, in nats per token.
 
-    def shares(result: Result) -> dict[str, tuple[float, int]]:
-        of_keys = {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}
-        return of_keys if keys else {d.name: (d.nats, d.tokens) for d in result.documents}
+    Documents are compared one by one.
 
-    mine, theirs = shares(one), shares(other)
-    counts = {name: count for name, (_, count) in mine.items()}
-    if not counts or counts != {name: count for name, (_, count) in theirs.items()}:
+    Args:
+        one, other: results over the same scored tokens; ValueError where they are not.
+        keys: compare the loss of key tokens alone.
+    """
+
+    def losses(result: Result) -> dict[str, tuple[float, int]]:
+        """Return the loss in nats and the number of tokens of each document, by its name."""
+        if keys:
+            return {d.name: (d.key_nats, d.key_tokens) for d in result.documents if d.key_tokens}
+        return {d.name: (d.nats, d.tokens) for d in result.documents}
+
+    losses_of_one, losses_of_other = losses(one), losses(other)
+    counts = {name: count for name, (_, count) in losses_of_one.items()}
+    if not counts or counts != {name: count for name, (_, count) in losses_of_other.items()}:
         raise ValueError("only results over the same scored tokens can be compared by document")
-    return estimate([nats - theirs[name][0] for name, (nats, _) in mine.items()], list(counts.values()))
+    differences = [nats - losses_of_other[name][0] for name, (nats, _) in losses_of_one.items()]
+    return estimate(differences, list(counts.values()))
 
 
 class _Unit(NamedTuple):
-    """A unit in which people read losses."""
+    """A unit in which losses are shown.
 
-    measure: str  # name of the number
-    unit: str  # its unit; a perplexity has none
-    exponential: bool  # whether the number is the exponential of the mean
-    item: Callable[[DocumentLoss], tuple[float, float]]  # a document's sum, and what it is divided by
+    Attributes:
+        measure: what the number is called.
+        unit: the unit; empty for a perplexity.
+        exponential: true if the number is the exponential of the mean.
+        item: returns a document's sum, and the weight that it is divided by.
+    """
+
+    measure: str
+    unit: str
+    exponential: bool
+    item: Callable[[DocumentLoss], tuple[float, float]]
 
 
 _UNITS = {
@@ -145,12 +182,27 @@ class PerplexityRuns(RunKind):
     items = "documents"
     units = LOSS_UNITS
     columns = (
-        *("length", "perplexity", "loss_nats", "low_nats", "high_nats", "bits_per_token", "bits_per_byte", "tokens"),
-        *("spans", "documents", "loss_increase_at_context_length_nats", "tokens_per_second", "gpu_bytes"),
-        *("longppl", "longppl_low", "longppl_high", "key_tokens"),
+        "length",
+        "perplexity",
+        "loss_nats",
+        "low_nats",
+        "high_nats",
+        "bits_per_token",
+        "bits_per_byte",
+        "tokens",
+        "spans",
+        "documents",
+        "loss_increase_at_context_length_nats",
+        "tokens_per_second",
+        "gpu_bytes",
+        "longppl",
+        "longppl_low",
+        "longppl_high",
+        "key_tokens",
     )
 
     def fit(self, question: Perplexity, model: PreTrainedModel, methods: MethodChoice) -> tuple[Any, list[RopeMethod]]:
+        """Return the question and the methods; those of a `Sweep` are fitted to each of its lengths."""
         if isinstance(question, Sweep):
             return _fit_sweep(question, model, methods)
         return super().fit(question, model, methods)
@@ -158,9 +210,11 @@ class PerplexityRuns(RunKind):
     def plan(
         self, question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, **settings: Any
     ) -> RunPlan[Any]:
+        """Return the documents that are read, and the spans that are scored, see `RunKind.plan`."""
         return _plan(question, model, tokenizer, settings)
 
     def parse(self, item: str, value: Any) -> DocumentLoss:
+        """Return the loss of a document from a journal; ValueError if it is none."""
         match value:
             case [int() | float() as nats, int(tokens), int(size), int(spans), *rest] if (
                 1 <= tokens < 2**63 and 0 <= size < 2**63 and 1 <= spans <= tokens and not isinstance(nats, bool)
@@ -170,19 +224,26 @@ class PerplexityRuns(RunKind):
                         return DocumentLoss(item, float(nats), tokens, size, spans)
                     case [int() | float() as key_nats, int(keys)] if 1 <= keys <= tokens:
                         return DocumentLoss(item, float(nats), tokens, size, spans, float(key_nats), keys)
-        raise ValueError(f"expected a loss [nats, tokens, bytes, spans] and of key tokens, got {short(repr(value))}")
+        raise ValueError(
+            "expected a loss [nats, tokens, bytes, spans], or with key tokens [nats, tokens, bytes, spans, key nats, "
+            f"key tokens], got {short(repr(value))}"
+        )
 
     def result(
         self, method: Method, setting: Setting, cell: Cell, values: Sequence[DocumentLoss], costs: Sequence[Cost] = ()
     ) -> Result:
-        """The result of one length, whatever order the documents come in; without costs, nothing was timed."""
+        """Return the result of one length, for documents in any order; without costs, nothing was timed."""
         order = sorted(range(len(values)), key=values.__getitem__)
-        documents, costs = [values[at] for at in order], [costs[at] for at in order] if costs else []
+        documents = [values[index] for index in order]
+        costs = [costs[index] for index in order] if costs else []
         cost = reduce(Cost.plus, costs, Cost())
         names, nats, tokens, sizes, spans, key_nats, key_tokens = zip(*documents, strict=True)
         loss, low, high, _ = estimate(nats, tokens)
-        ends = estimate(key_nats, key_tokens)[:3] if any(key_tokens) else (None, None, None)
-        keys = [None if end is None else exponential(end) for end in ends]
+        longppl: list[float | None] = [None, None, None]  # value, and ends of its interval
+        if any(key_tokens):
+            key_loss = estimate(key_nats, key_tokens)
+            ends = (key_loss.value, key_loss.low, key_loss.high)
+            longppl = [None if end is None else exponential(end) for end in ends]
         return Result(
             method=method,
             setting=setting,
@@ -195,103 +256,147 @@ class PerplexityRuns(RunKind):
             bits_per_byte=math.fsum(nats) / math.log(2) / sum(sizes) if any(sizes) else None,
             tokens=sum(tokens),
             spans=sum(spans),
-            nonfinite=tuple([name for name, loss in zip(names, nats, strict=True) if not math.isfinite(loss)]),
+            nonfinite=tuple(name for name, loss in zip(names, nats, strict=True) if not math.isfinite(loss)),
             documents=tuple(documents),
-            longppl=keys[0],
-            longppl_low=keys[1],
-            longppl_high=keys[2],
+            longppl=longppl[0],
+            longppl_low=longppl[1],
+            longppl_high=longppl[2],
             key_tokens=sum(key_tokens) if setting.keys else None,
             tokens_per_second=cost.tokens / cost.seconds if cost.seconds else None,
             gpu_bytes=cost.peak or None,
-            seconds=tuple([each.seconds for each in costs]) if cost.seconds else (),
+            seconds=tuple(document_cost.seconds for document_cost in costs) if cost.seconds else (),
         )
 
     def rows(self, run: Run[Result]) -> Iterable[Sequence[Any]]:
-        increases = {key: increase.value if (increase := loss_increase(run, key)) else "" for key in run.names}
-        for r in run.results:
+        """Return the values of `columns` for each result."""
+        increases: dict[str, float | str] = {}
+        for key in run.names:
+            increase = loss_increase(run, key)
+            increases[key] = "" if increase is None else increase.value
+        for result in run.results:
             yield [
-                *(r.length, r.perplexity, r.loss, r.low, r.high, r.bits_per_token, r.bits_per_byte, r.tokens, r.spans),
-                *(len(r.documents), increases[r.key], r.tokens_per_second, r.gpu_bytes),
-                *(r.longppl, r.longppl_low, r.longppl_high, r.key_tokens),
+                result.length,
+                result.perplexity,
+                result.loss,
+                result.low,
+                result.high,
+                result.bits_per_token,
+                result.bits_per_byte,
+                result.tokens,
+                result.spans,
+                len(result.documents),
+                increases[result.key],
+                result.tokens_per_second,
+                result.gpu_bytes,
+                result.longppl,
+                result.longppl_low,
+                result.longppl_high,
+                result.key_tokens,
             ]
 
     def table(self, run: Run[Result], *, detailed: bool = False) -> Table:
-        """One row per method, one column per length, the best of each column marked.
+        """Return a table with a row per method and a column per length, in which the best of each column is marked.
 
-        Where there are key tokens, a column has LongPPL at the longest length, or one for each length if `detailed`.
-        `detailed` adds a second line to each cell: the interval, or the documents whose loss is not finite.
+        Where there are key tokens, a further column has LongPPL at the longest length.
+
+        Args:
+            run: has at least one result.
+            detailed: add a second line to each cell, with the interval or the documents whose loss is not finite, and
+                have a column of LongPPL for each length.
         """
         measures = self.measures(run)
         loss = next(measure for measure in measures if measure.evidence is Evidence.LOSS)
         stars = {length: {*run.findings.starred(loss, length)} for length in run.lengths}
-        keyed = sorted({result.length for result in run.results if result.key_tokens})
-        keyed = keyed if detailed else keyed[-1:]
+        longppl_lengths = sorted({result.length for result in run.results if result.key_tokens})
+        if not detailed:
+            longppl_lengths = longppl_lengths[-1:]
         unit = f" in {loss.unit}" if loss.unit else ""
         title = f"{capital(loss.name)}{unit} by context length; the model is for {run.meant_for}"
-        notes = {
-            BEST_NOTE: any(stars.values()),
-            "in parentheses: 95% confidence interval over documents": detailed,
-            f"LongPPL: perplexity of key tokens ({run.results[0].setting.keys})": keyed,
-        }
-        caption = "\n".join([_scored_text(run.results[0]), *(note for note, shown in notes.items() if shown)])
-        view = length_table(run, title, caption, "method")
-        for length in keyed:
+        notes = [_scored_text(run.results[0])]
+        if any(stars.values()):
+            notes.append(BEST_NOTE)
+        if detailed:
+            notes.append("in parentheses: 95% confidence interval over documents")
+        if longppl_lengths:
+            notes.append(f"LongPPL: perplexity of key tokens ({run.results[0].setting.keys})")
+        view = length_table(run, title, "\n".join(notes), "method")
+        for length in longppl_lengths:
             tokens = next(r.key_tokens for r in run.results if r.length == length and r.key_tokens)
             view.add_column(f"LongPPL\nat {length:,}\n{tokens:,} tokens", justify="right", overflow="fold")
         for name, row in run.by_label.items():
-            at = {result.length: result for result in row}
-            cells = [_loss_cell(run, loss, at.get(length), stars[length], detailed) for length in stars]
-            cells += [_longppl_cell(at.get(length), detailed) for length in keyed]
+            by_length = {result.length: result for result in row}
+            cells = [_loss_cell(run, loss, by_length.get(length), stars[length], detailed) for length in run.lengths]
+            cells += [_longppl_cell(by_length.get(length), detailed) for length in longppl_lengths]
             view.add_row(Text(name), *cells)
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        return line_chart(run.findings, next(m for m in run.findings.ordered if m.evidence is Evidence.LOSS))
+        """Return the chart of the loss, also where LongPPL is the first measure."""
+        loss = next(measure for measure in run.findings.ordered if measure.evidence is Evidence.LOSS)
+        return line_chart(run.findings, loss)
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
-        """The perplexity, or the loss in the run's unit, and LongPPL first where key tokens were looked for."""
+        """Return the perplexity, or the loss in the run's unit, after LongPPL where there are key tokens."""
         unit = _UNITS[run.unit]
         if run.unit == "bits" and not all(d.bytes for r in run.results for d in r.documents):
             raise _no_bytes()
-        every = run.items(lambda results: [unit.item(d) for r in results for d in r.documents])
-        keys = run.items(
-            lambda results: [(d.key_nats, float(d.key_tokens)) for r in results for d in r.documents if d.key_tokens]
-        )
+
+        def losses(results: Sequence[Result]) -> list[tuple[float, float]]:
+            return [unit.item(document) for result in results for document in result.documents]
+
+        def key_losses(results: Sequence[Result]) -> list[tuple[float, float]]:
+            documents = [document for result in results for document in result.documents if document.key_tokens]
+            return [(document.key_nats, float(document.key_tokens)) for document in documents]
+
         protocol = PROTOCOLS.get(run.results[0].setting.protocol)
         of_positions = protocol is not None and protocol.one_pass
-        shown = Measure(
+        loss = Measure(
             unit.measure,
             unit.unit,
             Evidence.LOSS,
             False,
-            every,
+            run.items(losses),
             exponential=unit.exponential,
             tolerance=_TOLERANCE if unit.exponential else None,
             of_positions=of_positions,
         )
-        of_keys = Measure("LongPPL", "", Evidence.KEY_TOKENS, False, keys, exponential=True, of_positions=of_positions)
-        return [of_keys, shown] if keys else [shown]
+        key_items = run.items(key_losses)
+        if not key_items:
+            return [loss]
+        longppl = Measure(
+            "LongPPL", "", Evidence.KEY_TOKENS, False, key_items, exponential=True, of_positions=of_positions
+        )
+        return [longppl, loss]
 
     def speed(self, run: Run[Result]) -> str:
-        """The speed of reading, from the slowest to the fastest, and the GPU memory that took."""
-        rates = sorted([result.tokens_per_second for result in run.results if result.tokens_per_second])
+        """Return the speed of reading, from the slowest result to the fastest, and the peak of GPU memory, in words."""
+        rates = sorted(result.tokens_per_second for result in run.results if result.tokens_per_second)
         if not rates:
             return "not timed"
         slowest, fastest = f"{rates[0]:,.0f}", f"{rates[-1]:,.0f}"
         text = f"{slowest if slowest == fastest else f'{slowest} to {fastest}'} tokens per second"
-        peak = max([result.gpu_bytes or 0 for result in run.results])
+        peak = max(result.gpu_bytes or 0 for result in run.results)
         return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
     def not_finite(self, run: Run[Result]) -> list[str]:
-        return sorted(f"{label(r.method)} at {r.length} in {name}" for r in run.results for name in r.nonfinite)
+        """Return the documents with a loss that is not finite: "yarn x4 at 4096 in war-and-peace"."""
+        return sorted(
+            f"{label(result.method)} at {result.length} in {name}"
+            for result in run.results
+            for name in result.nonfinite
+        )
 
 
 class PerplexityMeasurement(Measurement):
-    """The losses of a plan's documents, and of the key tokens in them; CorpusError: no scored token is one.
+    """The losses of documents, and of the key tokens in them; an item is a document.
 
     Args:
-        keys: which tokens are key tokens, (tokens,) bool for each document; None: none are looked for.
-        keys_from: the model that found them, and how, in words.
+        plan: the documents, and the spans that are read and scored.
+        keys: for each document a mask of its key tokens, (tokens,) bool; None: no key tokens are looked for.
+        keys_from: the model that chose the key tokens, and how, in words.
+
+    Raises:
+        CorpusError: no scored token is a key token.
     """
 
     kind = "perplexity"
@@ -302,66 +407,85 @@ class PerplexityMeasurement(Measurement):
         targets, stride, bos = plan.options.targets, plan.options.stride, bool(plan.prefix)
         self.setting = Setting(plan.protocol.name, targets, stride, bos, plan.left_out, keys_from)
         self.passes = plan.passes
-        # a token that counts for two lengths counts twice
+        # a token that is scored at two lengths counts twice
         self.scored = sum(span.score_to - span.score_from for _, spans in plan.documents for span in spans)
-        if keys is not None and not any(
-            mask[span.score_from : span.score_to].any()
-            for mask, (_, spans) in zip(keys, plan.documents, strict=True)
-            for span in spans
-        ):
+        if keys is not None and not self._scores_a_key_token(keys):
             raise CorpusError(
                 f"none of the scored tokens is a key token ({keys_from}), so LongPPL has no value; give longer text or "
                 "longer lengths, or another evaluator, one that reads the longest length well"
             )
 
+    def _scores_a_key_token(self, keys: Sequence[Tensor]) -> bool:
+        """Return whether any scored token is a key token."""
+        return any(
+            mask[span.score_from : span.score_to].any()
+            for mask, (_, spans) in zip(keys, self.plan.documents, strict=True)
+            for span in spans
+        )
+
     def cells(self, item: int) -> Sequence[Cell]:
-        return [(length,) for length in sorted({span.length for span in self.plan.documents[item][1]})]
+        """Return the lengths at which a document is read."""
+        _, spans = self.plan.documents[item]
+        return [(length,) for length in sorted({span.length for span in spans})]
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
+        """Return the token ids of all documents, their bytes, the key tokens, and the spans of one length."""
         yield repr(self.plan.prefix).encode()
         for document, _ in self.plan.documents:
             yield document.ids.numpy().tobytes()
-            yield array("q", document.ends).tobytes()  # 64-bit integers; for bits per byte
+            yield array("q", document.ends).tobytes()  # where the bytes of each token end, for bits per byte
         for mask in self.keys or ():
             yield mask.numpy().tobytes()
         for _, spans in self.plan.documents:
             yield repr([span for span in spans if span.length == cell[0]]).encode()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[DocumentLoss]:
-        """Score one document; lengths that share passes share their cost."""
+        """Score one document at some lengths.
+
+        A pass is read once for all lengths that are scored in it. Such lengths have the cost of all their passes.
+        """
         document, spans = self.plan.documents[item]
         wanted = [span for span in spans if (span.length,) in cells]
         for context, same_context in groupby(wanted, key=attrgetter("context")):
             losses: dict[int, DocumentLoss] = {}
             for (start, stop), same_pass in groupby(same_context, key=attrgetter("start", "stop")):
                 scored = list(same_pass)
-                first = min([span.score_from for span in scored])
+                first = min(span.score_from for span in scored)
                 ids, shift = self.plan.input_ids(document, start, stop)
                 nats = scorer.losses(ids, first - shift, length=context).to(torch.float64)  # (stop - first,)
                 for span in scored:
-                    before = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
-                    of_span, of_keys = nats[span.score_from - first : span.score_to - first], nats[:0]
+                    span_nats = nats[span.score_from - first : span.score_to - first]
+                    key_nats = nats[:0]
                     if self.keys is not None:
-                        of_keys = of_span[self.keys[item][span.score_from : span.score_to]]
+                        key_nats = span_nats[self.keys[item][span.score_from : span.score_to]]
                     size = document.bytes_between(span.score_from, span.score_to)
-                    sums = of_span.sum().item(), len(of_span), size, 1, of_keys.sum().item(), len(of_keys)
-                    losses[span.length] = DocumentLoss(document.name, *map(add, before[1:], sums))
+                    sums = span_nats.sum().item(), len(span_nats), size, 1, key_nats.sum().item(), len(key_nats)
+                    earlier = losses.get(span.length, DocumentLoss(document.name, 0.0, 0, 0, 0))
+                    losses[span.length] = DocumentLoss(document.name, *map(add, earlier[1:], sums))
                 progress(stop - start)
             cost = scorer.take_cost()
             yield from [((length,), loss, cost) for length, loss in losses.items()]
 
 
 def loss_increase(run: Run[Result], key: str) -> Estimate | None:
-    """The loss of a method less that as loaded, nats per token, at its context length; None: one was not measured."""
-    of_key, of_loaded = [run.by_length.get(each, {}) for each in (key, method_key(run.settings["loaded"]))]
-    [changed], [plain] = [row.get(run.context_length, [None]) for row in (of_key, of_loaded)]
-    return difference(changed, plain) if plain and changed and changed is not plain else None
+    """Return by how much a method raises the loss of short inputs, in nats per token.
+
+    Short inputs are those of the context length. None: the method is the model as loaded, or one of the two was not
+    measured at this length.
+    """
+    loaded_key = method_key(run.settings["loaded"])
+    if key == loaded_key:
+        return None
+    [patched] = run.by_length.get(key, {}).get(run.context_length, [None])
+    [loaded] = run.by_length.get(loaded_key, {}).get(run.context_length, [None])
+    return difference(patched, loaded) if patched and loaded else None
 
 
 def _scored_text(result: Result) -> str:
+    """Return a line about the protocol, and about which tokens were scored."""
     setting = result.setting
     left_out = f"; documents too short: {setting.left_out}" if setting.left_out else ""
-    protocol = PROTOCOLS.get(setting.protocol)  # a run of somebody else's may have a protocol of its own
+    protocol = PROTOCOLS.get(setting.protocol)  # None for a protocol of a plug-in that is not installed here
     name = short(printable(setting.protocol))
     if protocol is not None and protocol.same_targets:
         return (
@@ -373,6 +497,7 @@ def _scored_text(result: Result) -> str:
 
 
 def _longppl_cell(result: Result | None, detailed: bool) -> Text:
+    """Return LongPPL as a cell of the table; empty where there is none."""
     if result is None or result.longppl is None:
         return Text("")
     if not math.isfinite(result.longppl):
@@ -382,40 +507,43 @@ def _longppl_cell(result: Result | None, detailed: bool) -> Text:
 
 
 def _loss_cell(run: Run[Result], loss: Measure, result: Result | None, best: set[str], detailed: bool) -> Text:
+    """Return a loss as a cell of the table, with a star where its method is in `best`; empty without a result."""
     if result is None:
         return Text("")
     if not math.isfinite(result.loss):
         names = f"\n{', '.join(map(printable, result.nonfinite))}" if detailed else ""
         return Text(f"not finite{names}", style="red")
-    mark = "*" if result.key in best else " "
     value = loss.estimate(result.key, result.length)
-    mark += beyond_mark(run, result)
-    text = f"{loss.text(value.value)}{mark}{value.line_below(loss.text) if detailed else ''}"
+    star = "*" if result.key in best else " "
+    interval = value.line_below(loss.text) if detailed else ""
+    text = f"{loss.text(value.value)}{star}{beyond_mark(run, result)}{interval}"
     return Text(text, style="bold green" if result.key in best else "")
 
 
 def _plan(
     question: Perplexity, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[PerplexityMeasurement]:
-    """Load and tokenise the text, check, plan."""
+    """Load and tokenise the text, check it, and plan which spans are read."""
     documents = load(question.data)
-    asked = {name: getattr(question, name) for name in ("lengths", "protocol", "targets", "stride", "bos", "max_spans")}
-    read = prepare(model, documents, tokenizer=tokenizer, **asked)
-    if question.unit == "bits" and not all(document.ends for document, _ in read.documents):
+    fields = ("lengths", "protocol", "targets", "stride", "bos", "max_spans")
+    options = {name: getattr(question, name) for name in fields}
+    plan = prepare(model, documents, tokenizer=tokenizer, **options)
+    if question.unit == "bits" and not all(document.ends for document, _ in plan.documents):
         raise _no_bytes()
     name = question.data_name or documents.source
-    return RunPlan(PerplexityMeasurement(read), name, unit=question.unit, **settings)
+    return RunPlan(PerplexityMeasurement(plan), name, unit=question.unit, **settings)
 
 
 def _no_bytes() -> MethodError:
+    """Return the error that bits per byte are not known."""
     return MethodError(
-        "bits per byte need the text of the token ids, which no tokenizer gives here; give tokenizer=..., or take "
+        "bits per byte need the text of the token ids, and there is no tokenizer; give tokenizer=..., or choose "
         "another unit: perplexity or nats"
     )
 
 
 def _fit_sweep(question: Sweep, model: PreTrainedModel, methods: MethodChoice) -> tuple[Sweep, list[RopeMethod]]:
-    """Return the question with the context length, where it is below the longest, and the methods; see `Sweep`."""
+    """Return the question with the context length among its lengths, and the methods fitted to each; see `Sweep`."""
     length = patch_geometry(model, **methods.underneath).context_length
     ordered, _ = check_lengths(question.lengths, None)
     methods.check(factor_alone=True)

@@ -1,4 +1,4 @@
-"""The questions that are asked of a model at several context lengths, as values; `measure` answers them.
+"""Questions about a model at several context lengths, as values; `measure` answers them.
 
     from rope_ext_hf.eval import Passkey, measure
     run = measure(model, Passkey(lengths=["4k", "32k"], trials=20), methods=["yarn"])
@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 
 
 class MeasureWith(Protocol):
-    """A function that measures, with the model of a name, the plan that `make` makes from that model and its tokenizer.
+    """A function that loads a model and measures with it.
 
-    It returns the run; None where nothing is measured, as in a dry run.
+    Args:
+        source: folder or Hub id of the model.
+        make: makes the plan from that model and its tokenizer.
+
+    Returns:
+        The run; None where nothing is measured, as in a dry run.
     """
 
     def __call__(
@@ -40,38 +45,44 @@ class MeasureWith(Protocol):
 
 
 DEFAULT_METHODS = ("linear", "ntk", "dynamic-ntk", "by-parts", "yarn", "dynamic-yarn", "llama3")
-"""Methods that follow from a factor alone, or from nothing."""
+"""The methods that a sweep measures by default: those that need no parameter but a factor."""
 
 
 LOSS_UNITS = ("perplexity", "nats", "bits")
-"""Units in which people read losses; results.csv and results.json have all of them."""
+"""The units in which losses are shown; results.csv and results.json have all of them."""
 
 
-def _loss_unit(given: Any) -> str:
-    if given not in LOSS_UNITS:
-        raise MethodError(f"unit must be one of {', '.join(LOSS_UNITS)}; got {short(repr(given))}")
-    return str(given)
+def _loss_unit(value: Any) -> str:
+    """Return a unit of losses; MethodError if it is none."""
+    if value not in LOSS_UNITS:
+        raise MethodError(f"unit must be one of {', '.join(LOSS_UNITS)}; got {short(repr(value))}")
+    return str(value)
 
 
-def _most_spans(given: Any) -> int | None:
-    if given is None or given == "all":
+def _most_spans(value: Any) -> int | None:
+    """Return a number of spans from an option or an argument; None, also for "all": the whole text is read."""
+    if value is None or value == "all":
         return None
-    number = int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 10 else given
+    number = int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else value
     if type(number) is not int or number < 1:
-        raise MethodError(f"max_spans takes a number of at least 1 or all; got {short(repr(given))}")
+        raise MethodError(f"max_spans must be a whole number of at least 1, or 'all'; got {short(repr(value))}")
     return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsQuestion(Question):
-    """What is asked at several context lengths."""
+    """A question about several context lengths.
 
-    kind: ClassVar[str]  # the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`
+    Attributes:
+        kind: the name of the kind of run that answers it, see `rope_ext_hf.runs.kinds.RunKind`.
+    """
+
+    kind: ClassVar[str]
 
     lengths: tuple[int, ...] | Any = argument(
         MISSING,
         "Context lengths in tokens, e.g. 4k,8k,16k (4k = 4096).",
-        parse=lambda given: tuple(parse_lengths(given)),
+        parse=lambda lengths: tuple(parse_lengths(lengths)),
         metavar="LENGTHS",
     )
 
@@ -83,7 +94,7 @@ class LengthsQuestion(Question):
         tokenizer: PreTrainedTokenizerBase | None = None,
         **settings: Any,
     ) -> RunPlan[Any]:
-        """What a run reads and scores, made and checked before any weights are read; errors are those of `measure`.
+        """Return what a run reads and scores, checked before any weights are read; errors are those of `measure`.
 
         Args:
             model: may be on the meta device.
@@ -93,11 +104,12 @@ class LengthsQuestion(Question):
         """
         from rope_ext_hf.runs.kinds import run_kind
 
-        question: LengthsQuestion = self
-        if methods is not None:
-            question, chosen = run_kind(self.kind).fit(self, model, methods)
-            settings |= {"methods": (None, *chosen), **methods.underneath}
-        return run_kind(self.kind).plan(question, model, tokenizer, **settings)
+        kind = run_kind(self.kind)
+        if methods is None:
+            return kind.plan(self, model, tokenizer, **settings)
+        question, resolved = kind.fit(self, model, methods)
+        settings |= {"methods": (None, *resolved), **methods.underneath}
+        return kind.plan(question, model, tokenizer, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +153,7 @@ class Perplexity(LengthsQuestion):
     keys_by: str | Any | None = argument(
         None,
         "Also measure LongPPL: a model that chooses the key tokens, or the keys.json of an earlier run.",
-        parse=lambda given: None if given is None else str(given),
+        parse=lambda name: None if name is None else str(name),
         metavar="MODEL|FILE",
     )
     key_window: int | Any | None = argument(
@@ -164,33 +176,39 @@ class Perplexity(LengthsQuestion):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.key_window is not None and self.keys_by is None:
-            raise MethodError("key_window is the short context of what keys_by names; give keys_by, too")
+            raise MethodError("key_window is for the model that keys_by names; give keys_by, too")
 
     def with_key_tokens(self, plan: RunPlan[Any], measure_with: MeasureWith) -> RunPlan[Any]:
-        """Return the plan, with the tokens scored as well that `keys_by` chooses; MethodError: no package chooses any.
+        """Return a plan that scores key tokens, too, where `keys_by` names what chooses them; else the plan as it is.
 
-        `measure_with` measures the plan by which another model chooses them.
+        Args:
+            plan: what is read and scored.
+            measure_with: loads the model that chooses the key tokens, and measures with it.
+
+        Raises:
+            MethodError: `keys_by` is given, and the tool box that chooses key tokens is not installed.
         """
         if self.keys_by is None:
             return plan
         choose = plug_in("token_choices", "keys_by")
         if choose is None:
             raise MethodError("keys_by needs the tool box of this package, which is not installed")
-        chosen: RunPlan[Any] = choose(plan, self, measure_with)
-        return chosen
+        with_keys: RunPlan[Any] = choose(plan, self, measure_with)
+        return with_keys
 
     def check_early(self) -> None:
+        """Raise an error for an unknown protocol or text, before anything heavy is imported."""
         resolve_protocol(self.protocol)
         check_name(self.data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Perplexity):
-    """Perplexity of methods x factors that are fitted to the lengths, and of the context length.
+    """Perplexity by method, factor and context length.
 
-    The context length is measured as well where it is below the longest one. Without factor and target length, each
-    length beyond the context length gets the factor that it needs, since a method costs short inputs more the larger
-    its factor is.
+    The model's own context length is measured as well, if it is below the longest length. Without a factor or a target
+    length, each method is measured with the factor that each length beyond the context length needs, because a larger
+    factor costs short inputs more.
     """
 
     command = "sweep"
@@ -198,11 +216,12 @@ class Sweep(Perplexity):
 
 @dataclass(frozen=True, kw_only=True)
 class Passkey(LengthsQuestion):
-    """Retrieval: a statement hidden in a long text is asked for, from several depths.
+    """Retrieval: a question about a statement that is hidden in a long text, at several depths.
 
-    The lengths are those of prompt and answer together; the haystack fills what the wording leaves. With as many keys
-    as depths or more, a statement stands at every depth, and each prompt is read once and asked about all of them: that
-    takes as many times less. All other statements stand at random depths. Names and values are the same at each length.
+    A length is that of prompt and answer together; the haystack, the text around the statements, fills the prompt up.
+    With at least as many keys as depths, a statement stands at every depth; then each prompt is read once and asked
+    about all of them, which divides the time by the number of depths. All other statements stand at random depths.
+    Names and values are the same at each length.
     """
 
     kind = "passkey"
@@ -219,7 +238,7 @@ class Passkey(LengthsQuestion):
     trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
     keys: int = argument(
         1,
-        "Statements in every prompt, of which one is asked for. As many as depths: each prompt is read once.",
+        "Statements in every prompt, of which one is asked for. With as many as depths, each prompt is read once.",
         least=1,
         most=1_000,
     )
@@ -231,7 +250,8 @@ class Passkey(LengthsQuestion):
     haystack: Any = argument(
         None, "Text to hide it in, named as in --data of ppl. Default: the task's own.", parse=anything
     )
-    seed: int = argument(0, "For names, values and the text around them.")
+    seed: int = argument(0, "Seed of the random names and values, and of the place where the haystack begins.")
 
     def check_early(self) -> None:
+        """Raise an error for an unknown haystack, before anything heavy is imported."""
         check_name(self.haystack)

@@ -1,8 +1,9 @@
-"""Prompts that ask at their end for what was stated earlier in a long text.
+"""Statements, and the questions about them with which a prompt ends.
 
-A task is what is asked and in which words; all tasks are data in retrievals.toml, so a new one is a new entry. The
-bundled model was trained on other wordings (benchmarks/training_prompts.py), and on other names and values: words come
-from two disjoint lists, and of numbers and codes one in eight, by a checksum, is held out. Only the task is the same.
+A task says what is stated and asked, and in which words. All tasks are data in retrievals.toml, so that a new task is a
+new entry. The bundled model was trained on the same tasks (benchmarks/training_prompts.py), but in other wordings and
+with other names and values: words come from two lists that have none in common, and one in eight numbers and codes,
+chosen by a checksum, is held out from training.
 """
 
 from __future__ import annotations
@@ -12,25 +13,28 @@ import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.files import package_table
 
 _SAVED = package_table("rope_ext_hf.eval", "retrievals.toml")
 
-
-TRAINING_WORDS, TRAINING_VERBS = (tuple(str.split(_SAVED["training"][kind])) for kind in ("words", "verbs"))
-HELD_OUT_WORDS, HELD_OUT_VERBS = (tuple(str.split(_SAVED["held_out"][kind])) for kind in ("words", "verbs"))
+TRAINING_WORDS = tuple(_SAVED["training"]["words"].split())
+TRAINING_VERBS = tuple(_SAVED["training"]["verbs"].split())
+HELD_OUT_WORDS = tuple(_SAVED["held_out"]["words"].split())
+HELD_OUT_VERBS = tuple(_SAVED["held_out"]["verbs"].split())
+# the parts of made-up words
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")
-_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)  # the parts of made-up words
-_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes; none that look alike
+_CONSONANTS = (*"bcdfghjklmnprstvwz", *_CLUSTERS)
+_LETTERS = "abcdefghjkmnpqrstuvwxyz23456789"  # of codes, without letters and digits that look alike
 _Draw = Callable[[random.Random, bool], str]
-"""A random name or value, from what is held out if the second argument is true, else from what is trained on."""
+"""A function that draws a name or a value: a held-out one if its second argument is true, else one of training."""
 
 
 def _draw_split(make: Callable[[], str], held_out: bool) -> str:
-    """The first made text on the wanted side of the split; an eighth of all texts is held out."""
+    """Return the first text from `make` on one side of the split; one in eight texts is held out, by its checksum."""
     while True:
         text = make()
         if (zlib.crc32(text.encode()) % 8 == 0) == held_out:
@@ -38,39 +42,44 @@ def _draw_split(make: Callable[[], str], held_out: bool) -> str:
 
 
 def _number(rng: random.Random, held_out: bool) -> str:
-    """Five digits; in training also other numbers of digits, so that none is learnt as the end of an answer."""
+    """Draw a number of five digits; in training also of three to seven, so that no length is learnt as the end."""
     digits = 5 if held_out else rng.choice((3, 4, 5, 5, 5, 5, 6, 7))
     return _draw_split(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)), held_out)
 
 
 def _word(rng: random.Random, held_out: bool) -> str:
-    """A word; in training mostly a made-up one, since words of a list would be learnt by heart and not copied."""
+    """Draw a word; in training mostly a made-up one, because words of a list would be learnt by heart, not copied."""
     if held_out:
         return rng.choice(HELD_OUT_WORDS)
     if rng.random() < 0.35:
         return rng.choice(TRAINING_WORDS)
     while True:
         syllables = range(rng.choice((1, 2, 2, 3)))
-        made = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice("  lnrst") for _ in syllables)
-        if len(made := made.replace(" ", "")) > 2 and made not in HELD_OUT_WORDS:
-            return made
+        word = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice("  lnrst") for _ in syllables)
+        word = word.replace(" ", "")
+        if len(word) > 2 and word not in HELD_OUT_WORDS:
+            return word
 
 
 def _words(rng: random.Random, held_out: bool) -> list[str]:
+    """Draw two different words."""
     return draw_distinct(lambda: _word(rng, held_out), 2)
 
 
 def _identifier(rng: random.Random, held_out: bool) -> str:
+    """Draw a name of one or two words, joined by an underscore."""
     return "_".join(_words(rng, held_out)[: rng.choice((1, 2))])
 
 
 def _subject(rng: random.Random, held_out: bool) -> str:
-    """The beginning of a sentence; in training sometimes shorter, so that more sentences fit into a prompt."""
-    return " ".join(["The", *_words(rng, held_out)[: 2 if held_out else rng.choice((1, 2, 2))]])
+    """Draw the beginning of a sentence; in training sometimes a shorter one, so that more fit into a prompt."""
+    words = _words(rng, held_out)
+    count = 2 if held_out else rng.choice((1, 2, 2))
+    return " ".join(["The", *words[:count]])
 
 
 def _predicate(rng: random.Random, held_out: bool) -> str:
-    """The rest of a sentence: a verb and, in training not always, a noun."""
+    """Draw the rest of a sentence: a verb and a noun; in training the noun is sometimes left out."""
     if held_out:
         return f"{rng.choice(HELD_OUT_VERBS)} {_word(rng, True)}"
     verb = rng.choice(TRAINING_VERBS) if rng.random() < 0.35 else _word(rng, False) + "s"
@@ -78,20 +87,24 @@ def _predicate(rng: random.Random, held_out: bool) -> str:
 
 
 def _code(rng: random.Random, held_out: bool) -> str:
-    """Eight letters and digits; in training six to ten."""
+    """Draw a code of eight letters and digits; in training of six to ten."""
     length = 8 if held_out else rng.randint(6, 10)
     return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=length)), held_out)
 
 
 def _code_prefix(rng: random.Random, held_out: bool) -> str:
+    """Draw four letters and digits, with which a code begins."""
     return _draw_split(lambda: "".join(rng.choices(_LETTERS, k=4)), held_out)
 
 
 @dataclass(frozen=True)
 class Wording:
-    """How a name and its value are stated, how they are asked for, and the answer: each a format string.
+    """The words of a task, as format strings with {name}, {NAME} for the name in capitals, and {value}.
 
-    It has {name}, {NAME} in capitals, and {value}; the question has no {value}.
+    Attributes:
+        statement: states the value of a name.
+        question: asks for the value; it has no {value}.
+        answer: the right answer.
     """
 
     statement: str
@@ -101,35 +114,53 @@ class Wording:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One kind of retrieval."""
+    """One kind of retrieval.
 
-    # name, value: how they are drawn
+    Attributes:
+        name, value: draw a name and a value.
+        held_out: wordings for measurements, used in turn; the bundled model was not trained on them.
+        head: instructions before the haystack.
+        filler: text that is repeated as the haystack where none is given; None: the modules of Python's library that
+            the bundled model was not trained on.
+    """
+
     name: _Draw
     value: _Draw
-    held_out: tuple[Wording, ...]  # wordings for measurements, used in turn; the bundled model is not trained on them
-    head: str = ""  # instructions before the filler
-    # text that is repeated around the statements where none is given; None: the held-out modules of Python's library
+    held_out: tuple[Wording, ...]
+    head: str = ""
     filler: str | None = None
 
 
 _DRAWS: dict[str, _Draw] = {
-    **{"number": _number, "identifier": _identifier, "subject": _subject, "predicate": _predicate},
-    **{"code": _code, "code prefix": _code_prefix},
+    "number": _number,
+    "identifier": _identifier,
+    "subject": _subject,
+    "predicate": _predicate,
+    "code": _code,
+    "code prefix": _code_prefix,
 }
-RETRIEVALS = {
-    task: Task(
-        **saved
-        | {"name": _DRAWS[saved["name"]], "value": _DRAWS[saved["value"]]}
-        | {"held_out": tuple(Wording(*texts) for texts in saved["held_out"])}
-    )
-    for task, saved in _SAVED["tasks"].items()
-}
-"""All tasks by name. A task whose wordings have no {name} has one key only."""
+"""The functions that retrievals.toml names."""
+
+
+def _task(entry: dict[str, Any]) -> Task:
+    """Return the task of an entry of retrievals.toml."""
+    wordings = tuple(Wording(*texts) for texts in entry["held_out"])
+    functions = {"name": _DRAWS[entry["name"]], "value": _DRAWS[entry["value"]]}
+    return Task(**entry | functions | {"held_out": wordings})
+
+
+RETRIEVALS = {name: _task(entry) for name, entry in _SAVED["tasks"].items()}
+"""All tasks by name. A task whose wordings have no {name} can have one key only."""
 
 
 @dataclass(frozen=True)
 class RetrievalQuestion:
-    """Statements, with a question and an answer to each; the first is asked for, and all are put into other text."""
+    """Statements that are put into other text, with a question and an answer to each; the first one is asked for.
+
+    Attributes:
+        head: instructions before the text.
+        statements, questions, answers: in the same order.
+    """
 
     head: str
     statements: tuple[str, ...]
@@ -140,61 +171,90 @@ class RetrievalQuestion:
     def from_values(
         cls, task: Task, wording: Wording, names: Sequence[str], values: Sequence[str]
     ) -> RetrievalQuestion:
+        """Return the statements that give each name its value, in one wording of a task."""
         pairs = [
             {"name": name, "NAME": name.upper(), "value": value} for name, value in zip(names, values, strict=True)
         ]
-        texts = (wording.statement, wording.question, wording.answer)
-        return cls(task.head, *(tuple(text.format(**pair) for pair in pairs) for text in texts))
+        return cls(
+            task.head,
+            statements=tuple(wording.statement.format(**pair) for pair in pairs),
+            questions=tuple(wording.question.format(**pair) for pair in pairs),
+            answers=tuple(wording.answer.format(**pair) for pair in pairs),
+        )
 
     @property
     def question(self) -> str:
+        """The question with which the prompt ends."""
         return self.questions[0]
 
     @property
     def answer(self) -> str:
+        """The right answer."""
         return self.answers[0]
 
     def about(self, index: int) -> RetrievalQuestion:
-        """The same statements, asked for the one of this index, which comes first."""
-        every = (self.statements, self.questions, self.answers)
-        return RetrievalQuestion(self.head, *((of[index], *of[:index], *of[index + 1 :]) for of in every))
+        """Return the same statements, with the one of this index asked for; it comes first."""
+
+        def moved(texts: tuple[str, ...]) -> tuple[str, ...]:
+            return (texts[index], *texts[:index], *texts[index + 1 :])
+
+        return RetrievalQuestion(self.head, moved(self.statements), moved(self.questions), moved(self.answers))
 
 
 def ask(task: Task, rng: random.Random, *, keys: int = 1, wording: int | None = None) -> RetrievalQuestion:
-    """Draw names with their values, and ask for the first; MethodError: more keys than the task can tell apart.
+    """Draw names with their values, and ask for the first.
 
-    `wording` is its number, counted on from 0 after the last; default: a random one.
+    Args:
+        task: what is stated and asked.
+        rng: draws names and values.
+        keys: number of names.
+        wording: number of the wording; after the last one, the first follows. Default: a random one.
+
+    Raises:
+        MethodError: there are several keys, and the task has no names; or the task has fewer names or values.
     """
     wordings = task.held_out
-    chosen = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
-    if keys > 1 and "{name}" not in chosen.question.lower():
-        raise MethodError(f"this task has no names that tell {keys} keys apart; ask for one key or another task")
+    texts = rng.choice(wordings) if wording is None else wordings[wording % len(wordings)]
+    if keys > 1 and "{name}" not in texts.question.lower():
+        raise MethodError(f"this task has no names by which {keys} keys could differ; give keys=1, or another task")
     names = draw_distinct(lambda: task.name(rng, True), keys)
-    return RetrievalQuestion.from_values(task, chosen, names, draw_distinct(lambda: task.value(rng, True), keys))
+    values = draw_distinct(lambda: task.value(rng, True), keys)
+    return RetrievalQuestion.from_values(task, texts, names, values)
 
 
 def draw_distinct(draw: Callable[[], str], count: int) -> list[str]:
+    """Return different texts, in the order in which `draw` returns them; MethodError: it returns too few.
+
+    After 100 draws for each text, no more are tried.
+    """
     drawn: dict[str, None] = {}
     for _ in range(100 * count):
         drawn[draw()] = None
         if len(drawn) == count:
             return list(drawn)
-    raise MethodError(f"there are only {len(drawn)} different names or values, asked for {count} keys")
+    raise MethodError(f"there are only {len(drawn)} different names or values for {count} keys; give fewer keys")
 
 
 def other_answers(task: Task, question: RetrievalQuestion, rng: random.Random, *, wording: int) -> Iterator[str]:
-    """Wrong answers without end: first those to the question's other statements, then random ones of the same task."""
+    """Yield wrong answers without end: the answers to the other statements, then random ones of the same task."""
     yield from question.answers[1:]
     answer = task.held_out[wording % len(task.held_out)].answer
     for drawn in itertools.count():
-        # at last values that training draws: of long held-out ones there are few of one length
-        yield answer.format(value=task.value(rng, drawn < 1000))
+        # After 1,000 held-out values, those of training: few long held-out values have the same number of tokens.
+        held_out = drawn < 1000
+        yield answer.format(value=task.value(rng, held_out))
 
 
 def insert(length: int, depths: Sequence[float]) -> list[tuple[int, int, int]]:
-    """Where statements stand in `length` tokens of filler, `depths` being the shares of it that stand before each.
+    """Return where statements stand in a text of `length` tokens.
 
-    Returns a triple per statement in the order of the text: its index, and from where to where filler stands before it.
+    Args:
+        length: tokens of the text around the statements.
+        depths: for each statement, the share of this text that stands before it.
+
+    Returns:
+        A triple for each statement, in their order in the text: the index of the statement, and the start and the stop
+        of the tokens between the previous statement and this one.
     """
     order = sorted(range(len(depths)), key=depths.__getitem__)
     stops = [round(depths[index] * length) for index in order]

@@ -1,1 +1,1 @@
-"""What a run is, where it is kept, and how it is shown."""
+"""Runs: what they measure, their folders, their results, and the conclusions from them."""

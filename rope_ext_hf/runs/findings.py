@@ -206,6 +206,7 @@ class Findings:
         unbeaten = self._by_value(unbeaten)
 
         def preference(key: str) -> tuple[bool, bool, bool]:
+            """Return a key for sorting; False comes before True."""
             return key not in self.present, key != self.loaded, self.costs_short_inputs(key)
 
         return sorted(unbeaten, key=preference)

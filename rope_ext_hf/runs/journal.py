@@ -243,6 +243,7 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
 
     def write(record: Record) -> None:
+        """Append a record, and return once it is on disk."""
         value = record.value.to_record()
         line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
         with disk_errors(path, _GO_ON):

@@ -181,6 +181,7 @@ class Measure:
         return first_items is not None and second_items is not None and list(first_items) == list(second_items)
 
     def _items_of(self, place: tuple[str, int]) -> Sequence[tuple[float, float]] | None:
+        """Return the items of a method and a length; None where they were not measured."""
         key, length = place
         return self.items.get(key, {}).get(length)
 
@@ -210,6 +211,7 @@ class Measure:
         return self._changes[first, second]
 
     def _change(self, first: tuple[str, int], second: tuple[str, int]) -> Estimate | None:
+        """Compute a change, see `change`."""
         first_items, second_items = self._items_of(first), self._items_of(second)
         if first_items is None or second_items is None:
             return None

@@ -117,11 +117,13 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
         configs.setdefault(id(config), config)
 
     def settings(config: Any) -> dict[str, Any]:
+        """Return a config as a dict."""
         # some ways of loading a config set model_type in the instance as well as in the class
         values = {"model_type": config.model_type} | vars(config) | changed.get(id(config), {})
         return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
 
     def inner(value: Any) -> Any:
+        """Return a value of a config, with the configs in it as dicts."""
         if hasattr(value, "model_type"):
             return settings(value)
         if isinstance(value, Mapping):

@@ -149,6 +149,7 @@ class Run(Generic[R_co]):
         return {key: self._extended_length(method) for key, method in methods.items()}
 
     def _extended_length(self, method: Method) -> int | None:
+        """Return the length that the model is for under a method, see `extended_lengths`."""
         unpatched = method_key(method) == method_key(self.settings["loaded"]) and not self.settings.get("patches")
         if unpatched:
             return self.context_length

@@ -1,4 +1,4 @@
-"""A run as a file of YAML: the question, the model with its revision, the methods, and the versions that answered it.
+"""A run as a YAML file: the question, the model with its revision, the methods, and the versions of the packages.
 
     run: ppl
     model: reference
@@ -7,9 +7,9 @@
     factor: [4]
     format: 1
 
-Every run leaves such a file beside its results, and `rope-ext run FILE` repeats it. The keys are the fields of the
-questions that the command asks (`rope_ext_hf.questions`), which are its options too, so that a kind of run needs
-nothing here. Several runs in one file stand one after the other, each after a line `---`.
+Every run leaves such a file beside its results, and `rope-ext run FILE` repeats it. The keys are the options of the
+command, which are the fields of its questions (`rope_ext_hf.questions`); nothing here knows about kinds of runs. A file
+may hold several runs, one after the other, with a line `---` between them.
 """
 
 from __future__ import annotations
@@ -39,57 +39,87 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RUN_FILE = "run.yaml"  # the name of the file in a run's folder
-IN_MEMORY = "in_memory"  # the only key of a value that no file can hold, such as a list of texts; it says what that was
-_FORMAT = 1  # what is written
+IN_MEMORY = "in_memory"
+"""The only key of a value that no file can hold, such as a list of texts; it says what the value was."""
+_FORMAT = 1  # the format that is written
 _MOST_BYTES = 1_000_000
 _HEAD = "# To repeat this run: rope-ext run FILE. Its options override, e.g. --out again\n"
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """One run, as it is asked for."""
+    """One run, as it was asked for.
+
+    Attributes:
+        command: the command of `rope-ext` that makes the run.
+        model: a folder, a Hub id or "reference"; a dict with the key `IN_MEMORY` where no file can name the model.
+        options: everything else that was asked for, by the names of the fields of the questions.
+        versions: the versions of the packages that measured it.
+        lines: the line of each key in the file `source`.
+        source: the file that this run was read from; None: it was not read from a file.
+    """
 
     command: str
-    model: Any  # a folder, a Hub id or "reference"
-    options: dict[str, Any]  # everything else that was asked, by the names of the fields
-    versions: dict[str, str] = field(default_factory=dict)  # of the packages that answered
-    lines: dict[str, int] = field(default_factory=dict, compare=False)  # where each key stands in the file `source`
+    model: Any
+    options: dict[str, Any]
+    versions: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict, compare=False)
     source: Path | None = field(default=None, compare=False)
 
     def text(self) -> str:
-        of_model = {"model": self.model} | {key: self.options[key] for key in ("revision",) if key in self.options}
-        values = {"run": self.command, **of_model, **self.options, "versions": self.versions, "format": _FORMAT}
+        """Return the run as YAML; the model and its revision come first."""
+        values = {"run": self.command, "model": self.model}
+        if "revision" in self.options:
+            values["revision"] = self.options["revision"]
+        values |= {**self.options, "versions": self.versions, "format": _FORMAT}
         plain = _plain(values)
         return str(yaml.safe_dump(plain, sort_keys=False, default_flow_style=None, allow_unicode=True, width=100))
 
     def write(self, folder: Path, *, beside_others: bool = False) -> None:
-        """Write the file into the folder of a run; `beside_others` keeps other runs of a file that is not damaged."""
-        kept: list[RunFile] = []
+        """Write run.yaml into the folder of a run.
+
+        Args:
+            folder: the run's folder.
+            beside_others: keep the other runs of a file that is there and can be read.
+        """
+        others: list[RunFile] = []
         if beside_others and (folder / RUN_FILE).exists():
             try:
-                kept = [each for each in read_run_files(folder) if each.asked != self.asked]
+                others = [other for other in read_run_files(folder) if other.request != self.request]
             except FileError:
-                kept = []
-        write_text(folder / RUN_FILE, _HEAD + "---\n".join([each.text() for each in [*kept, self]]))
+                others = []
+        write_text(folder / RUN_FILE, _HEAD + "---\n".join([file.text() for file in [*others, self]]))
 
     @property
-    def asked(self) -> str:
-        """The text without the versions."""
+    def request(self) -> str:
+        """The text without the versions, which is equal for two runs that ask for the same."""
         return replace(self, versions={}).text()
 
     def mistake(self, key: str, text: str) -> FileError:
+        """Return an error that names the file and the line of a key."""
         return _mistake(self.source or Path(RUN_FILE), self.lines.get(key, 1), text)
 
 
 def run_file(
     question: Question,
-    model: PreTrainedModel | str | Path,  # of one in memory its folder or Hub id, where that holds the same patch
-    *others: Question,  # what else the command was given: methods, how the model is loaded
-    tokenizer: PreTrainedTokenizerBase | None = None,  # where another one than the model's own was given
-    **options: Any,  # as `others`, by names; None is left out
+    model: PreTrainedModel | str | Path,
+    *others: Question,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
 ) -> RunFile:
-    """The file of a run."""
-    stated = {name: value for each in (question, *others) for name, value in _stated(each).items()}
+    """Return the file of a run.
+
+    Args:
+        question: what the run answers.
+        model: a folder or Hub id; or a model in memory, which is named by its folder or Hub id if that holds the same
+            patch.
+        *others: what else the command was given: methods, how the model is loaded.
+        tokenizer: the tokenizer, if it is not the model's own.
+        **options: further options by name; None is left out.
+    """
+    stated: dict[str, Any] = {}
+    for part in (question, *others):
+        stated |= _stated(part)
     stated |= {name: _plain(value) for name, value in options.items() if value is not None}
     if isinstance(model, (str, Path)):
         name: Any = str(model)
@@ -103,33 +133,40 @@ def run_file(
 
 
 def _stated(question: Question) -> dict[str, Any]:
-    """The fields of a question as YAML holds them; what is None is left out where that is the default."""
+    """Return the fields of a question as YAML holds them.
+
+    A field that is None is left out, unless leaving it out means something else on the command line.
+    """
     stated: dict[str, Any] = {}
-    for each, how in question.described_fields():
-        value = getattr(question, each.name)
-        if each.name == "parameters":
-            stated |= {name: _plain(given) for name, given in value.items()}
-        elif how.parse is anything and not isinstance(value, (str, Path, type(None))):
-            stated[each.name] = {IN_MEMORY: corpus_name(value)}
+    for field_, argument in question.described_fields():
+        name, value = field_.name, getattr(question, field_.name)
+        if name == "parameters":
+            stated |= {parameter: _plain(setting) for parameter, setting in value.items()}
+        elif argument.parse is anything and not isinstance(value, (str, Path, type(None))):
+            stated[name] = {IN_MEMORY: corpus_name(value)}
         elif value is not None:
-            stated[each.name] = _plain(value)
-        elif how.show is not None and how.typed is not ...:
-            stated[each.name] = how.show(value)
+            stated[name] = _plain(value)
+        elif argument.show is not None and argument.typed is not ...:
+            stated[name] = argument.show(value)
     return {name: value for name, value in stated.items() if value != []}
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as YAML can hold it: methods as dicts, tuples as lists, other objects as their text."""
     if isinstance(value, RopeMethod):
         return _plain(value.to_dict())
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if isinstance(value, (str, int, float, type(None))) else str(value)
 
 
 def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """The name of a model in memory, where a folder or the Hub holds it with its patch; else why there is none."""
+    """Return the name of a model in memory, if a folder or the Hub holds it with its patch.
+
+    Otherwise, return a dict that says why no name stands for it, under the key `IN_MEMORY`.
+    """
     name = model.name_or_path
     if not name:
         return {IN_MEMORY: "a model that was not loaded from a folder"}
@@ -148,16 +185,22 @@ def _name_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) 
 
 
 def how_to_repeat(folder: Path) -> tuple[str, str]:
-    """The command that repeats what a folder holds, and the text of its run file; empty where it has no such file."""
+    """Return the command that repeats the runs of a folder, and the text of its run.yaml; empty where it has none."""
     path = folder / RUN_FILE
     try:
-        return shell_line(["run", str(path)]), "---\n".join([each.text() for each in read_run_files(path)])
+        return shell_line(["run", str(path)]), "---\n".join([file.text() for file in read_run_files(path)])
     except FileError:
         return "", ""
 
 
 def read_run_files(path: str | Path) -> list[RunFile]:
-    """The runs of a file, or of the run.yaml in a folder; what their keys hold is checked by the command."""
+    """Return the runs of a file, or of the run.yaml in a folder.
+
+    The values of the keys are not checked; the command does that.
+
+    Raises:
+        FileError: the file cannot be read, or is not a run file; the message names the line.
+    """
     path = Path(path)
     path = path / RUN_FILE if path.is_dir() else path
     text = read_plain(path, _MOST_BYTES)
@@ -171,45 +214,48 @@ def read_run_files(path: str | Path) -> list[RunFile]:
 
 
 def _read(node: Any, path: Path) -> RunFile:
+    """Return the run of one YAML document; FileError names the line of a mistake."""
     if not isinstance(node, yaml.MappingNode):
         line = node.start_mark.line + 1 if node is not None else 1
-        raise _mistake(path, line, "a run file holds keys and values, e.g. 'run: ppl'")
+        raise _mistake(path, line, "a run file has a key and a value in each line, e.g. 'run: ppl'")
     lines: dict[str, int] = {}
     values: dict[str, Any] = {}
-    make = yaml.SafeLoader("")
+    loader = yaml.SafeLoader("")
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = str(key_node.value).replace("-", "_")
         if key in values:
-            raise _mistake(path, line, f"{short(key)!r} stands there twice, first in line {lines[key]}")
+            raise _mistake(path, line, f"{short(key)!r} is given twice, first in line {lines[key]}; remove one of them")
         lines[key] = line
         try:
-            values[key] = _methods_in(make.construct_object(value_node, deep=True))
+            values[key] = _with_methods(loader.construct_object(value_node, deep=True))
         except MethodError as error:
             raise _mistake(path, line, str(error)) from error
     begin = node.start_mark.line + 1
-    written = values.pop("format", _FORMAT)
-    if type(written) is not int or written > _FORMAT:
-        raise _mistake(
-            path, lines["format"], f"format {short(str(written))} is of a later version of this package; update it"
-        )
+    file_format = values.pop("format", _FORMAT)
+    if type(file_format) is not int or file_format > _FORMAT:
+        text = f"format {short(str(file_format))} is of a later version of this package; update rope-ext-hf"
+        raise _mistake(path, lines["format"], text)
     for key, example in (("run", "ppl"), ("model", "reference")):
         if key not in values:
-            near = did_you_mean(key, values)
-            raise _mistake(path, begin, f"there is no key {key!r}.{near} Add one, e.g. '{key}: {example}'")
+            hint = did_you_mean(key, values)
+            raise _mistake(path, begin, f"there is no key {key!r}.{hint} Add one, e.g. '{key}: {example}'")
     versions = values.pop("versions", None) or {}
     if not isinstance(versions, dict):
-        raise _mistake(path, lines["versions"], "'versions' holds names and versions")
+        raise _mistake(path, lines["versions"], "'versions' must hold names and versions, e.g. {torch: 2.9.0}")
     command, model = str(values.pop("run")), values.pop("model")
     return RunFile(command, model, values, {str(k): str(v) for k, v in versions.items()}, lines, path)
 
 
-def _methods_in(value: Any) -> Any:
-    """A value in which every method that `_plain` wrote is one again."""
+def _with_methods(value: Any) -> Any:
+    """Return a value in which every method that `_plain` wrote as a dict is a method again."""
     if isinstance(value, list):
-        return [_methods_in(each) for each in value]
-    return method_from_dict(value) if isinstance(value, dict) and "method" in value else value
+        return [_with_methods(item) for item in value]
+    if isinstance(value, dict) and "method" in value:
+        return method_from_dict(value)
+    return value
 
 
 def _mistake(path: Path, line: int, text: str) -> FileError:
+    """Return an error that names the file and the line."""
     return FileError(f"{str(path)!r}, line {line}: {text}")

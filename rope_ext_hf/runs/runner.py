@@ -1,11 +1,11 @@
-"""The one loop of every measurement: methods x items x cells, in memory or in a run's folder.
+"""The loop of every measurement, over methods, items and cells: in memory, or in a run's folder.
 
     plan = RunPlan(measurement, "stdlib", methods=(None, Yarn(factor=8.0)))
     run = carry_out(model, plan, out="rope-ext-results")
 
-A run's folder is named after everything that its numbers depend on (see `identity.py`). Each finished piece of work is
-one line of its journal, on disk before it is reported; the same call continues after the last whole line. Tables,
-pictures and pages are made from the folder alone.
+A run's folder is named after everything that its numbers depend on (see `identity.py`). Each value is a line of the
+folder's journal, on disk before progress is reported; the same call continues after the last whole line. Tables,
+pictures and pages are made from what the folder holds.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rope_ext_hf.runs import journal
 from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
 from rope_ext_hf.runs.kinds import run_kind
-from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.labels import Method, label, method_key
 from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.run import Run
@@ -42,38 +42,42 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """What a run reports while it goes on; `call` gets the method's label and the tokens read, after each pass."""
+    """A listener whose methods a run calls while it goes on; subclasses show what they like.
+
+    Args:
+        call: called with the method's label and the number of tokens read, after each pass; default: nothing is called.
+    """
 
     def __init__(self, call: Callable[[str, int], object] | None = None) -> None:
         self._call = call
 
     @classmethod
-    def of(cls, given: Progress | Callable[[str, int], object] | bool | None) -> Progress:
-        """One of what `measure` takes: True is a bar of tqdm."""
-        if isinstance(given, Progress):
-            return given
-        return _TqdmProgress() if given is True else Progress(given or None)
+    def of(cls, progress: Progress | Callable[[str, int], object] | bool | None) -> Progress:
+        """Return the listener for an argument of `measure`: a listener, a function, True for a bar of tqdm, or None."""
+        if isinstance(progress, Progress):
+            return progress
+        return _TqdmProgress() if progress is True else Progress(progress or None)
 
     def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-        """This plan is carried out now."""
+        """Called when the run begins, before anything is read."""
 
     def started(self, folder: Path, done: int, units: int) -> None:
-        """The run's folder is there, with so many of so many values."""
+        """Called when the run's folder exists; it holds `done` of the `units` values that this process measures."""
 
     def reading(self, how: str) -> None:
-        """The first pass begins; `how` is `TokenScorer.reading`."""
+        """Called before the first pass; `how` says how the text is read, as `TokenScorer.reading` has it."""
 
     def passed(self, method: str, tokens: int) -> None:
-        """A pass of so many tokens has ended, with the method of this label."""
+        """Called after each pass, with the method's label and the number of tokens that were read."""
         if self._call is not None:
             self._call(method, tokens)
 
     def close(self) -> None:
-        """The run is complete, or was stopped."""
+        """Called when the run is complete, or has failed."""
 
 
 class _TqdmProgress(Progress):
-    """A bar of tqdm: in a notebook a widget, elsewhere a line on standard error."""
+    """A progress bar of tqdm: a widget in a notebook, elsewhere a line on standard error."""
 
     def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
         from tqdm.auto import tqdm
@@ -94,27 +98,46 @@ class _TqdmProgress(Progress):
 
 
 class _Job:
-    """A plan on a model."""
+    """A plan that is carried out on a model.
+
+    Attributes:
+        model, plan: the model, and what is measured.
+        loaded: `RopeMethod.to_dict` of the method that the model is patched with, if the model as it is is measured;
+            else None.
+        basis: what the methods are applied to.
+        methods: by key, in the order in which they are measured: each method (None is the model as it is), and the dict
+            that results have of it.
+
+    Raises:
+        MethodError: the method that the model is patched with would be measured twice, on different bases.
+    """
 
     def __init__(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-        self.model, self.plan, present = model, plan, patched_method(model)
+        self.model, self.plan = model, plan
+        present = patched_method(model)
         methods = plan.methods or (present,)
-        # the method of the model as it is, where that is measured
-        self.loaded = present.to_dict() if present is not None and None in methods else None
-        self.basis = find_basis(model, methods, plan.over, plan.context_length)  # what the methods are applied to
-        saved = [(method, self.loaded if method is None else method.to_dict()) for method in methods]
-        # each with its `to_dict`, by its key, in the order in which they are measured
-        self.methods = {method_key(each[1]): each for each in saved}
-        changed = self.loaded is not None and self.methods[method_key(self.loaded)][0] is not None
-        if changed and self.basis != Basis.from_specs(present_specs(model)):
+        self.loaded: Method = None
+        if present is not None and None in methods:
+            self.loaded = present.to_dict()
+        self.basis = find_basis(model, methods, plan.over, plan.context_length)
+        self.methods: dict[str, tuple[RopeMethod | None, Method]] = {}
+        for method in methods:
+            saved = self.loaded if method is None else method.to_dict()
+            self.methods[method_key(saved)] = (method, saved)
+        patched_in_again = self.loaded is not None and self.methods[method_key(self.loaded)][0] is not None
+        if patched_in_again and self.basis != Basis.from_specs(present_specs(model)):
             raise MethodError(
-                f"{label(self.loaded)} is what the model runs as loaded; to measure it with another over or "
+                f"the model is patched with {label(self.loaded)} already; to measure that method with another over or "
                 "context_length, give the model without its patch"
             )
 
     def settings(self, *, in_folder: bool) -> dict[str, Any]:
-        """What is read, how, where, and what the model as loaded is called; in a folder also what the model is."""
-        measurement, contents = self.plan.measurement, self.plan.measurement.contents
+        """Return the settings of the run: what is read, how and where; in a folder also the model's identity.
+
+        The identity is left out of runs in memory, because its digest reads all weights.
+        """
+        measurement = self.plan.measurement
+        contents = measurement.contents
         settings = (
             provenance(self.model, self.plan.data)
             | self.plan.reader
@@ -130,13 +153,15 @@ class _Job:
                 "tokens": sum(measurement.passes),
             }
         )
-        methods, over = [method for method, _ in self.methods.values()], self.plan.over
-        settings |= {"over": over, "basis": self.basis.to_dict()}
-        computed_by = (*measurement.computed_by, *self.plan.reader_modules)
-        settings |= model_key(self.model, methods, self.basis, over, *computed_by) if in_folder else {}
+        settings |= {"over": self.plan.over, "basis": self.basis.to_dict()}
+        if in_folder:
+            methods = [method for method, _ in self.methods.values()]
+            modules = (*measurement.computed_by, *self.plan.reader_modules)
+            settings |= model_key(self.model, methods, self.basis, self.plan.over, *modules)
         return settings | {"context_length": self.basis.rotary.context_length}
 
     def scorer(self) -> TokenScorer:
+        """Return what reads the tokens."""
         plan = self.plan
         longest = max(plan.measurement.passes, default=1)
         options: dict[str, Any] = {"chunk": plan.chunk, "offload_cache": plan.offload_cache, "longest": longest}
@@ -151,21 +176,31 @@ class _Job:
         write: Callable[[journal.Record], object],
         progress: Progress,
     ) -> None:
+        """Score items with every method.
+
+        Args:
+            scorer: reads the tokens.
+            items: indices of the items.
+            done: the values that are left out: key of the method, index of the item, cell.
+            write: called with each value.
+            progress: called after each pass.
+        """
         measurement = self.plan.measurement
         for key, (method, saved) in self.methods.items():
             report = partial(progress.passed, label(saved))
             with self._applied(method):
                 for item in items:
-                    if left := [cell for cell in measurement.cells(item) if (key, item, cell) not in done]:
-                        scorer.take_cost()  # of whatever went before
-                        for cell, value, cost in measurement.measure(scorer, item, left, report):
+                    missing = [cell for cell in measurement.cells(item) if (key, item, cell) not in done]
+                    if missing:
+                        scorer.take_cost()  # so that the cost of earlier passes does not count for this item
+                        for cell, value, cost in measurement.measure(scorer, item, missing, report):
                             write(journal.Record(saved, item, cell, value, cost))
 
     def _applied(self, method: RopeMethod | None) -> AbstractContextManager[Any]:
-        """The model under a method; one that it has already, on the same basis, is not patched in a second time."""
+        """Patch the model with a method while inside, unless it has the method already, on the same basis."""
         specs = present_specs(self.model)
-        present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
-        if method is None or present:
+        is_present = bool(specs) and method == specs[-1].method and self.basis == Basis.from_specs(specs)
+        if method is None or is_present:
             return nullcontext()
         return patched(self.model, method, over=self.plan.over, context_length=self.plan.context_length)
 
@@ -179,31 +214,37 @@ def carry_out(
     progress: Progress | None = None,
     file: RunFile | None = None,
 ) -> Run[Any]:
-    """Measure every method of a plan: in a run's folder, whatever is there already left out, or without files.
+    """Measure every method of a plan, in a run's folder or without files.
+
+    In a folder, values that it holds already are not measured again; tables, pictures and a page are written at the
+    end.
 
     Args:
-        model: measured in eval mode; its modules have their own modes afterwards.
-        out: the folder that the run's folder is made in, with tables and pages at the end; None: no files.
+        model: measured in eval mode; afterwards its modules have the modes that they had before.
+        plan: what is measured.
+        out: the folder in which the run's folder is created; None: no files.
         workers: the processes that share the run; default: this one alone.
-        file: what was asked, which the run's folder keeps.
+        progress: called while the run goes on; default: nothing is shown.
+        file: the question, which the run's folder keeps as run.yaml.
 
     Returns:
-        The run, with the results of these methods; complete where the workers waited for each other.
+        The run, with the results of these methods.
 
     Raises:
-        FileError: another process is writing this run, the folder is damaged, or the disk refuses.
-        MethodError, RopeExtError: one of the workers has another text, model, method or protocol, or has ended.
+        FileError: another process is writing this run, the folder is damaged, or a file cannot be written.
+        MethodError: one of the workers has another text, model, method or protocol.
+        RopeExtError: one of the workers has ended.
     """
     workers = workers or Workers()
     measurement = plan.measurement
-    with closing(progress or Progress()) as shown, evaluating(model):
-        shown.planned(model, plan)
+    with closing(progress or Progress()) as listener, evaluating(model):
+        listener.planned(model, plan)
         job = _Job(model, plan)
         settings = job.settings(in_folder=out is not None)
         if out is None:
             scorer, records = job.scorer(), list[journal.Record]()
-            shown.reading(scorer.reading)
-            job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
+            listener.reading(scorer.reading)
+            job.score(scorer, range(len(measurement.items)), set(), records.append, listener)
             kind = run_kind(measurement.kind)
             results = results_from_records(kind, measurement.setting, measurement.contents, records)
             return _in_unit(Run(None, settings, results, kind), plan)
@@ -218,11 +259,12 @@ def carry_out(
             if workers.rank == 0:
                 _write_settings(folder, settings)
             with disk_errors(folder):
-                workers.agree({"the folder of --out": str(folder.stat().st_ino)})  # its number is the same everywhere
+                # processes on different machines must share a disk: the inode of the folder is the same there
+                workers.agree({"the folder of --out": str(folder.stat().st_ino)})
             _write_settings(folder, settings)
             if file is not None and workers.rank == 0:
                 file.write(folder, beside_others=True)
-            _add_to_folder(job, folder, workers, shown)
+            _add_to_folder(job, folder, workers, listener)
             workers.agree()
             run = _in_unit(read_run(folder), plan)
             if workers.rank == 0:
@@ -231,19 +273,20 @@ def carry_out(
 
 
 def _in_unit(run: Run[Any], plan: RunPlan[Any]) -> Run[Any]:
+    """Return the run in the unit of its plan."""
     return run if plan.unit is None else run.in_unit(plan.unit)
 
 
 def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress) -> None:
-    """Score what a run's folder lacks of this process's items, each value a line of the journal."""
-    measurement, fixed = job.plan.measurement, job.plan.chunk is not None
+    """Measure the values of this process's items that a run's folder does not hold yet."""
+    measurement, chunk_is_fixed = job.plan.measurement, job.plan.chunk is not None
     records = journal.read_records(folder, measurement.contents, run_kind(measurement.kind).parse)
     done = {(method_key(record.method), record.item, record.cell) for record in records}
     items = workers.share(len(measurement.items))
     units = [(key, item, cell) for key in job.methods for item in items for cell in measurement.cells(item)]
-    progress.started(folder, sum([unit in done for unit in units]), len(units))
+    progress.started(folder, sum(unit in done for unit in units), len(units))
     scorer = job.scorer()
-    if not fixed:
+    if not chunk_is_fixed:
         if workers.rank == 0:
             journal.agree_on_chunks(folder, scorer.chunk, scorer.head_bytes)
         workers.agree()
@@ -254,8 +297,9 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
 
         def add(record: journal.Record) -> None:
             nonlocal agreed
-            if not fixed and (sizes := (scorer.chunk, scorer.head_bytes)) != agreed:
-                agreed = sizes  # the scorer ran out of memory, and went on with less
+            sizes = scorer.chunk, scorer.head_bytes
+            if not chunk_is_fixed and sizes != agreed:  # the scorer ran out of memory, and continues with less
+                agreed = sizes
                 journal.replace_chunks(folder, *agreed)
             write(record)
             workers.check()
@@ -264,7 +308,7 @@ def _add_to_folder(job: _Job, folder: Path, workers: Workers, progress: Progress
 
 
 def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
-    """Write run.json, or check that it is this run's."""
+    """Write run.json; where it exists, check that it describes this run. FileError: it does not."""
     path = folder / SETTINGS
     if os.path.lexists(path):
         try:
@@ -272,12 +316,12 @@ def _write_settings(folder: Path, settings: dict[str, Any]) -> None:
                 return
         except (ValueError, RecursionError):
             pass
-        raise FileError(f"{str(path)!r} describes another run or is damaged; move {str(folder)!r} away")
+        raise FileError(f"{str(path)!r} describes another run, or is damaged; move {str(folder)!r} away")
     write_text(path, json.dumps(settings, indent=1) + "\n")
 
 
 def _key(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings that the numbers depend on: all but where the model was loaded from."""
+    """Return the settings that the numbers depend on: all but where the model was loaded from."""
     return {name: value for name, value in settings.items() if name != "model"}
 
 
@@ -289,19 +333,20 @@ _WORDS = {
     **{"cells": "the lengths", "kind": "the kind of measurement", "code": "the source of the packages"},
     **{"data": "the name of the text", "over": "--over"},
 }
-"""What settings of a run are called in a message."""
+"""What a message calls the settings of a run."""
 
 
 def _in_words(settings: dict[str, Any], job: _Job) -> dict[str, str]:
-    """What all processes of a run must have in common, by what it is called, long values as digests."""
+    """Return what all processes of a run must have in common, by what messages call it; long values as digests."""
     values: dict[str, list[Any]] = {}
     for name, value in _key(settings).items():
         values.setdefault(_WORDS.get(name, name), []).append(value)
     values["the methods"] = [[label(saved), saved] for _, saved in job.methods.values()]
     values["--chunk"], values["--offload-cache"] = [job.plan.chunk], [job.plan.offload_cache]
-    return {name: _short(each[0] if len(each) == 1 else each) for name, each in values.items()}
+    return {name: _short(group[0] if len(group) == 1 else group) for name, group in values.items()}
 
 
 def _short(value: Any) -> str:
+    """Return a value as text; a long one as its digest."""
     text = json.dumps(value, sort_keys=True)
     return text.strip('"') if len(text) < 40 else json_digest(value)

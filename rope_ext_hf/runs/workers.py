@@ -1,8 +1,8 @@
-"""The processes that share a run: they agree on what is measured, wait for each other, and end where one of them fails.
+"""The processes that share a run: they check that they measure the same, wait for each other, and end if one fails.
 
-They reach each other through the store of torch.distributed, which process 0 or the launcher keeps. In each a thread
-posts that its process is alive and looks at what the others posted: a wait has no limit of time, but no process waits
-for one that has ended.
+They exchange messages through the store of torch.distributed, which process 0 or the launcher keeps. In each process, a
+thread writes signs of life to the store and reads those of the others. So a process may wait for another one without a
+time limit, but never for one that has ended.
 """
 
 from __future__ import annotations
@@ -22,40 +22,56 @@ from torch import distributed
 
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, printable, short
 
-_MEETING = timedelta(minutes=5)  # how long the first process waits for the last one to start
+_MEETING = timedelta(minutes=5)  # the time in which all processes must have started
 BEAT = 2.0  # seconds between two signs of life
 SILENCE = 40.0  # seconds without a sign of life after which a process counts as ended
-GRACE = 10.0  # seconds for a process to end by itself once another one failed; a collective may hold it for ever
+GRACE = 10.0  # seconds that a process has to end by itself once another has failed; a collective may block it for ever
 _LEFT = b"left"
 _CONTINUE = "the same command continues where it stopped"
 
 
 class _Meeting:
-    """The meeting of several processes, where they tell each other how they are; MethodError: not all of them came."""
+    """The connection of one process to the others of a run, and the thread that watches whether each is alive.
 
-    met = False  # whether this process has tried to meet the others
+    Args:
+        rank: the number of this process, from 0.
+        count: the number of processes.
+
+    Raises:
+        MethodError: not all processes started in time.
+    """
+
+    met = False  # true once this process has tried to connect
 
     def __init__(self, rank: int, count: int) -> None:
         _Meeting.met = True
         self.rank, self.count = rank, count
         self._others = [other for other in range(count) if other != rank]
-        self._rounds = 0
-        self._fault: str | None = None
-        self._found, self._left = threading.Event(), threading.Event()
+        self._rounds = 0  # of `exchange`
+        self._fault: str | None = None  # the message about another process that has ended
+        self._fault_known, self._left = threading.Event(), threading.Event()
         try:
-            # Two connections: one that waits, as for a collective, does not answer another call.
+            # Two connections, because one that waits does not answer another thread.
             self._store, self._watched = _connect(), _connect()
         except RuntimeError as error:
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise MethodError(
-                f"{count} processes share this run, and they did not all come to {where} within "
+                f"{count} processes share this run, and not all of them connected to {where} within "
                 f"{_MEETING.seconds // 60} minutes; end those that are left, and launch all of them again"
             ) from error
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
 
     def exchange(self, basis: Mapping[str, str]) -> None:
-        """Wait for all, and compare what each has by name; MethodError: they differ, RopeExtError: one has ended."""
+        """Wait for all processes, and check that all have the same values.
+
+        Args:
+            basis: values by what a message calls them.
+
+        Raises:
+            MethodError: the processes have different values.
+            RopeExtError: a process has ended.
+        """
         self._rounds += 1
         try:
             self._store.set(f"basis/{self._rounds}/{self.rank}", json.dumps(dict(basis)))
@@ -72,20 +88,26 @@ class _Meeting:
                 )
 
     def check(self) -> None:
-        """Raise RopeExtError where another process has ended; the message says which, and why."""
+        """Raise RopeExtError if another process has ended; the message says which one, and why."""
         if self._fault is not None:
             raise RopeExtError(self._fault)
 
     def fault_behind(self, error: BaseException) -> str | None:
-        """The fault of another process, where that may be the reason of an error; None: nothing did."""
+        """Return the message about another process that has ended, if an error may follow from that; else None."""
         causes = [error]
         while (cause := causes[-1].__cause__) is not None:
             causes.append(cause)
-        if any(isinstance(each, distributed.DistError) or "gloo" in str(each) for each in causes):
-            self._found.wait(SILENCE + 2 * BEAT)  # a closed connection is seen at once, what closed it is not
+        if any(isinstance(cause, distributed.DistError) or "gloo" in str(cause) for cause in causes):
+            # A closed connection is noticed at once, the end of the process that closed it only later.
+            self._fault_known.wait(SILENCE + 2 * BEAT)
         return self._fault
 
     def leave(self, error: BaseException | None) -> None:
+        """Tell the others that this process needs them no more.
+
+        Args:
+            error: the error that ends this process, and then the others; None: it has finished its work.
+        """
         self._left.set()
         self._thread.join()
         with suppress(RuntimeError):
@@ -93,28 +115,33 @@ class _Meeting:
                 text = f"process {self.rank} of {self.count} ended: {one_line(error)}"
                 self._store.compare_set("failed", "", f"{text.removesuffix('.')}; {_CONTINUE}")
             self._store.set(f"alive/{self.rank}", _LEFT)
-            until = time.monotonic() + GRACE + 3 * BEAT
-            while self.rank == 0 and time.monotonic() < until:  # the store may end with this process
+            deadline = time.monotonic() + GRACE + 3 * BEAT
+            while self.rank == 0 and time.monotonic() < deadline:  # the store may end with this process
                 if all(self._last_sign(self._store, other) == _LEFT for other in self._others):
                     return
                 time.sleep(0.1)
 
     def _wait_for(self, key: str) -> bytes:
+        """Return the value of a key of the store, as soon as it has one; RopeExtError: a process has ended."""
         while True:
-            fault = self._fault  # of before the look: what a process posts, and then fails, counts
+            fault = self._fault  # read before the store, because a value counts that a process wrote before it failed
             if self._store.check([key]):
                 return bytes(self._store.get(key))
             if fault is not None:
                 raise RopeExtError(fault)
-            self._found.wait(0.1)
+            self._fault_known.wait(0.1)
 
     @staticmethod
     def _last_sign(store: Any, rank: int) -> bytes:
+        """Return the last sign of life of a process, `_LEFT` once it has left; empty before the first."""
         key = f"alive/{rank}"
         return bytes(store.get(key)) if store.check([key]) else b""
 
     def _watch(self) -> None:
-        """Post signs of life and look for those of the others, until this process leaves or another one has ended."""
+        """Write signs of life and read those of the others, until this process leaves or another one has ended.
+
+        If another process has ended and this one does not leave in time, this one is ended.
+        """
         seen = dict.fromkeys(self._others, (b"", time.monotonic()))
         beat, fault = 0, None
         while fault is None:
@@ -125,11 +152,11 @@ class _Meeting:
                 self._watched.set(f"alive/{self.rank}", str(beat))
                 fault = self._ended(seen)
             except RuntimeError:
-                if seen.get(0, (b"",))[0] == _LEFT:  # with all that it had to say
+                if seen.get(0, (b"",))[0] == _LEFT:  # process 0 ended after it had finished, and the store with it
                     return
-                fault = f"process 0 of {self.count}, through which the others reach each other, has ended; {_CONTINUE}"
+                fault = f"process 0 of {self.count}, which connects the others, has ended; {_CONTINUE}"
         self._fault = fault
-        self._found.set()
+        self._fault_known.set()
         if not self._left.wait(GRACE):
             print(f"rope-ext: {printable(fault)}", file=sys.stderr, flush=True)
             with suppress(RuntimeError):
@@ -137,7 +164,11 @@ class _Meeting:
             os._exit(2)
 
     def _ended(self, seen: dict[int, tuple[bytes, float]]) -> str | None:
-        """The process that has ended, and why; None: none has. `seen`: the last sign of life of each, and its time."""
+        """Return the message about a process that has ended; None: none has.
+
+        Args:
+            seen: by process, its last sign of life and the time at which that was read first; updated here.
+        """
         if self._watched.check(["failed"]):
             return bytes(self._watched.get("failed")).decode()
         now = time.monotonic()
@@ -148,46 +179,63 @@ class _Meeting:
             elif sign != _LEFT and now - since > SILENCE:
                 self._others.remove(other)
                 return (
-                    f"process {other} of {self.count} has shown no sign of life for {SILENCE:.0f} seconds: it was "
-                    f"killed, or its machine is out of reach; {_CONTINUE}"
+                    f"process {other} of {self.count} has given no sign of life for {SILENCE:.0f} seconds: it was "
+                    f"killed, or its machine cannot be reached; {_CONTINUE}"
                 )
         return None
 
 
 def tell_others(error: BaseException) -> None:
-    """Have the processes that a launcher started beside this one end, where it failed before it met them."""
+    """End the other processes of a launcher if this one has failed before it connected to them."""
     if not _Meeting.met and {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         with suppress(RopeExtError, ValueError):
             _Meeting(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])).leave(error)
 
 
 def _connect() -> Any:
-    """A connection to the store of the processes that a launcher started."""
-    public: Any = distributed  # which lists none of its names
+    """Return a connection to the store of the processes that a launcher started."""
+    public: Any = distributed  # it lists none of its names for type checkers
     store, _, _ = next(iter(public.rendezvous("env://", timeout=_MEETING)))
     return public.PrefixStore("rope_ext_hf", store)
 
 
 def _unlike(name: str, first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """The name of a difference, with both values where people can read these."""
-    values = [each.get(name, "none") for each in (first, other)]
-    return f"{name} ({short(values[0])} / {short(values[1])})" if max(map(len, values)) < 40 else name
+    """Return the name of a difference, with both values in parentheses where they are short."""
+    values = first.get(name, "none"), other.get(name, "none")
+    if max(map(len, values)) >= 40:  # digests, which nobody can read
+        return name
+    return f"{name} ({short(values[0])} / {short(values[1])})"
 
 
 @dataclass(frozen=True)
 class Workers:
-    """The processes that share a run; items are dealt out among them."""
+    """The processes that share a run, each of which measures a part of the items.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        count: the number of processes.
+        meeting: the connection to the others; None: there are no others.
+    """
 
     rank: int = 0
     count: int = 1
-    meeting: _Meeting | None = None  # how they reach each other; None: they do not
+    meeting: _Meeting | None = None
 
     @classmethod
     def from_launcher(cls, expected: int | None = None) -> Workers:
-        """The processes that torchrun or accelerate launched, as many as `expected`; one without a launcher."""
+        """Return the processes that torchrun or accelerate launched; without a launcher, this process alone.
+
+        Args:
+            expected: the number of processes that there should be; default: any.
+
+        Raises:
+            MethodError: there are more or fewer processes, or the launcher's variables are not complete.
+        """
         workers = cls()
-        if (count := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        count = int(os.environ.get("WORLD_SIZE", "1"))
+        if count > 1:
+            missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+            if missing:
                 raise MethodError(
                     f"WORLD_SIZE is {count}, but {', '.join(missing)} is not set; launch the "
                     "processes with torchrun or accelerate, or unset WORLD_SIZE"
@@ -204,7 +252,14 @@ class Workers:
 
     @contextmanager
     def in_step(self, *, leave: bool = True) -> Iterator[None]:
-        """Inside, an error in one process ends all of them; `leave`: at the end this one needs the others no more."""
+        """End all processes if this one fails while inside, and this one if another fails.
+
+        Args:
+            leave: at the end, tell the others that this process needs them no more.
+
+        Raises:
+            RopeExtError: another process has failed.
+        """
         if self.meeting is None:
             yield
             return
@@ -220,13 +275,15 @@ class Workers:
             self.meeting.leave(None)
 
     def agree(self, basis: Mapping[str, str] | None = None) -> None:
-        """Wait for the other processes, and check that all of them have the same under each name; see `exchange`."""
+        """Wait for all processes, and check that all have the same values, by name; MethodError: they do not."""
         if self.meeting is not None:
             self.meeting.exchange(basis or {})
 
     def check(self) -> None:
+        """Raise RopeExtError if another process has ended."""
         if self.meeting is not None:
             self.meeting.check()
 
     def share(self, items: int) -> range:
+        """Return the indices of the items that this process measures, out of so many."""
         return range(self.rank, items, self.count)

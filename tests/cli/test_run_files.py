@@ -147,7 +147,7 @@ def test_options_override_a_file(inputs: Path) -> None:
         ("lengths: 64\nstride: 0", "line 5: stride must be a whole number of at least 1, got 0"),
         ("lengths: 64\nstride: many", "line 5: stride must be a whole number of at least 1, got 'many'"),
         ("lengths: 64\nbos: 3", "line 5: bos must be true or false, got 3"),
-        ("lengths: 64\nrun: ppl", "line 5: 'run' stands there twice, first in line 1"),
+        ("lengths: 64\nrun: ppl", "line 5: 'run' is given twice, first in line 1"),
     ],
 )
 def test_a_mistake_in_a_file_is_a_sentence_with_its_line(inputs: Path, line: str, said: str) -> None:

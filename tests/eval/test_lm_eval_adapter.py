@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.eval import perplexity
-from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM, evaluate
+from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
+from rope_ext_hf.eval.lm_eval_tasks import evaluate
 from rope_ext_hf.patches.patching import patched_method
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
@@ -215,7 +216,7 @@ def test_refusals(tokenizer: Any) -> None:
         harness(load(), tokenizer, factor=4, beta_fast=3.0)
     with pytest.raises(rope.MethodError, match=r"yarn has no parameter 'beta_fats'. Did you mean 'beta_fast'"):
         harness(load(), tokenizer, method="yarn", factor=4, beta_fats=3.0)
-    with pytest.raises(rope.MethodError, match="dtype: only for a path"):
+    with pytest.raises(rope.MethodError, match="dtype: only for a folder or Hub id"):
         harness(load(), tokenizer, loading={"dtype": "float32"})
     with pytest.raises(rope.UnsupportedModelError, match="patch it first"):
         harness(build("llama", form={"rope_type": "dynamic", "factor": 4.0}), tokenizer)
@@ -451,7 +452,7 @@ def test_tasks_that_cannot_be_run(tasks: Path, tokenizer: Any) -> None:
         run("niah_single_1", include_path=LM_EVAL / "ruler")  # at 256 tokens
     with pytest.raises(rope.CorpusError, match=r"the data of task 'local_missing' cannot be read"):
         run("local_missing")
-    with pytest.raises(rope.MethodError, match="no such folder of tasks"):
+    with pytest.raises(rope.MethodError, match="include_path must be a folder of tasks"):
         run("local_choice", include_path=tasks / "nowhere")
     with pytest.raises(rope.MethodError, match="tasks must be a list"):
         run()

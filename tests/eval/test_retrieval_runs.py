@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Passkey, passkey
-from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns, make_trials, shared_trials
+from rope_ext_hf.eval.retrieval_prompts import make_trials, shared_trials
+from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns
 from rope_ext_hf.eval.statements import RETRIEVALS
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reading.corpora import load
@@ -310,7 +311,7 @@ def test_refusals() -> None:
     for wrong in ({"trials": 0}, {"keys": 0}):
         with pytest.raises(MethodError, match="whole number from 1"):
             passkey(model, **given | wrong)
-    with pytest.raises(MethodError, match="no names that tell 2 keys apart"):
+    with pytest.raises(MethodError, match="no names by which 2 keys could differ"):
         passkey(model, **given | {"task": "passkey", "keys": 2})
     with pytest.raises(CorpusError, match="vocabulary of 97"):
         passkey(build("llama"), **given, haystack=HAY)

@@ -157,7 +157,7 @@ def test_statements_that_do_not_fit_are_left_out() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="no names that tell 2 keys apart"):
+    with pytest.raises(ValueError, match="no names by which 2 keys could differ"):
         ask(RETRIEVALS["passkey"], random.Random(0), keys=2)
     few = Task(
         name=lambda rng, held_out: rng.choice("ab"),

@@ -39,7 +39,7 @@ def test_runs_of_other_methods_stand_beside_each_other_once(tmp_path: Path) -> N
     one, other = (run_file(asked, "reference", MethodChoice(method=name)) for name in ("ntk", Yarn(factor=2.0)))
     for each in (one, other, one):
         each.write(tmp_path, beside_others=True)
-    assert [each.asked for each in read_run_files(tmp_path)] == [other.asked, one.asked]
+    assert [file.request for file in read_run_files(tmp_path)] == [other.request, one.request]
     (tmp_path / RUN_FILE).write_text("[")
     one.write(tmp_path, beside_others=True)
     one.write(tmp_path)
@@ -67,12 +67,12 @@ def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path:
     [
         ("run: ppl\nmodel: [reference", "line 2: this YAML cannot be read"),
         ("run: ppl\n- a", "line 2: this YAML cannot be read"),
-        ("- run: ppl", "line 1: a run file holds keys and values"),
+        ("- run: ppl", "line 1: a run file has a key and a value in each line"),
         ("run: ppl\n---\n", "line 1: there is no key 'model'"),
         ("ruin: ppl\nmodel: reference", "line 1: there is no key 'run'. Did you mean 'ruin'?"),
-        ("run: ppl\nmodel: a\nmodel: b", "line 3: 'model' stands there twice, first in line 2"),
-        ("run: ppl\nmodel: a\nformat: 2", "line 3: format 2 is of a later version of this package; update it"),
-        ("run: ppl\nmodel: a\nversions: 3", "line 3: 'versions' holds names and versions"),
+        ("run: ppl\nmodel: a\nmodel: b", "line 3: 'model' is given twice, first in line 2"),
+        ("run: ppl\nmodel: a\nformat: 2", "line 3: format 2 is of a later version of this package"),
+        ("run: ppl\nmodel: a\nversions: 3", "line 3: 'versions' must hold names and versions"),
         ("run: &a ppl\nmodel: *a", "line 2: this YAML cannot be read: an alias stands here; write the value out"),
         ("run: !!python/name:os.system ''\nmodel: a", "line 1: this YAML cannot be read: could not determine"),
         ("run: ppl\nmodel: a\nmethod: [{method: yarrn, factor: 2}]", "line 3: unknown method 'yarrn'"),

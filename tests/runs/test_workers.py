@@ -161,9 +161,9 @@ def test_one_that_ends_ends_the_others(
     if reason:
         assert f"rope-ext: process {which} of 2 {reason}" in said[1 - which]
     elif which == 0:
-        assert "rope-ext: process 0 of 2, through which the others reach each other, has ended" in said[1]
+        assert "rope-ext: process 0 of 2, which connects the others, has ended" in said[1]
     else:
-        assert "rope-ext: process 1 of 2 has shown no sign of life for" in said[0]
+        assert "rope-ext: process 1 of 2 has given no sign of life for" in said[0]
 
 
 def _mistyped(out: Path, rank: int, port: int) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.eval import lm_eval_adapter
+from rope_ext_hf.eval import lm_eval_tasks
 from rope_ext_hf.eval.lm_eval_adapter import RopeHFLM
 from rope_ext_hf.eval.lm_eval_suites import babilong_length, long_suite
 from rope_ext_hf.reference import path
@@ -79,7 +79,7 @@ def test_prompts_and_scores_are_those_of_the_command_tasks(folder: Path, tokeniz
 
 @pytest.mark.thorough
 def test_suites_stand_beside_the_tasks_of_lm_eval(tmp_path: Path) -> None:
-    finder = lm_eval_adapter._TaskFinder(tmp_path, None, {}, 2048)
+    finder = lm_eval_tasks.TaskFinder(tmp_path, None, {}, 2048)
     assert finder.names(["rope_ruler", "niah_single_1"]) == ["rope_ruler", "niah_single_1"]
 
 
