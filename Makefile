@@ -107,7 +107,7 @@ build/kernels/ready: constraints.txt
 test-all: .venv/ready
 	ROPE_EXT_TESTS=all $(PYTEST)
 
-# The changes that CONTRIBUTING.md lists, made in a copy of the tree, one file each, and checked there.
+# The changes that docs/internals.md lists, made in a copy of the tree, one file each, and checked there.
 test-additions: .venv/ready
 	ROPE_EXT_TESTS=all OMP_NUM_THREADS=1 $(RUN)/python -m pytest -n 0 tests/test_adding_in_a_copy.py
 

@@ -1,4 +1,4 @@
-"""How wrong cos and sin are at far positions: transformers' float32 angles, and this package's.
+"""Errors of cos and sin at far positions: transformers' float32 angles, and this package's.
 
     python benchmarks/angles.py [--device cuda] [--out benchmarks/results.jsonl]
 

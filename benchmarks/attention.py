@@ -32,7 +32,7 @@ from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 
 HEADS_AND_KV_HEADS = (4, 1)  # on a CPU
 DIM = 128

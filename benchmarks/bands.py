@@ -25,7 +25,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.perplexity_runs import difference
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load

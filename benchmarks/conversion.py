@@ -97,7 +97,7 @@ def make(folder: Path, size: int) -> int:
 
 
 def one(way: str, source: Path, target: Path) -> dict[str, Any]:
-    """What a process of its own does."""
+    """Convert one checkpoint, in a process of its own, and return its time and memory."""
     import transformers
 
     from rope_ext_hf.checkpoints.conversion import convert_checkpoint

@@ -1,4 +1,4 @@
-"""Whether `detect_pairing` is right: on small models of many kinds, trained here, and on their conversions.
+"""Accuracy of `detect_pairing` on small models of many kinds, trained here, and on their conversions.
 
     python benchmarks/detection.py --folder FOLDER [--minutes 9] [--only qwen3,glm] [--device cuda] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What every method costs and gains without training, by factor and length: the tables of docs/choosing.md.
+"""Gain and cost of every method without training, by factor and length: the tables of docs/choosing.md.
 
     python benchmarks/factors.py --model reference --data stdlib
     python benchmarks/factors.py --model build/bench/docstring-model --data 'build/bench/docstring-model/held-out/*.txt'
@@ -28,14 +28,14 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Result
 from rope_ext_hf.eval.perplexity_runs import PerplexityMeasurement
 from rope_ext_hf.hub import load_tokenizer
-from rope_ext_hf.methods import resolve_method
 from rope_ext_hf.methods.base import RopeMethod
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model, patch_geometry
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import EvalPlan, prepare, tokenize
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.runner import carry_out
 
 SCALES = (1, 2, 4, 8, 16, 32)

@@ -1,4 +1,4 @@
-"""Whether the gain from evidence ranks methods as retrieval and the loss of key tokens do, at four context lengths.
+"""Rank methods by the gain from evidence, by retrieval and by the loss of key tokens, at four context lengths.
 
     python benchmarks/gain.py --folder build/bench/gain [--models reference build/bench/docstring-model ...]
         [--rows 16] [--out benchmarks/results.jsonl]
@@ -32,7 +32,7 @@ FACTOR = 4
 
 
 def compared(folder: Path, arguments: Any) -> dict[str, Any]:
-    """What the runs of one model say together."""
+    """Return the rankings of one model's runs, compared."""
     out = arguments.folder / folder.name
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     length = model.config.max_position_embeddings

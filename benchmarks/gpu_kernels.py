@@ -34,7 +34,7 @@ from rope_ext_hf.methods.grouped import SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from tests.support.oracles import naive_attention, rotate_to, stored_position
 
 Row = dict[str, Any]

@@ -24,7 +24,7 @@ import torch
 from stock import usual_dtype
 from timing import seconds_of
 
-from rope_ext_hf.rotary import kv_cache
+from rope_ext_hf.rotary import key_rotation
 
 ROOT = Path(__file__).parent.parent
 ASKED = {
@@ -41,7 +41,7 @@ WHEELS = "https://download.pytorch.org/whl/"
 
 
 def ask_nvidia_smi(fields: str, device: str | None = None) -> list[str] | None:
-    """What nvidia-smi answers of the first device, or of the one that is named; None: there is no answer."""
+    """Return what nvidia-smi says about the first device, or the named one; None if it does not answer."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -73,12 +73,12 @@ def nvidia_driver() -> str | None:
 
 
 def has_amd_device() -> bool:
-    """Whether the driver of AMD's GPUs is loaded."""
+    """Return whether the driver of AMD's GPUs is loaded."""
     return Path("/dev/kfd").exists()
 
 
 def why_torch_has_none() -> str:
-    """What torch itself says where it has no CUDA device; "" where it says nothing."""
+    """Return torch's own reason for seeing no CUDA device; "" if it gives none."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -155,11 +155,11 @@ def installed(package: str) -> str | None:
 
 
 def rotated_by(device: str) -> str:
-    """What rotates keys and queries on a device in this process; where Triton is installed and fails, its reason."""
+    """Return the name of the code that rotates keys and queries on a device; if Triton fails there, its reason."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         # As it stands there, where a simulated device replaces it.
-        fused = kv_cache.can_fuse(torch.zeros(1, 1, 1, 2, device=device))  # type: ignore[attr-defined]
+        fused = key_rotation.can_fuse(torch.zeros(1, 1, 1, 2, device=device))  # type: ignore[attr-defined]
     reasons = "; ".join(str(each.message) for each in seen)
     return "one Triton kernel" if fused else f"torch's operators{f': {reasons}' if reasons else ''}"
 

@@ -37,14 +37,9 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.patches.slots import patch_state
-from rope_ext_hf.reading.preflight import (
-    available,
-    cached_bytes,
-    estimate_flops,
-    estimate_memory,
-    measure_flops,
-    widest_activation,
-)
+from rope_ext_hf.reading.cache_size import cached_bytes
+from rope_ext_hf.reading.memory import available, estimate_memory, widest_activation
+from rope_ext_hf.reading.operations import estimate_flops, measure_flops
 
 
 @dataclass(frozen=True)
@@ -240,7 +235,7 @@ class OneReading:
 
 
 def count_waits(run: Callable[[], None]) -> int:
-    """How often the host waits for the device during a call, as torch's debug mode of synchronisation warns."""
+    """Count the waits of the host for the device during a call, by torch's debug mode of synchronisation."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -309,7 +304,7 @@ def last_logits(model: Any, prompts: Prompts) -> Tensor:
 
 
 def check_unchanged(model: Any, method: str, stock: dict[int, Tensor], prompt: Tensor) -> Row | None:
-    """How far a patched model is from the stock one at the longest length that the method leaves as it is, if any."""
+    """Compare with the stock model at the longest length that the method leaves unchanged, if there is one."""
     with as_method(model, method):
         state = patch_state(model)
         assert state is not None
@@ -323,7 +318,7 @@ def check_unchanged(model: Any, method: str, stock: dict[int, Tensor], prompt: T
 
 
 def check_padded(model: Any, prompts: Prompts) -> float:
-    """How far the shortest row of a padded batch is from the same row alone."""
+    """Return the largest difference between the shortest row of a padded batch and the same row alone."""
     assert prompts.mask is not None
     tokens = int(prompts.mask[-1].sum())
     together = last_logits(model, prompts)[-1:]
@@ -350,7 +345,7 @@ def as_method(model: Any, method: str) -> Iterator[None]:
 
 
 def jobs(shape: Shape) -> Iterator[Row]:
-    """What is measured, by what is likely to be read first: methods at the shortest length, in a batch, further on."""
+    """Yield the measurements, the most wanted first: methods at the shortest length, in a batch, at longer lengths."""
     for at, tokens in enumerate(shape.lengths):
         for method in METHODS:
             yield {"method": method, "rows": 1, "tokens": tokens, "cudnn": True}

@@ -1,4 +1,4 @@
-"""Whether loss, LongPPL and retrieval rank methods alike, at four and eight times the context length.
+"""Rank methods by loss, LongPPL and retrieval, at four and eight times the context length.
 
     python benchmarks/measures.py --docstring-model build/bench/docstring-model
         --wide-heads-model build/bench/wide-heads-model --folder build/bench/measures [--spans 32] [--trials 32]
@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rope_ext_hf as rope
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval import Passkey, compare_runs, measure, sweep
-from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.training import RandomPositionsCollator
@@ -78,7 +78,7 @@ def reader(steps: int, device: str) -> Any:
 
 
 def compared(folder: Path, data: str, arguments: Any) -> dict[str, Any]:
-    """What the runs of one model say together."""
+    """Return the rankings of one model's runs, compared."""
     out = arguments.folder / folder.name
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(arguments.device)
     length = model.config.max_position_embeddings

@@ -9,7 +9,7 @@ from torch.profiler import profile, record_function
 
 
 def most_bytes(prepare: Callable[[], Callable[[], object]], device: str = "cpu") -> int:
-    """What lives when it is most during the call that `prepare` returns, what `prepare` made included."""
+    """Return the peak memory in bytes during the call that `prepare` returns, including what `prepare` allocated."""
     if device.startswith("cuda"):
         before = torch.cuda.memory_allocated()
         run = prepare()

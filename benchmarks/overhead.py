@@ -1,4 +1,4 @@
-"""What a patch costs: prefill and decode of a patched model against the stock model, in interleaved pairs.
+"""Overhead of a patch: prefill and decode of a patched model against the stock model, in interleaved pairs.
 
     python benchmarks/overhead.py [--methods yarn,jet-long] [--device cuda] [--out benchmarks/results.jsonl]
 
@@ -77,7 +77,7 @@ def interleaved(stock: Callable[[], object], patched: Callable[[], object], pair
 
 
 def settings(method: str, tokens: int) -> dict[str, Any]:
-    """What `patch` is called with."""
+    """Return the arguments for `patch`."""
     by_factor = "factor" in {field.name for field in fields(rope.list_methods()[method])}
     return {"method": method} | ({"factor": FACTOR} if by_factor else {"target_length": 2 * tokens})
 

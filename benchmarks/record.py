@@ -1,4 +1,4 @@
-"""How every benchmark here begins and ends: its options, and one JSON line, printed last and appended to a file."""
+"""Options and output that all benchmarks share: one JSON line, printed last and appended to a file."""
 
 from __future__ import annotations
 

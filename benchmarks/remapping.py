@@ -22,11 +22,11 @@ from reference import increase_over, load_bundled
 
 from rope_ext_hf.eval import Result, perplexity
 from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityMeasurement
-from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.patches.patching import patched
 from rope_ext_hf.reading.spans import EvalPlan, prepare
-from rope_ext_hf.runs.kinds import RunPlan
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.runner import carry_out
 
 METHODS = ("self-extend", "rerope", "leaky-rerope", "dca")

@@ -62,7 +62,7 @@ def shares(total: int, parts: int) -> list[int]:
 
 
 def nothing_found(cells: list[dict[str, Any]], name: str, length: int) -> bool:
-    """Whether a method answered nothing at two lengths in a row: it is not measured at longer ones."""
+    """Return whether a method answered nothing at two lengths in a row; it is not measured at longer ones then."""
     found: dict[int, float] = {}
     for cell in cells:
         if cell["name"] == name and cell["length"] < length:

@@ -165,5 +165,5 @@ class RulerQA(Suite):
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """Whether the answer holds any of the references: RULER's `string_match_part`."""
+        """Return 1.0 if the answer contains any of the references, else 0.0: RULER's `string_match_part`."""
         return float(any(reference.lower() in answer.lower() for reference in references))

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from rope_ext_hf.bounds import parse_length
 from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import model_source
-from rope_ext_hf.methods import resolve_method
+from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.runs.labels import label
 from rope_ext_hf.runs.statistics import estimate_share_change

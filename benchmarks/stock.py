@@ -1,4 +1,4 @@
-"""What the stock side of a comparison is run with on a device, and the kernel that its attention runs."""
+"""Settings of the stock model in a comparison on a device, and the attention kernel that it runs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attention_kernels_and_launches(run: Callable[[], object]) -> tuple[str, int 
 
 
 def _events(run: Callable[[], object], activities: Iterable[ProfilerActivity]) -> Counter[str]:
-    """How many events of each name a profiler sees during a call; raw ones, because a tree of 100,000 takes minutes."""
+    """Count the profiler's events during a call by name; raw events, because a tree of 100,000 takes minutes."""
     with profile(activities=list(activities)) as seen:
         run()
     return Counter(event.name() for event in seen.profiler.kineto_results.events())

@@ -77,7 +77,7 @@ BYTE_OFFSET = 3  # ByT5 puts <pad>, </s>, <unk> before the 256 bytes
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a model is trained with: its geometry, its rows, and its phases.
+    """Recipe of a training: geometry of the model, rows, and phases.
 
     Attributes:
         shape: keys of `LlamaConfig`.
@@ -233,7 +233,7 @@ def logits_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 @cache
 def _has_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is faster than float32: CPUs without instructions for it emulate it at half the speed."""
+    """Return whether bfloat16 is faster than float32: CPUs without instructions for it emulate it at half the speed."""
     if device.type != "cpu":
         return True
     capabilities = torch.cpu.get_capabilities()
@@ -258,7 +258,7 @@ def exact_match(model: nn.Module, prompts: Tensor, parts: Tensor) -> float:
 
 
 class Material:
-    """What is trained on and what is probed with, on a device."""
+    """Training rows and probes, on a device."""
 
     def __init__(self, recipe: Recipe, device: str) -> None:
         documents, unread = stdlib_training(), stdlib_held_out()

@@ -39,7 +39,7 @@ METHODS = ("yarn", "ntk", "dynamic-ntk")
 
 
 class Scaling(NamedTuple):
-    """What a config says of the scaling that its model was trained under."""
+    """A config's statement of the scaling that its model was trained under."""
 
     parameters: dict[str, Any]
     context_length: int
@@ -94,7 +94,7 @@ def bits(results: list[Result]) -> list[float]:
 
 
 def compare(own: Result, original: Result) -> list[float]:
-    """How much higher the loss over the original model is, and its 95% interval, in bits per byte."""
+    """Return the increase in loss over the original model and its 95% interval, in bits per byte."""
     return [
         round(gap * original.bits_per_byte / original.loss, 4)
         for gap in difference(original, own)[:3]

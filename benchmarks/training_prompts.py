@@ -130,7 +130,7 @@ def _share_words(rng: random.Random, texts: list[str]) -> list[str]:
 
 
 class Part(IntEnum):
-    """What a byte of a training prompt belongs to."""
+    """Part of a training prompt that a byte belongs to."""
 
     FILLER = 0
     STATEMENT_OR_QUESTION = 1

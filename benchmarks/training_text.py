@@ -1,4 +1,4 @@
-"""What the bundled model and the models of the benchmarks are trained on: Python's standard library."""
+"""Training text of the bundled model and of the benchmarks' models: Python's standard library."""
 
 from __future__ import annotations
 

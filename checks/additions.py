@@ -3,7 +3,7 @@
     python -m checks.additions
 
 tests/test_adding_in_a_copy.py makes all of them in one copy of the tree and runs this module there, which prints as
-JSON what the checks say: nothing, or an error, by title. CONTRIBUTING.md lists the titles and files.
+JSON what the checks say: nothing, or an error, by title. docs/internals.md lists the titles and files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Change:
     """One change.
 
     Attributes:
-        title: what it is, as in the table of CONTRIBUTING.md.
+        title: what it is, as in the table of docs/internals.md.
         file: the one that is changed, or made.
         check: raises AssertionError where the change has no effect.
         edits: what stands there once, and what is written in its place; "": at the end of the file.
@@ -61,7 +61,7 @@ def frequencies(method: str, **given: Any) -> list[float]:
 
 
 def printed(*words: str) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     from typer.testing import CliRunner
 
     from rope_ext_hf.cli.app import app
@@ -244,7 +244,7 @@ values = { "unpatched" = [1.0], "yarn" = [2.0] }
 
 
 def reported() -> None:
-    from rope_ext_hf.tools.advice.advice import reported as tables
+    from rope_ext_hf.tools.advice.reported import reported as tables
 
     assert tables()[-1].source == "Nobody et al."
     assert "Nobody et al." in page("choosing")
@@ -309,8 +309,8 @@ class Colours(Suite):
     name = "colours"
     tasks = ("ball",)
 
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        return [Sample("The ball is red. Which colour has the ball?", " It is", ("red",), 4, 60)] * wanted.count
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
+        return [Sample("The ball is red. Which colour has the ball?", " It is", ("red",), 4, 60)] * settings.count
 '''
 
 

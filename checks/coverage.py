@@ -1,4 +1,4 @@
-"""What a patch does to every language model class of the installed transformers, each built tiny, and how it is read.
+"""Coverage of the installed transformers: patch, and read, a tiny model of every language model class.
 
     make coverage
     python -m checks.coverage [--only llama,qwen3] [--again]
@@ -194,7 +194,7 @@ def _decode(model: Any, entry: Entry) -> Tensor | None:
 
 
 def _decodes_alike(model: Any, entry: Entry) -> bool:
-    """Whether decoding onto a cache equals one forward, which not every class does without a patch either."""
+    """Return whether decoding onto a cache equals one forward; some classes do not even without a patch."""
     try:
         steps = _decode(model, entry)
     except (IndexError, RuntimeError):  # a table of positions that ends; a step that the class does not take

@@ -60,7 +60,7 @@ POSITIONS = 4096
 
 
 class Op(torch.nn.Module):
-    """What the engines' rotary classes inherit from."""
+    """Stand-in for the base class of the engines' rotary classes."""
 
     def __init__(self, **_: Any) -> None:
         super().__init__()

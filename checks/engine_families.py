@@ -278,7 +278,7 @@ def other_epsilon(value: float, model: torch.nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OwnWay:
-    """What an engine does otherwise.
+    """A known difference between an engine and transformers.
 
     Attributes:
         cause: in words.
@@ -450,7 +450,7 @@ def convert(families: Sequence[str], source: Path) -> None:
 
 
 def llama_cpp_job(case: Case, times: int) -> Any:
-    """What checks/llama_cpp_logits.py is asked for."""
+    """Return the job for checks/llama_cpp_logits.py."""
     file, out = case.folder / "model.gguf", case.out(times)
     job: dict[str, Any] = {"context": {}, "overrides": {}}
     if case.config is not None and case.config.gguf_keys:
@@ -464,7 +464,7 @@ def llama_cpp_job(case: Case, times: int) -> Any:
 
 
 def mlx_job(case: Case, times: int) -> Any:
-    """What checks/engine_logits.py is asked for."""
+    """Return the job for checks/engine_logits.py."""
     out = case.out(times)
     served = out.with_suffix("")
     shutil.copytree(case.folder / "hf", served)
@@ -524,12 +524,12 @@ def measure(engine: str, python: str, cases: Sequence[Case]) -> None:
 
 
 def remaining(row: Mapping[str, Any]) -> float:
-    """What an engine and a model here lie apart, in its own way where it has one."""
+    """Return the largest difference of logits between an engine and the model here, known differences imitated."""
     return float(max(row.get("imitated", row.get("difference", {"": 0.0})).values()))
 
 
 def within(row: Mapping[str, Any]) -> float:
-    """What they may lie apart."""
+    """Return the largest difference that is allowed."""
     way = OWN_WAYS.get(str(row["engine"]), {}).get(str(row["family"]))
     return AGREE if way is None else way.within
 

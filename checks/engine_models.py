@@ -1,4 +1,4 @@
-"""Which families has each engine a model of its own for, by its own list?
+"""Model families for which each engine has a model of its own, by the engine's own list.
 
     make test-engines
     python -m checks.engine_models --engines FOLDER --llama-cpp FOLDER --mlx-lm FOLDER

@@ -545,7 +545,7 @@ def row(engine: Any, dtype: str, case: Measured | Mistake) -> dict[str, Any]:
 
 
 def baselines(engine: Any, dtype: str) -> Iterator[dict[str, Any]]:
-    """What a record of a right server says after each change."""
+    """Yield the verdict of a recorded baseline after each change of the server."""
     (record := WORK / f"{engine.title}-{dtype}.json").unlink(missing_ok=True)
     with engine.right(YARN, dtype) as url:
         record_server(url, record, lengths=LENGTHS)
@@ -603,7 +603,7 @@ def main() -> None:
 
 
 def key(row: dict[str, Any]) -> tuple[str, ...]:
-    """What a row is about."""
+    """Return the values that identify a row."""
     return tuple(row[name] for name in ("engine", "dtype", "measured", "expected"))
 
 

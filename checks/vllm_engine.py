@@ -190,7 +190,7 @@ class Engine:
         ]
 
     def run(self, jobs: Sequence[dict[str, Any]], *, plugins: bool = True) -> list[dict[str, Any] | str]:
-        """What vLLM gives for each job, or the error; a process that dies fails the job that it was at."""
+        """Return vLLM's answer to each job, or its error; a process that dies fails the job it was working on."""
         answers: list[dict[str, Any] | str] = []
         while len(answers) < len(jobs):
             given, out = WORK / "jobs.json", WORK / "answers.jsonl"

@@ -1,4 +1,4 @@
-"""How many inputs does a real vLLM have room for, and does the plug-in rotate alike in several of its processes?
+"""Room for inputs in a real vLLM, and equality of the plug-in's rotation in several of its processes.
 
     make test-vllm
     ENV/bin/python checks/vllm_memory.py

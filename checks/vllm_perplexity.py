@@ -28,7 +28,7 @@ AGREE = {"float32": 1e-4, "bfloat16": 0.02}
 
 
 def measure(python: Path, out: Path, *options: str) -> Any:
-    """What `rope-ext ppl` prints of the bundled model."""
+    """Return what `rope-ext ppl --json` prints for the bundled model."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
     command = [str(python), "-m", "rope_ext_hf", "ppl", "reference", *OPTIONS, *options, "--out", str(out), "--json"]

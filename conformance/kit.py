@@ -1,19 +1,20 @@
-"""The kit's numbers, and what a port's numbers are called beside them. Needs numpy alone.
+"""Comparison of a port's numbers with those of this kit. It needs only numpy.
 
-A port is a module, or an object, with any of these functions; `layer_type` and `length` are given where a function
-takes them. Whatever raises NotImplementedError is not offered by the port.
+A port is a module or an object with any of these functions. `layer_type` and `length` are passed to functions that take
+them. A function that raises NotImplementedError counts as missing.
 
     inv_freq(config, layer_type, length)              radians per position, one number for each rotated pair
-    magnitude(config, layer_type, length)             the number that cos and sin are multiplied by
-    softmax_scale(config, layer_type, length)         the number that scores are multiplied by
+    magnitude(config, layer_type, length)             the factor of cos and sin
+    softmax_scale(config, layer_type, length)         the factor of scores
     cos_sin(config, positions, layer_type, length)    (cos, sin), each positions x pairs, with the magnitude; a position
-                                                      is a number, or three of them under M-RoPE
-    table(config, layer_type, length)                 positions that cos_sin has angles for; missing: as many as asked
+                                                      is a number, or three numbers under M-RoPE
+    table(config, layer_type, length)                 number of positions that cos_sin has angles for; if missing, it
+                                                      has angles for every position
     rotate(config, vector, position, layer_type, length)    the vector of a head, rotated
-    logits(folder, rows, chunks)                      of the last token of each row of token ids; rows of unequal length
-                                                      are padded on the left and masked; with chunks, the ids are read
-                                                      in pieces of these sizes with one cache
-    version()                                         what was run
+    logits(folder, rows, chunks)                      logits of the last token of each row of token ids; rows of unequal
+                                                      length are padded on the left and masked; with chunks, the ids are
+                                                      read in pieces of these sizes with one cache
+    version()                                         the name and version of the program
 """
 
 from __future__ import annotations
@@ -35,55 +36,55 @@ HERE = Path(__file__).parent
 ORIGINAL = 64
 """The original length of the tiny models, in tokens."""
 READ = ("1x", "beyond", "growing cache", "chunks", "left padding")
-"""How the tiny models are read."""
+"""The ways in which the tiny models are read."""
 CHECKS = ("inv_freq", "magnitude", "softmax_scale", "cos_sin", "on_axes", "rotated")
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One check of one row or model; `error`: what differs and the likely mistake; "": nothing; None: not offered."""
+    """The outcome of one check."""
 
-    case: str
+    case: str  # the configuration or tiny model
     layer_type: str | None
     length: int | None
     check: str
-    error: str | None
+    error: str | None  # the difference and the likely mistake; empty: none; None: the port lacks the function
 
 
 @cache
 def about() -> Json:
-    """Version, licence and tolerances."""
+    """Return the kit's version, licence and tolerances."""
     return read(HERE / "kit.json")
 
 
 def read(path: Path) -> Json:
-    """A JSON file."""
+    """Return the content of a JSON file."""
     content: Json = json.loads(path.read_text(encoding="utf-8"))
     return content
 
 
 def cases(names: list[str] | None = None) -> Iterator[tuple[str, Json]]:
-    """The configurations by name."""
+    """Yield configurations with their names; all of them if no names are given."""
     for path in sorted((HERE / "configurations").glob("*.json")):
         if not names or path.stem in names:
             yield path.stem, read(path)
 
 
 def vector(count: int) -> list[float]:
-    """What is rotated."""
+    """Return the vector that `rotate` is called with."""
     return [((7 * i) % 11 - 5) / 4 for i in range(count)]
 
 
-def call(function: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """Call a function with those of the named arguments that it takes."""
-    taken = inspect.signature(function).parameters
-    every = any(each.kind == each.VAR_KEYWORD for each in taken.values())
-    return function(*given, **{key: value for key, value in more.items() if every or key in taken})
+def call(function: Callable[..., Any], *args: Any, **optional: Any) -> Any:
+    """Call a function with the positional arguments, and with the named ones that it takes."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+    return function(*args, **{name: value for name, value in optional.items() if takes_all or name in parameters})
 
 
 def check_tables(port: Any, dtype: str = "float32", names: list[str] | None = None) -> Iterator[Outcome]:
-    """Every configuration against what a port computes."""
+    """Compare a port with every configuration, or with the named ones."""
     allowed = about()["tolerances"][dtype]
     for name, entry in cases(names):
         for row in entry["rows"]:
@@ -98,46 +99,51 @@ def check_tables(port: Any, dtype: str = "float32", names: list[str] | None = No
                 yield Outcome(name, row["layer_type"], row["length"], check, error)
 
 
-def _asked(port: Any, name: str, entry: Json, row: Json, *more: Any) -> Any:
+def _port_value(port: Any, name: str, entry: Json, row: Json, *args: Any) -> Any:
+    """Return the value of a port's function for a row of a configuration; NotImplementedError where it has none."""
     function = getattr(port, name, None)
     if function is None:
         raise NotImplementedError
-    config = json.loads(json.dumps(entry["config"]))
-    return call(function, config, *more, layer_type=row["layer_type"], length=row["length"])
+    config = json.loads(json.dumps(entry["config"]))  # a port may change it
+    return call(function, config, *args, layer_type=row["layer_type"], length=row["length"])
 
 
-def _named(row: Json, key: str, got: Any, tolerance: float) -> str:
-    """The mistakes that give these numbers, in words; first those that change nothing else."""
-    known = sorted((each for each in row["mistakes"] if key in each), key=len)
-    near = [each["name"] for each in known if np.allclose(got, each[key], rtol=max(tolerance, 1e-8), atol=0)]
-    return as_with(near)
+def _matching_mistakes(row: Json, key: str, value: Any, tolerance: float) -> str:
+    """Return a clause with the mistakes that give this value, those that change nothing else first."""
+    mistakes = sorted((mistake for mistake in row["mistakes"] if key in mistake), key=len)
+    matching = [
+        mistake["name"] for mistake in mistakes if np.allclose(value, mistake[key], rtol=max(tolerance, 1e-8), atol=0)
+    ]
+    return as_with(matching)
 
 
 def as_with(names: list[str]) -> str:
-    """Likely mistakes, the first three."""
+    """Return a clause with the first three of the likely mistakes, or an empty string."""
     return f"; as with: {' or '.join(names[:3])}" if names else ""
 
 
 def _compare_inv_freq(port: Any, entry: Json, row: Json, allowed: Json) -> str:
-    got, right = np.array(_asked(port, "inv_freq", entry, row), np.float64), np.array(row["inv_freq"])
-    if got.shape != right.shape:
-        whole = 2 * got.size == row["rotated"]["width"]
-        return f"{got.size} pairs rotate instead of {right.size}" + ("; as with: a partial rotation ignored" * whole)
-    off = np.abs(got - right) / np.where(right > 0, right, 1.0)
-    if (off <= allowed["inv_freq"]).all():
+    computed, right = np.array(_port_value(port, "inv_freq", entry, row), np.float64), np.array(row["inv_freq"])
+    if computed.shape != right.shape:
+        text = f"{computed.size} pairs rotate instead of {right.size}"
+        whole_head = 2 * computed.size == row["rotated"]["width"]
+        return text + as_with(["a partial rotation ignored"] if whole_head else [])
+    error = np.abs(computed - right) / np.where(right > 0, right, 1.0)
+    if (error <= allowed["inv_freq"]).all():
         return ""
-    worst = int(np.where(np.isnan(off), np.inf, off).argmax())
-    text = f"{int((~(off <= allowed['inv_freq'])).sum())} of {right.size} frequencies differ, the most that of pair "
-    text += f"{worst}: {got[worst]:.6g} instead of {right[worst]:.6g}"
-    return text + _named(row, "inv_freq", got[row["pairs"]], allowed["inv_freq"])
+    worst = int(np.where(np.isnan(error), np.inf, error).argmax())
+    text = f"{int((~(error <= allowed['inv_freq'])).sum())} of {right.size} frequencies differ, the most that of pair "
+    text += f"{worst}: {computed[worst]:.6g} instead of {right[worst]:.6g}"
+    return text + _matching_mistakes(row, "inv_freq", computed[row["pairs"]], allowed["inv_freq"])
 
 
 def _compare_number(key: str) -> Callable[[Any, Json, Json, Json], str]:
     def compare(port: Any, entry: Json, row: Json, allowed: Json) -> str:
-        got, right = float(_asked(port, key, entry, row)), row[key]
-        if abs(got - right) <= allowed["magnitude"] * right:
+        computed, right = float(_port_value(port, key, entry, row)), row[key]
+        if abs(computed - right) <= allowed["magnitude"] * right:
             return ""
-        return f"{got:.7g} instead of {right:.7g}" + _named(row, key, got, allowed["magnitude"])
+        mistakes = _matching_mistakes(row, key, computed, allowed["magnitude"])
+        return f"{computed:.7g} instead of {right:.7g}{mistakes}"
 
     return compare
 
@@ -155,39 +161,41 @@ def _compare_on_axes(port: Any, entry: Json, row: Json, allowed: Json) -> str:
 
 
 def _compare_angles(port: Any, entry: Json, row: Json, allowed: Json, table: Json, at: list[list[int]]) -> str:
-    limit = _asked(port, "table", entry, row) if hasattr(port, "table") else max(map(max, at)) + 1
-    kept = [k for k, each in enumerate(at) if max(each) < limit]
+    """Compare cos and sin with those of a table, at positions (positions, pairs) that the port has angles for."""
+    limit = _port_value(port, "table", entry, row) if hasattr(port, "table") else max(map(max, at)) + 1
+    kept = [index for index, positions in enumerate(at) if max(positions) < limit]
     if not kept:
         raise NotImplementedError
-    table = {key: [table[key][k] for k in kept] for key in ("positions", "cos", "sin")}
-    at = [at[k] for k in kept]
-    cos, sin = _asked(port, "cos_sin", entry, row, table["positions"])
-    got = np.stack([np.array(part, np.float64)[:, row["pairs"]] for part in (cos, sin)])
+    table = {key: [table[key][index] for index in kept] for key in ("positions", "cos", "sin")}
+    at = [at[index] for index in kept]
+    cos, sin = _port_value(port, "cos_sin", entry, row, table["positions"])
+    computed = np.stack([np.array(part, np.float64)[:, row["pairs"]] for part in (cos, sin)])
     inv_freq, positions = np.array(row["inv_freq"])[row["pairs"]], np.array(at, np.float64)
     right = row["magnitude"] * np.stack([table["cos"], table["sin"]])
     bound = row["magnitude"] * (allowed["angle"] * positions * inv_freq + allowed["cos_sin"])
-    off = np.abs(got - right)
-    if (off <= bound).all():
+    error = np.abs(computed - right)
+    if (error <= bound).all():
         return ""
-    first = int((~(off <= bound)).any((0, 2)).argmax())
-    text = f"cos and sin differ by {off[:, first].max():.2g} at position {table['positions'][first]}"
-    near = [
+    first = int((~(error <= bound)).any((0, 2)).argmax())
+    text = f"cos and sin differ by {error[:, first].max():.2g} at position {table['positions'][first]}"
+    matching = [
         name
         for name, angles, magnitude in _wrong_angles(row, positions, inv_freq)
-        if (np.abs(got - magnitude * np.stack([np.cos(angles), np.sin(angles)])) <= 4 * bound).all()
+        if (np.abs(computed - magnitude * np.stack([np.cos(angles), np.sin(angles)])) <= 4 * bound).all()
     ]
-    return text + as_with(near)
+    return text + as_with(matching)
 
 
 def _wrong_angles(row: Json, positions: Any, inv_freq: Any) -> Iterator[tuple[str, Any, float]]:
-    for each in row["mistakes"]:
-        if each.keys() & {"inv_freq", "magnitude"}:
-            changed = np.array(each.get("inv_freq", inv_freq))
-            yield each["name"], positions * changed, each.get("magnitude", row["magnitude"])
-    for name, short in (("float16", _float16), ("bfloat16", _bfloat16)):
-        yield f"angles in {name}", short(short(positions) * short(inv_freq)), row["magnitude"]
-        yield f"positions in {name}", short(positions) * inv_freq, row["magnitude"]
-        yield f"frequencies in {name}", positions * short(inv_freq), row["magnitude"]
+    """Yield mistakes by name, with their angles and their magnitude."""
+    for mistake in row["mistakes"]:
+        if mistake.keys() & {"inv_freq", "magnitude"}:
+            wrong_inv_freq = np.array(mistake.get("inv_freq", inv_freq))
+            yield mistake["name"], positions * wrong_inv_freq, mistake.get("magnitude", row["magnitude"])
+    for name, rounded in (("float16", _float16), ("bfloat16", _bfloat16)):
+        yield f"angles in {name}", rounded(rounded(positions) * rounded(inv_freq)), row["magnitude"]
+        yield f"positions in {name}", rounded(positions) * inv_freq, row["magnitude"]
+        yield f"frequencies in {name}", positions * rounded(inv_freq), row["magnitude"]
     if "axes" in row:
         yield "the first axis for every pair", positions[:, :1] * inv_freq, row["magnitude"]
 
@@ -203,19 +211,22 @@ def _bfloat16(values: Any) -> Any:
 
 
 def _compare_rotated(port: Any, entry: Json, row: Json, allowed: Json) -> str:
-    given = row["rotated"]
-    got = np.array(_asked(port, "rotate", entry, row, vector(given["width"]), given["position"]), np.float64)
-    bound = 4 * (allowed["angle"] * given["position"] + allowed["cos_sin"]) * row["magnitude"]
-    off = {p: np.abs(got[given[p]["index"]] - given[p]["value"]).max() for p in ("half", "interleaved")}
+    right = row["rotated"]
+    computed = np.array(_port_value(port, "rotate", entry, row, vector(right["width"]), right["position"]), np.float64)
+    bound = 4 * (allowed["angle"] * right["position"] + allowed["cos_sin"]) * row["magnitude"]
+    errors = {
+        pairing: np.abs(computed[right[pairing]["index"]] - right[pairing]["value"]).max()
+        for pairing in ("half", "interleaved")
+    }
     own, pairs = entry["pairing"], len(row["inv_freq"])
-    if own == "interleaved":  # some reorder what they have rotated, queries and keys alike, which changes no score
-        index = [at // 2 + at % 2 * pairs if at < 2 * pairs else at for at in given[own]["index"]]
-        off[own] = min(off[own], np.abs(got[index] - given[own]["value"]).max())
-    if off[own] <= bound:
+    if own == "interleaved":  # some programs reorder rotated queries and keys alike, which changes no score
+        index = [at // 2 + at % 2 * pairs if at < 2 * pairs else at for at in right[own]["index"]]
+        errors[own] = min(errors[own], np.abs(computed[index] - right[own]["value"]).max())
+    if errors[own] <= bound:
         return ""
-    other = next(pairing for pairing in off if pairing != own)
-    text = f"a vector at position {given['position']} differs by {off[own]:.2g}"
-    return text + as_with([f"{other} pairing in place of {own}"] if off[other] <= bound else [])
+    other = next(pairing for pairing in errors if pairing != own)
+    text = f"a vector at position {right['position']} differs by {errors[own]:.2g}"
+    return text + as_with([f"{other} pairing in place of {own}"] if errors[other] <= bound else [])
 
 
 _COMPARED: dict[str, Callable[[Any, Json, Json, Json], str]] = {
@@ -232,21 +243,21 @@ _COMPARED: dict[str, Callable[[Any, Json, Json, Json], str]] = {
 
 
 def models(names: list[str] | None = None) -> Iterator[tuple[str, Json]]:
-    """The tiny models by name."""
+    """Yield the tiny models with their names; all of them if no names are given."""
     for path in sorted((HERE / "models").glob("*.json")):
         if not names or path.stem in names:
             yield path.stem, read(path)
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """A folder with a tiny model, as programs load it."""
+    """Write the folder of a tiny model, as programs load it, and return its path."""
     entry = read(HERE / "models" / f"{name}.json")
-    made = folder / name
-    made.mkdir(parents=True, exist_ok=True)
+    model_folder = folder / name
+    model_folder.mkdir(parents=True, exist_ok=True)
     words = ["<pad>", "<s>", "</s>", *string.ascii_letters, *string.digits][: entry["config"]["vocab_size"]]
     vocabulary = {word: i for i, word in enumerate(words)}
     steps = [{"type": "ByteFallback"}, {"type": "Fuse"}]
-    tokenizer = {  # llama.cpp's converter takes it for that of a Llama
+    tokenizer = {  # llama.cpp's converter takes it for a Llama's
         "version": "1.0",
         "added_tokens": [],
         "decoder": {"type": "Sequence", "decoders": steps},
@@ -258,29 +269,28 @@ def write_model(name: str, folder: Path) -> Path:
         ("tokenizer.json", tokenizer),
         ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"} | special),
     ):
-        (made / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    shutil.copyfile(HERE / "models" / entry["weights"], made / "model.safetensors")
-    return made
+        (model_folder / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(HERE / "models" / entry["weights"], model_folder / "model.safetensors")
+    return model_folder
 
 
 def allowed_difference(entry: Json, dtype: str) -> float:
-    """The root mean square difference of logits that a dtype explains."""
-    rounding: float = (
-        3 * entry["rounding"][dtype] if dtype in entry["rounding"] else about()["tolerances"][dtype]["logits"]
-    )
-    return rounding * float(entry["std"])
+    """Return the root mean square difference of logits that a dtype explains."""
+    measured = entry["rounding"].get(dtype)  # in standard deviations of the logits
+    deviations = about()["tolerances"][dtype]["logits"] if measured is None else 3 * measured
+    return float(deviations) * float(entry["std"])
 
 
 def check_models(port: Any, dtype: str = "float32", names: list[str] | None = None) -> Iterator[Outcome]:
-    """Every tiny model, read in every way."""
+    """Compare a port's logits of every tiny model, or of the named ones, read in every way."""
     if not hasattr(port, "logits"):
         return
     with tempfile.TemporaryDirectory() as folder:
         for name, entry in models(names):
-            made = write_model(name, Path(folder))
+            model_folder = write_model(name, Path(folder))
             for check in READ:
                 try:
-                    error: str | None = _compare_read(port, entry, made, check, dtype)
+                    error: str | None = _compare_read(port, entry, model_folder, check, dtype)
                 except NotImplementedError:
                     error = None
                 except Exception as raised:
@@ -298,34 +308,41 @@ def _compare_read(port: Any, entry: Json, folder: Path, check: str, dtype: str) 
         "chunks": [([ids[:last]], [100, 92, last - 192])],
         "left padding": [([ids[:last], ids[:ORIGINAL]], None)],
     }[check]
-    rows = [row for asked, _ in plan for row in asked]
-    given = [call(port.logits, folder, asked, chunks) for asked, chunks in plan]
-    got = np.concatenate(
-        [np.array(each, np.float64).reshape(len(asked), -1) for each, (asked, _) in zip(given, plan, strict=True)]
-    )
+    rows, computed_rows = [], []
+    for batch, chunks in plan:
+        rows += batch
+        result = call(port.logits, folder, batch, chunks)
+        computed_rows.append(np.array(result, np.float64).reshape(len(batch), -1))
+    computed = np.concatenate(computed_rows)
     expected = np.stack([right[len(row)] for row in rows])
-    off = np.sqrt(((got - expected) ** 2).mean(-1))
-    if (off <= allowed_difference(entry, dtype)).all():
+    error = np.sqrt(((computed - expected) ** 2).mean(-1))
+    if (error <= allowed_difference(entry, dtype)).all():
         return ""
-    worst = int(np.where(np.isnan(off), np.inf, off).argmax())
-    text = f"the logits after {len(rows[worst])} tokens differ by {off[worst] / entry['std']:.2g} standard deviations"
+    worst = int(np.where(np.isnan(error), np.inf, error).argmax())
+    text = f"the logits after {len(rows[worst])} tokens differ by {error[worst] / entry['std']:.2g} standard deviations"
     if check not in ("1x", "beyond"):
         return text
-    scores = got - np.log(np.exp(got - got.max(-1, keepdims=True)).sum(-1, keepdims=True)) - got.max(-1, keepdims=True)
-    found = {len(row): score[ids[len(row)]] for row, score in zip(rows, scores, strict=True)}
-    return text + as_with(likely_mistakes(entry, found, dtype, alone=True))
+    largest = computed.max(-1, keepdims=True)
+    scores = computed - np.log(np.exp(computed - largest).sum(-1, keepdims=True)) - largest
+    logprobs = {len(row): score[ids[len(row)]] for row, score in zip(rows, scores, strict=True)}
+    return text + as_with(likely_mistakes(entry, logprobs, dtype, alone=True))
 
 
-def likely_mistakes(entry: Json, found: dict[int, float], dtype: str, *, alone: bool = False) -> list[str]:
-    """The mistakes under which the tokens that follow prefixes have these log-probabilities, by prefix length.
+def likely_mistakes(entry: Json, logprobs: dict[int, float], dtype: str, *, alone: bool = False) -> list[str]:
+    """Return the mistakes under which the tokens that follow prefixes have these log-probabilities.
 
     Args:
+        entry: the tiny model.
+        logprobs: the log-probability of the token after each prefix, by the prefix's length.
+        dtype: the dtype of the computation.
         alone: whether each prefix was read by itself.
     """
-    places = [entry["positions"].index(at) for at in found]
-    values, bound = np.array(list(found.values())), 4 * allowed_difference(entry, dtype)
-    known = {
-        each["name"]: each.get("alone", each["logprobs"]) if alone else each["logprobs"] for each in entry["mistakes"]
-    }
-    near = {name: np.array(logprobs)[places] - values for name, logprobs in known.items()}
-    return [name for name, off in near.items() if np.sqrt((off**2).mean()) <= bound]
+    places = [entry["positions"].index(length) for length in logprobs]
+    values, bound = np.array(list(logprobs.values())), 4 * allowed_difference(entry, dtype)
+    names = []
+    for mistake in entry["mistakes"]:
+        of_mistake = mistake.get("alone", mistake["logprobs"]) if alone else mistake["logprobs"]
+        error = np.array(of_mistake)[places] - values
+        if np.sqrt((error**2).mean()) <= bound:
+            names.append(mistake["name"])
+    return names

@@ -1,4 +1,4 @@
-"""Does a program compute RoPE as published? A table of what agrees with the numbers of this folder.
+"""Check that a program computes RoPE as published: a table of its agreement with the numbers of this folder.
 
     python run.py --port transformers            # the installed transformers; the models of models/ too
     python run.py --port mymodule:inv_freq       # a function: config (dict) -> list of inverse frequencies
@@ -6,7 +6,7 @@
     python run.py --write FOLDER                 # the models of models/, as folders that programs load
     python run.py --server URL --model NAME      # a server over HTTP that serves one of them
 
-Needs Python 3.11 and numpy, and what the port needs. The exit status is 1 where something differs.
+It needs Python 3.11, numpy, and the packages of the port. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Outcomes = Sequence[kit.Outcome]
 
 
 def load(port: str) -> Any:
-    """A port by its name."""
+    """Return a port by its name."""
     if port == "transformers":
         return importlib.import_module("transformers_port")
     module, _, function = port.partition(":")
@@ -40,73 +40,82 @@ def load(port: str) -> Any:
 
 
 def cell(outcome: kit.Outcome) -> str:
-    """One word."""
-    return "-" if outcome.error is None else "FAILS" if outcome.error else "pass"
+    """Return a cell of the table: pass, FAILS, or - for a function that the port lacks."""
+    if outcome.error is None:
+        return "-"
+    return "FAILS" if outcome.error else "pass"
 
 
 def title(outcome: kit.Outcome) -> str:
-    """The name of a row."""
+    """Return the name of an outcome's row."""
     length = "" if outcome.length is None else f", {outcome.length:,} tokens"
     return outcome.case + (f", {outcome.layer_type}" if outcome.layer_type else "") + length
 
 
 def table(outcomes: Outcomes, titles: Sequence[str]) -> list[str]:
-    """A line for each row."""
+    """Return the lines of a table with a row for each case, layer type and length."""
     rows: dict[str, list[str]] = {}
-    for each in outcomes:
-        rows.setdefault(title(each), []).append(cell(each))
-    width = max(map(len, rows), default=0)
-    columns = [max(11, len(each) + 2) for each in titles]
+    for outcome in outcomes:
+        rows.setdefault(title(outcome), []).append(cell(outcome))
+    name_width = max(map(len, rows), default=0)
+    widths = [max(11, len(heading) + 2) for heading in titles]
     lines = [("", list(titles)), *rows.items()] if rows else []
     return [
-        f"{name:<{width}}" + "".join(f"{each:>{wide}}" for each, wide in zip(cells, columns, strict=True))
+        f"{name:<{name_width}}" + "".join(f"{text:>{width}}" for text, width in zip(cells, widths, strict=True))
         for name, cells in lines
     ]
 
 
 def report(tables: Outcomes, models: Outcomes) -> str:
-    """Two tables, then what failed and the likely mistake."""
-    both = [*tables, *models]
-    lines = [*table(tables, TITLES), "", *table(models, kit.READ), ""] if models else table(tables, TITLES)
-    lines += [f"{title(each)}: {each.check}: {each.error}" for each in both if each.error]
-    agree = sum(each.error == "" for each in both)
-    return "\n".join([*lines, f"{agree} agree, {sum(bool(each.error) for each in both)} differ"])
+    """Return two tables, followed by the differences with the likely mistakes."""
+    lines = table(tables, TITLES)
+    if models:
+        lines = [*lines, "", *table(models, kit.READ), ""]
+    outcomes = [*tables, *models]
+    failed = [outcome for outcome in outcomes if outcome.error]
+    lines += [f"{title(outcome)}: {outcome.check}: {outcome.error}" for outcome in failed]
+    agree = sum(outcome.error == "" for outcome in outcomes)
+    return "\n".join([*lines, f"{agree} agree, {len(failed)} differ"])
 
 
 def main() -> None:
-    """Run what the command line asks for."""
+    """Do what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--port", help="transformers, MODULE or MODULE:FUNCTION")
-    what.add_argument("--write", type=Path, metavar="FOLDER", help="write the models there")
-    what.add_argument("--server", metavar="URL", help="vLLM, SGLang, llama.cpp or another with OpenAI's completions")
-    parser.add_argument("--model", metavar="NAME", help="that the server serves")
-    parser.add_argument("--dtype", default="float32", choices=kit.about()["tolerances"], help="of what it computes")
-    parser.add_argument("--cases", nargs="*", metavar="NAME", help="these configurations and models alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes there")
-    given = parser.parse_args()
-    if given.write:
-        print(*(kit.write_model(name, given.write) for name, _ in kit.models(given.cases)), sep="\n")
+    actions = parser.add_mutually_exclusive_group(required=True)
+    actions.add_argument("--port", help="check a port: transformers, MODULE or MODULE:FUNCTION")
+    actions.add_argument("--write", type=Path, metavar="FOLDER", help="write the tiny models to this folder")
+    actions.add_argument(
+        "--server", metavar="URL", help="check a server: vLLM, SGLang, llama.cpp or one with OpenAI's completions"
+    )
+    parser.add_argument("--model", metavar="NAME", help="the tiny model that the server serves")
+    parser.add_argument(
+        "--dtype", default="float32", choices=kit.about()["tolerances"], help="the dtype of the computation"
+    )
+    parser.add_argument("--cases", nargs="*", metavar="NAME", help="check only these configurations and models")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes to this file")
+    options = parser.parse_args()
+    if options.write:
+        print(*(kit.write_model(name, options.write) for name, _ in kit.models(options.cases)), sep="\n")
         return
-    if given.server:
+    if options.server:
         import server
 
-        if given.model not in dict(kit.models()):
+        if options.model not in dict(kit.models()):
             parser.error(f"--model must be one of {', '.join(dict(kit.models()))}")
-        agrees, text = server.check(given.server, dict(kit.models())[given.model], given.dtype)
-        print(f"{given.server}, {given.model}: {text}")
+        agrees, text = server.check(options.server, dict(kit.models())[options.model], options.dtype)
+        print(f"{options.server}, {options.model}: {text}")
         sys.exit(not agrees)
-    port = load(given.port)
-    tables = list(kit.check_tables(port, given.dtype, given.cases))
-    models = list(kit.check_models(port, given.dtype, given.cases))
+    port = load(options.port)
+    tables = list(kit.check_tables(port, options.dtype, options.cases))
+    models = list(kit.check_models(port, options.dtype, options.cases))
     outcomes = [*tables, *models]
-    name = port.version() if hasattr(port, "version") else given.port
-    print(f"{kit.about()['name']} {kit.about()['version']}: {name}, {given.dtype}")
+    name = port.version() if hasattr(port, "version") else options.port
+    print(f"{kit.about()['name']} {kit.about()['version']}: {name}, {options.dtype}")
     print(report(tables, models))
-    if given.json:
-        content = {"port": name, "dtype": given.dtype, "outcomes": [asdict(each) for each in outcomes]}
-        given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    sys.exit(any(each.error for each in outcomes))
+    if options.json:
+        content = {"port": name, "dtype": options.dtype, "outcomes": [asdict(outcome) for outcome in outcomes]}
+        options.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    sys.exit(any(outcome.error for outcome in outcomes))
 
 
 if __name__ == "__main__":

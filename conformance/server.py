@@ -1,7 +1,7 @@
-"""A server over HTTP that serves one of the tiny models: the log-probabilities it gives, against those of the kit.
+"""Check of a server over HTTP that serves one of the tiny models, by the log-probabilities that it returns.
 
-The text is sent as token ids. vLLM, SGLang and programs with OpenAI's completions give log-probabilities of a prompt;
-llama.cpp gives those of the next token, after each prefix. Nothing but the address given is asked.
+The text is sent as token ids. vLLM, SGLang and programs with OpenAI's completions return log-probabilities of a prompt;
+llama.cpp returns those of the next token, so it is asked after each prefix. No other address is contacted.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ Ask = Callable[[str, Json], Json]
 
 
 def check(url: str, entry: kit.Json, dtype: str) -> tuple[bool, str]:
-    """Whether a server agrees, and in words after how many prefixes, or by how much not and the likely mistake.
+    """Return True if a server agrees, and a sentence: the number of prefixes, or the difference and likely mistake.
 
     Args:
-        entry: the file of the model that is served.
-        dtype: that the server computes in.
+        url: the server's address.
+        entry: the content of the served model's file.
+        dtype: the dtype of the server's computation.
 
     Raises:
-        SystemExit: nothing there that answers, or no log-probabilities.
+        SystemExit: no known server answers, or it returns no log-probabilities.
     """
     url = url.rstrip("/").removesuffix("/v1")
 
@@ -37,30 +38,36 @@ def check(url: str, entry: kit.Json, dtype: str) -> tuple[bool, str]:
         with urllib.request.urlopen(request, timeout=300) as answer:
             return json.load(answer)
 
-    kind = next((kind for probe, kind in KINDS.items() if answers(ask, probe)), None)
-    if kind is None:
-        raise SystemExit(f"{url} is no server of a kind that is known here")
+    reader = next((reader for probe, reader in READERS.items() if answers(ask, probe)), None)
+    if reader is None:
+        raise SystemExit(
+            f"{url} does not answer like vLLM, SGLang, llama.cpp or a server with OpenAI's completions; check the "
+            "address"
+        )
     ids, positions = entry["ids"], entry["positions"]
-    if kind is llama_cpp and any("alone" in each for each in entry["mistakes"]):
-        raise SystemExit("this model's frequencies follow the length of the prompt, and llama.cpp is asked prefixes")
+    if reader is llama_cpp and any("alone" in mistake for mistake in entry["mistakes"]):
+        raise SystemExit(
+            "this model's frequencies depend on the length of the prompt, and llama.cpp can only be asked about "
+            "prefixes; serve another model of models/"
+        )
     try:
-        found = kind(ask, ids, positions)
+        logprobs = reader(ask, ids, positions)
     except (urllib.error.URLError, KeyError, IndexError, TypeError, ValueError) as error:
-        said = f"{error.read().decode()[:200]}" if isinstance(error, urllib.error.HTTPError) else ""
-        reason = f"{type(error).__name__}: {error} {said}".strip()
-        raise SystemExit(f"{url} gives no log-probabilities of a prompt: {reason}") from error
-    if not found:
-        raise SystemExit(f"{url} gives no log-probabilities of the tokens that follow")
-    right = {at: entry["logprobs"][positions.index(at)] for at in found}
-    off = float(np.sqrt(np.mean([(found[at] - right[at]) ** 2 for at in found])))
-    if off <= kit.allowed_difference(entry, dtype):
-        return True, f"agrees after {len(found)} prefixes"
-    text = f"the log-probabilities after {len(found)} prefixes differ by {off:.3g} nats"
-    return False, text + kit.as_with(kit.likely_mistakes(entry, found, dtype))
+        body = f"{error.read().decode()[:200]}" if isinstance(error, urllib.error.HTTPError) else ""
+        reason = f"{type(error).__name__}: {error} {body}".strip()
+        raise SystemExit(f"{url} returns no log-probabilities of a prompt: {reason}") from error
+    if not logprobs:
+        raise SystemExit(f"{url} returns no log-probabilities of the tokens after the prefixes")
+    errors = [logprob - entry["logprobs"][positions.index(at)] for at, logprob in logprobs.items()]
+    difference = float(np.sqrt(np.mean([error**2 for error in errors])))
+    if difference <= kit.allowed_difference(entry, dtype):
+        return True, f"agrees after {len(logprobs)} prefixes"
+    text = f"the log-probabilities after {len(logprobs)} prefixes differ by {difference:.3g} nats"
+    return False, text + kit.as_with(kit.likely_mistakes(entry, logprobs, dtype))
 
 
 def answers(ask: Ask, path: str) -> bool:
-    """Whether a path answers with JSON."""
+    """Return True if a path answers with JSON."""
     try:
         ask(path, None)
     except (OSError, ValueError):
@@ -68,51 +75,55 @@ def answers(ask: Ask, path: str) -> bool:
     return True
 
 
-def openai_prompt(ask: Ask, ids: list[int], **more: Json) -> Json:
-    """The first choice for a prompt, as much of it as the server's context holds, with a token generated."""
+def openai_prompt(ask: Ask, ids: list[int], **options: Json) -> Json:
+    """Return the first choice for a prompt with one generated token, cut to the server's context length."""
     served = ask("/v1/models", None)["data"][0]
     prompt = ids[: (served.get("max_model_len") or len(ids) + 1) - 1]
-    body = {"model": served["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0} | more
+    body = {"model": served["id"], "prompt": prompt, "max_tokens": 1, "temperature": 0} | options
     return ask("/v1/completions", body)["choices"][0]
 
 
 def vllm(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
-    """Log-probabilities of the tokens that follow prefixes, by prefix length."""
-    listed = openai_prompt(ask, ids, prompt_logprobs=0)["prompt_logprobs"]
-    return {at: float(listed[at][str(ids[at])]["logprob"]) for at in positions if at < len(listed)}
+    """Return the log-probabilities of the tokens that follow prefixes, by prefix length, from vLLM."""
+    logprobs = openai_prompt(ask, ids, prompt_logprobs=0)["prompt_logprobs"]
+    return {at: float(logprobs[at][str(ids[at])]["logprob"]) for at in positions if at < len(logprobs)}
 
 
 def openai(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
-    """The same, by the echo of a prompt."""
-    listed = openai_prompt(ask, ids, echo=True, logprobs=1)["logprobs"]["token_logprobs"]
-    return {at: float(listed[at]) for at in positions if at < len(listed)}
+    """Return the log-probabilities of the tokens that follow prefixes, by prefix length, from the echo of a prompt."""
+    logprobs = openai_prompt(ask, ids, echo=True, logprobs=1)["logprobs"]["token_logprobs"]
+    return {at: float(logprobs[at]) for at in positions if at < len(logprobs)}
 
 
 def sglang(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
-    """The same, of SGLang."""
+    """Return the log-probabilities of the tokens that follow prefixes, by prefix length, from SGLang."""
     body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True, "logprob_start_len": 0}
-    listed = ask("/generate", body)["meta_info"]["input_token_logprobs"]
-    values = [entry[0] for entry in listed][-len(ids) :]
+    entries = ask("/generate", body)["meta_info"]["input_token_logprobs"]
+    values = [entry[0] for entry in entries][-len(ids) :]
     return {at: float(values[at]) for at in positions}
 
 
 def llama_cpp(ask: Ask, ids: list[int], positions: list[int]) -> dict[int, float]:
-    """The same, of llama.cpp, for tokens among its likely ones, and for prefixes that its context holds."""
-    found, holds = {}, ask("/props", None).get("default_generation_settings", {}).get("n_ctx", len(ids))
-    for at in [each for each in positions if each < holds]:
+    """Return the log-probabilities of the tokens that follow prefixes, by prefix length, from llama.cpp.
+
+    Prefixes that its context does not hold are left out, and tokens that are not among the likely ones that it lists.
+    """
+    logprobs = {}
+    context_length = ask("/props", None).get("default_generation_settings", {}).get("n_ctx", len(ids))
+    for at in [position for position in positions if position < context_length]:
         body = {"prompt": ids[:at], "n_predict": 1, "n_probs": 64, "temperature": 0, "post_sampling_probs": False}
-        listed = ask("/completion", body)["completion_probabilities"][0]["top_logprobs"]
-        by_token = {each["id"]: float(each["logprob"]) for each in listed}
+        entries = ask("/completion", body)["completion_probabilities"][0]["top_logprobs"]
+        by_token = {entry["id"]: float(entry["logprob"]) for entry in entries}
         if ids[at] in by_token:
-            found[at] = by_token[ids[at]]
-    return found
+            logprobs[at] = by_token[ids[at]]
+    return logprobs
 
 
-KINDS: dict[str, Callable[[Ask, list[int], list[int]], dict[int, float]]] = {
+READERS: dict[str, Callable[[Ask, list[int], list[int]], dict[int, float]]] = {
     "/version": vllm,
     "/model_info": sglang,
-    "/get_model_info": sglang,  # before
+    "/get_model_info": sglang,  # of earlier versions
     "/props": llama_cpp,
     "/v1/models": openai,
 }
-"""Path that answers with JSON on a server of a kind, and on none below it."""
+"""The reader of a server, by a path that answers with JSON on this server and on none of those below."""

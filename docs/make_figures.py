@@ -4,8 +4,9 @@
     python -m docs.make_figures --check        # exit with 1 if a page is out of date
 
 A figure stands between two comments, `<!-- figure: NAME -->` and `<!-- /figure -->`, in a line or as a block. NAME is a
-function of docs/figures, see docs/figures/registry.py. What `rope-ext extend --dry-run` knows of measurements,
-rope_ext_hf/tools/advice/measured.json, is made first: tables of the code show it as well.
+function of docs/figures, see docs/figures/registry.py. Two files are written from the measurements before the pages:
+rope_ext_hf/tools/advice/measured.json, which `rope-ext extend --dry-run` and some tables read, and the chart of
+docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from docs.figures import (  # noqa: F401, each registers its figures
     interface,
     measurements,
     measures,
-    model_pages,
     models,
+    published_models,
     real_models,
     recipes,
     reference_model,
@@ -35,8 +36,12 @@ from docs.figures import (  # noqa: F401, each registers its figures
 )
 from docs.figures.measurements import MEASURED, measured_file
 from docs.figures.registry import FIGURE, FIGURES, ROOT
+from docs.figures.rise_chart import CHART, rise_chart
 
-__all__ = ["FIGURES", "fill", "pages"]
+__all__ = ["FIGURES", "FILES", "fill", "pages"]
+
+FILES = {MEASURED: measured_file, CHART: rise_chart}
+"""The files that are made whole, and the functions that return their text."""
 
 _COLUMNS = "120"
 """Of what commands print on a page."""
@@ -48,7 +53,7 @@ def pages() -> list[Path]:
 
 
 def fill(page: str) -> str:
-    """The text of a page with its figures made anew.
+    """Return the text of a page with its figures made anew.
 
     Raises:
         KeyError: a figure of a name that is not in FIGURES.
@@ -62,10 +67,12 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     arguments = parser.parse_args()
     stale = []
-    if (made := measured_file()) != MEASURED.read_text(encoding="utf-8"):
-        stale.append(MEASURED.relative_to(ROOT).as_posix())
-        if not arguments.check:
-            MEASURED.write_text(made, encoding="utf-8")
+    for file, make in FILES.items():
+        made = make()
+        if not file.exists() or made != file.read_text(encoding="utf-8"):
+            stale.append(file.relative_to(ROOT).as_posix())
+            if not arguments.check:
+                file.write_text(made, encoding="utf-8")
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (made := fill(text)) != text:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs once, before anything is read. A placeholder is no address to show in the header."""
+    """Called by mkdocs once, before anything is read. A placeholder address is not shown in the header."""
     url = repository_url(ROOT)
     config.site_url = f"{url}/"
     if not url.split("/")[2].endswith(".invalid"):

@@ -1,9 +1,9 @@
-"""Limits on what a model folder may ask for, checked before time or memory is spent; each can be raised.
+"""Limits on the numbers in a model folder, checked before time or memory is spent; each can be raised.
 
     with limits(layers=5_000):                  # on the command line: --raise-limit layers=5000
         model = from_pretrained("deep-model")
 
-And lengths in tokens, as users write them: 4096, "4k", "1M".
+The module also reads lengths in tokens as users write them (4096, "4k", "1M"), and checks whole numbers.
 """
 
 from __future__ import annotations
@@ -19,35 +19,37 @@ from rope_ext_hf.errors import MethodError, RopeExtError, did_you_mean, short
 
 Length = int | str  # a number of tokens, or its text: "4096", "4k", "1M"
 
-MOST_TOKENS = 2**40  # a longer context has no meaning; keeps numbers of 400 digits out of every computation
+MOST_TOKENS = 2**40  # a longer context has no meaning; the limit keeps numbers of 400 digits out of every computation
 
 LIMITS = {
-    "layers": 2_000,  # of each part of a model; the deepest published ones have a few hundred
+    "layers": 2_000,  # in each part of a model; the deepest published models have a few hundred
     "head_dim": 65_536,  # the widest published heads have 512 dims
-    "json_bytes": 100_000_000,  # of a config or an index
-    "pickle_bytes": 100_000_000,  # of the pickles in a .bin or .pth file
-    "pickle_opcodes": 4_000_000,  # of one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
+    "json_bytes": 100_000_000,  # in a config or an index
+    "pickle_bytes": 100_000_000,  # in all pickles of a .bin or .pth file
+    "pickle_opcodes": 4_000_000,  # in one pickle; a tensor takes about 60, and the largest models have 50,000 tensors
 }
+"""The limits by name, unless they are raised."""
 _raised: ContextVar[dict[str, int]] = ContextVar("raised limits", default={})  # noqa: B039 - never changed in place
 
 
 def limit(name: str) -> int:
+    """Return a limit, as raised in this thread."""
     return _raised.get().get(name, LIMITS[name])
 
 
 def advice(name: str) -> str:
-    """How to raise a limit, for the end of an error message."""
+    """Return the end of an error message, which says how to raise a limit."""
     return f"if that is right, raise the limit: --raise-limit {name}=NUMBER, or with rope.limits({name}=NUMBER)"
 
 
 @contextmanager
 def limits(**values: int) -> Iterator[None]:
-    """Inside the block, other limits hold for what is read from model folders, in this thread.
+    """Set other limits inside the block, for everything that this thread reads from model folders.
 
     Args:
-        **values: `layers` (2,000; of each part of a model), `head_dim` (65,536), `json_bytes` (100 million; of a
-            config or an index), `pickle_bytes` (100 million) and `pickle_opcodes` (4 million; both of a .bin or .pth
-            file).
+        **values: the new limits; `layers` in each part of a model (default 2,000), `head_dim` (65,536), `json_bytes`
+            in a config or an index (100 million), and `pickle_bytes` (100 million) and `pickle_opcodes` (4 million) in
+            a .bin or .pth file.
 
     Raises:
         MethodError: an unknown limit, or one that is not a whole number of at least 1.
@@ -66,51 +68,59 @@ def limits(**values: int) -> Iterator[None]:
 def whole(
     name: str, value: object, least: float = 1, most: float = math.inf, error: type[RopeExtError] = MethodError
 ) -> int:
-    """Return a value that must be a whole number within limits, by the name in the error; True and False are none."""
+    """Return a value if it is a whole number within limits, else raise `error` with its name.
+
+    True and False are not whole numbers.
+    """
     if type(value) is int and least <= value <= most:
         return value
     raise error(f"{name} must be a whole number{range_text(least, most)}, got {short(repr(value))}")
 
 
 def range_text(least: float, most: float) -> str:
-    """` from 1 to 1,000`, ` of at least 1`, or nothing where there is no least number."""
+    """Return limits in words, " from 1 to 1,000" or " of at least 1"; empty where there is no smallest number."""
     if least == -math.inf:
         return ""
     return f" of at least {least:,}" if most == math.inf else f" from {least:,} to {most:,}"
 
 
 @overload
-def parse_length(given: None) -> None: ...
+def parse_length(length: None) -> None: ...
 @overload
-def parse_length(given: Length) -> int: ...
-def parse_length(given: Length | None) -> int | None:
-    """'256', '4k' (4096) or '1M' (1048576) as a number of tokens; what is no text stays as it is."""
-    if not isinstance(given, str):
-        return given
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", given.strip())
+def parse_length(length: Length) -> int: ...
+def parse_length(length: Length | None) -> int | None:
+    """Return "256", "4k" (4096) or "1M" (1048576) as a number of tokens; a value that is not a text is returned as is.
+
+    Raises:
+        MethodError: another text, or a number of tokens that is not whole, below 1 or above `MOST_TOKENS`.
+    """
+    if not isinstance(length, str):
+        return length
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM]?)", length.strip())
     tokens = float(match[1]) * {"": 1, "k": 1024, "m": 1024**2}[match[2].lower()] if match else 0
     if not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
-        raise MethodError(f"not a length in tokens: {short(given)!r}; write 4096, 4k or 1M")
+        raise MethodError(f"not a length in tokens: {short(length)!r}; write 4096, 4k or 1M")
     return int(tokens)
 
 
-def parse_bytes(given: int | str) -> int:
-    """'80GB' (80 * 10**9) or '80GiB' (80 * 2**30) as a number of bytes; what is no text stays as it is."""
-    if not isinstance(given, str):
-        return given
-    if (match := re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?G(i?)B", given.strip())) is None:
-        raise MethodError(f"not an amount of memory: {short(given)!r}; write 80GB or 80GiB")
+def parse_bytes(size: int | str) -> int:
+    """Return "80GB" (80 * 10**9) or "80GiB" (80 * 2**30) as a number of bytes; a number is returned as it is."""
+    if not isinstance(size, str):
+        return size
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) ?G(i?)B", size.strip())
+    if match is None:
+        raise MethodError(f"not an amount of memory: {short(size)!r}; write 80GB or 80GiB")
     return int(float(match[1]) * (2**30 if match[2] else 10**9))
 
 
-def parse_lengths(given: Length | Iterable[Length], least: int = 1) -> list[int]:
-    """One length, several, or a comma list of them, each at least `least`."""
-    lengths = [parse_length(part) for part in (given.split(",") if isinstance(given, str) else listed(given))]
-    if not lengths:
+def parse_lengths(lengths: Length | Iterable[Length], least: int = 1) -> list[int]:
+    """Return one length, several, or a comma list of them as numbers of tokens, each at least `least`."""
+    parts = lengths.split(",") if isinstance(lengths, str) else listed(lengths)
+    if not parts:
         raise MethodError("lengths must be one or more whole numbers, got none")
-    return [whole("lengths", length, least, MOST_TOKENS) for length in lengths]
+    return [whole("lengths", length, least, MOST_TOKENS) for length in map(parse_length, parts)]
 
 
-def listed(given: Any) -> list[Any]:
-    """Several values as a list, and one value, a text among them, as a list of one."""
-    return [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
+def listed(values: Any) -> list[Any]:
+    """Return several values as a list, and one value, which may be a text, as a list of one."""
+    return [values] if isinstance(values, str) or not isinstance(values, Iterable) else list(values)

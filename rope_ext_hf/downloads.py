@@ -1,6 +1,7 @@
-"""Models on the Hugging Face Hub, downloaded by huggingface_hub into its cache and compared with the Hub's checksums.
+"""Downloads of models from the Hugging Face Hub, and uploads to it.
 
-Every failure is a CheckpointError of one line.
+huggingface_hub downloads into its cache; what arrives is compared with the Hub's checksums. Every failure is a
+CheckpointError whose message is one line.
 """
 
 from __future__ import annotations
@@ -22,82 +23,119 @@ from huggingface_hub import HfApi, ModelInfo, constants, errors, get_session, sn
 from rope_ext_hf.errors import CheckpointError, did_you_mean, one_line, short
 from rope_ext_hf.files import read_json
 
-# Formats that weights may be in.
 WEIGHT_SUFFIXES = frozenset(
     {".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".ot", ".nemo"}
 )
+"""Suffixes of files with weights, in any format."""
 WEIGHT_FILES = (("model.safetensors", "pytorch_model.bin"), ("adapter_model.safetensors", "adapter_model.bin"))
-"""Files of weights of a model, of an adapter, each in the order in which transformers looks for them."""
+"""Names of the weight file of a model, and of an adapter, each in the order in which transformers looks for them."""
 _MISTRAL_FORMAT = ("params.json", "consolidated*.safetensors", "consolidated*.safetensors.index.json")
-_SECONDS_TO_ANSWER, _SECONDS_UNTIL_ASKED = 5.0, 60.0
+_SECONDS_TO_ANSWER = 5.0
+_SECONDS_BETWEEN_TRIALS = 60.0
 _CONFIGS = ("config.json", "adapter_config.json")
-_asked: dict[str, tuple[float, bool]] = {}  # when a Hub was asked last, and whether it answered
+_trials: dict[str, tuple[float, bool]] = {}
+"""For the address of each Hub, the time of the last trial to reach it, and whether it answered."""
 
 
 def download(
     name: str, revision: str | None = None, *, patterns: Sequence[str] = ("*",), weights: bool = False
 ) -> Path:
-    """The folder of huggingface_hub's cache with a model's files, after downloading those that it lacks where it can.
+    """Return the folder in huggingface_hub's cache that holds a model's files, after downloading those it lacks.
 
-    The files by `patterns`, weights and a copy of the model in Meta's format aside; with `weights` also those that
-    would be loaded, in one of their formats.
+    Where the Hub cannot be reached, it is the folder as it is in the cache.
+
+    Args:
+        name: the Hub id of the model.
+        revision: branch, tag or commit; None: the main branch.
+        patterns: patterns of the files that are needed. Files with weights, and a copy of the model in Meta's format
+            under original/, are left out.
+        weights: whether to download weights too: those that would be loaded, in one of their formats.
+
+    Raises:
+        CheckpointError: there is no such model, it may not be read, or it cannot be downloaded.
     """
     revision = revision or constants.DEFAULT_REVISION
     with _hub_errors(name, revision):
         info = _model_info(name, revision)
         if info is None:
-            try:
-                return Path(
-                    # with this pattern, it does not ask for files that were never needed here
-                    snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
-                )
-            except errors.LocalEntryNotFoundError as error:
-                raise _unreached(name) from error
+            return _cached_folder(name, revision)
         fetch = partial(_fetch, name, revision, info.sha)
         files = [file.rfilename for file in info.siblings or ()]
-        own = [file for file in files if not file.startswith("original/")]  # a copy in Meta's format
-        chosen = [file for file in own if any(fnmatch(file, pattern) for pattern in patterns)]
-        chosen = [file for file in chosen if Path(file).suffix not in WEIGHT_SUFFIXES]
+        own = [file for file in files if not file.startswith("original/")]
+        chosen = [file for file in _matching(own, patterns) if Path(file).suffix not in WEIGHT_SUFFIXES]
         if weights:
-            known = [file for singles in WEIGHT_FILES for file in _first_of(singles, files, fetch)]
-            patterns = ("consolidated.*.pth", *_MISTRAL_FORMAT)
-            chosen += known or [file for file in own if any(fnmatch(file, pattern) for pattern in patterns)]
+            of_transformers = [file for names in WEIGHT_FILES for file in _weight_files(names, files, fetch)]
+            chosen += of_transformers or _matching(own, ("consolidated.*.pth", *_MISTRAL_FORMAT))
             chosen = list(dict.fromkeys(chosen))
         if not chosen:
             raise CheckpointError(f"{name!r} on the Hub holds no files of a model")
         return fetch(chosen)
 
 
+def _cached_folder(name: str, revision: str) -> Path:
+    """Return the folder of a model in the cache, without asking the Hub."""
+    try:
+        # With one pattern, huggingface_hub does not miss files that were never needed here.
+        folder = snapshot_download(name, revision=revision, allow_patterns="config.json", local_files_only=True)
+    except errors.LocalEntryNotFoundError as error:
+        raise _unreached(name) from error
+    return Path(folder)
+
+
+def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match one of the patterns."""
+    return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
+
+
 def mistral_format_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files in Mistral's own format, which some programs read before config.json."""
+    """Return the names of a folder's files in Mistral's own format, which some programs prefer to config.json."""
     return sorted({file.name for pattern in _MISTRAL_FORMAT for file in folder.glob(pattern)})
 
 
-def _first_of(singles: Iterable[str], files: Sequence[str], fetch: Callable[[list[str]], Path]) -> list[str]:
-    """The first of these files of weights that a repository has, or its index and the files that this names."""
-    for single in singles:
-        index = f"{single}.index.json"
-        if single in files:
-            return [single]
+def _weight_files(names: Iterable[str], files: Sequence[str], fetch: Callable[[list[str]], Path]) -> list[str]:
+    """Return the weight files of a repository: the first one of `names`, or its shards and their index.
+
+    Args:
+        names: the names of weight files, in the order in which they are looked for.
+        files: the files of the repository.
+        fetch: downloads files and returns their folder; it is called for an index.
+    """
+    for name in names:
+        index = f"{name}.index.json"
+        if name in files:
+            return [name]
         if index in files:
-            shards = read_json(fetch([index]) / index).get("weight_map")
-            named = shards.values() if isinstance(shards, dict) else ()
-            return [index, *sorted({file for file in named if file in files})]
+            weight_map = read_json(fetch([index]) / index).get("weight_map")
+            shards = weight_map.values() if isinstance(weight_map, dict) else ()
+            return [index, *sorted({shard for shard in shards if shard in files})]
     return []
 
 
 def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Path:
-    """Return the folder of the cache that holds these files; those that arrive have the Hub's checksums."""
+    """Return the folder in the cache with some files of a commit, after downloading those that it lacks."""
     cached = {file: str(try_to_load_from_cache(name, file, revision=revision)) for file in files}
-    arriving = [file for file, path in cached.items() if commit not in Path(path).parts]
-    if not arriving:
+    lacking = [file for file, path in cached.items() if commit not in Path(path).parts]
+    if not lacking:
         return Path(cached[files[0]].removesuffix(files[0]))
     patterns = list(map(escape, files))
     folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns, etag_timeout=_SECONDS_TO_ANSWER))
-    if missing := next((file for file in files if not (folder / file).is_file()), None):
-        raise CheckpointError(f"{missing!r} of {name!r} could not be downloaded from the Hub. Try again")
-    with TemporaryDirectory() as arrived:  # what was there before is neither read again nor held to be damaged
-        for file in arriving:
+    for file in files:
+        if not (folder / file).is_file():
+            raise CheckpointError(f"{file!r} of {name!r} could not be downloaded from the Hub. Try again")
+    _check_arrived(name, folder, lacking)
+    return folder
+
+
+def _check_arrived(name: str, folder: Path, files: list[str]) -> None:
+    """Compare files that were just downloaded with the Hub's checksums, and delete the damaged ones.
+
+    Files that were in the cache before are not read again: a user may have changed them.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    with TemporaryDirectory() as arrived:
+        for file in files:
             link = Path(arrived, file)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to((folder / file).resolve())
@@ -105,16 +143,15 @@ def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Pa
     damaged = [file["path"] for file in result.mismatches]
     for file in damaged:
         (folder / file).resolve().unlink()
-        (folder / file).unlink(missing_ok=True)  # the link to it
+        (folder / file).unlink(missing_ok=True)  # the link in the cache that led to it
     if damaged:
         raise CheckpointError(
             f"{damaged[0]!r} of {name!r} arrived damaged: its checksum is not the one that the Hub states. Try again"
         )
-    return folder
 
 
 def _model_info(name: str, revision: str) -> ModelInfo | None:
-    """What the Hub has under this name; None where it cannot be reached or has a fault."""
+    """Return what the Hub states about a model; None where the Hub cannot be reached or has a fault."""
     if not hub_answers(constants.ENDPOINT):
         return None
     try:
@@ -123,30 +160,42 @@ def _model_info(name: str, revision: str) -> ModelInfo | None:
         if error.response.status_code >= 500:
             return None
         raise
-    except ValueError:  # no valid name
+    except ValueError:  # the name is not a valid Hub id
         raise
-    except Exception:  # which HTTP library it is, and so which errors there are, depends on the version
+    except Exception:  # errors of the HTTP library, which is another one in other versions of huggingface_hub
         return None
 
 
 def _unreached(name: str) -> CheckpointError:
+    """Return the error for a model that is not in the cache while the Hub cannot be reached."""
     return CheckpointError(
         f"{short(name)!r} is neither a folder here nor a model in the Hub's cache, and the Hub cannot be reached or "
         f"has a fault.{did_you_mean(name, ['reference'])} The bundled model is called 'reference'"
     )
 
 
-def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`local_files_only` for transformers where the Hub does not answer; it would try each file six times."""
+def only_cached(name: str | Path, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `local_files_only` for transformers' from_pretrained where the Hub does not answer, else nothing.
+
+    Without it transformers would try to reach the Hub six times for every file.
+
+    Args:
+        name: a folder or a Hub id.
+        arguments: the other arguments of from_pretrained (revision, cache_dir, subfolder).
+
+    Raises:
+        CheckpointError: the Hub does not answer, and the model is not in the cache.
+    """
     name = str(name)
-    no_id = not name or name[0] in "./~" or name.count("/") > 1 or os.path.isdir(name)  # noqa: PTH112
-    if no_id or given.get("local_files_only") or hub_answers(constants.ENDPOINT):
+    is_path = not name or name[0] in "./~" or name.count("/") > 1 or os.path.isdir(name)  # noqa: PTH112
+    if is_path or arguments.get("local_files_only") or hub_answers(constants.ENDPOINT):
         return {}
-    where = {key: given[key] for key in ("revision", "cache_dir") if given.get(key)}
-    files = (f"{given['subfolder']}/{file}" if given.get("subfolder") else file for file in _CONFIGS)
+    where = {key: arguments[key] for key in ("revision", "cache_dir") if arguments.get(key)}
+    subfolder = arguments.get("subfolder")
+    files = [f"{subfolder}/{file}" if subfolder else file for file in _CONFIGS]
     try:
         cached = any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files)
-    except ValueError:  # no valid name, which transformers refuses at once
+    except ValueError:  # the name is not a valid Hub id, which transformers refuses without asking the Hub
         return {}
     if not cached:
         raise _unreached(name)
@@ -154,20 +203,28 @@ def only_cached(name: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hub_answers(endpoint: str) -> bool:
-    """Whether the Hub can be reached: asked once a minute, with a time limit that snapshot_download does not have."""
-    asked, answers = _asked.get(endpoint, (-math.inf, False))
-    if time.monotonic() - asked > _SECONDS_UNTIL_ASKED:
+    """Return whether the Hub at an address can be reached.
+
+    It is tried at most once a minute, with a time limit, which snapshot_download does not have.
+    """
+    last_trial, answers = _trials.get(endpoint, (-math.inf, False))
+    if time.monotonic() - last_trial > _SECONDS_BETWEEN_TRIALS:
         try:
             get_session().head(endpoint, timeout=_SECONDS_TO_ANSWER)
             answers = True
-        except Exception:  # as in _model_info, or offline mode
+        except Exception:  # errors of the HTTP library, as in _model_info, or of offline mode
             answers = False
-        _asked[endpoint] = time.monotonic(), answers
+        _trials[endpoint] = time.monotonic(), answers
     return answers
 
 
 def check_upload(name: str, *, private: bool = True) -> None:
-    """Refuse what would stop an upload, before there is anything to upload."""
+    """Check that a model can be uploaded under a name of the Hub, before there is anything to upload.
+
+    Raises:
+        CheckpointError: the user is not signed in, the name is not valid, or a public repository of that name exists
+            and `private` is set.
+    """
     with _upload_errors(name):
         HfApi().whoami()
         try:
@@ -179,7 +236,11 @@ def check_upload(name: str, *, private: bool = True) -> None:
 
 
 def upload(folder: Path, name: str, *, private: bool = True) -> str:
-    """Upload a folder to a repository of the Hub, which is made where there is none; its address."""
+    """Upload a folder to a repository of the Hub, which is created if there is none; return its address.
+
+    Raises:
+        CheckpointError: the upload fails.
+    """
     with _upload_errors(name):
         url = HfApi().create_repo(name, private=private, exist_ok=True)
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Upload a model by rope-ext")
@@ -188,15 +249,16 @@ def upload(folder: Path, name: str, *, private: bool = True) -> str:
 
 @contextmanager
 def _upload_errors(name: str) -> Iterator[None]:
+    """Turn an error of an upload, in a `with` block, into a CheckpointError of one line."""
     try:
         yield
-    except Exception as error:  # of the HTTP library, of the disk, of a name
+    except Exception as error:  # of the HTTP library, of the disk, or of the name
         raise CheckpointError(f"{short(name)!r} cannot be uploaded to the Hub: {one_line(error)}") from error
 
 
 @contextmanager
 def _hub_errors(name: str, revision: str) -> Iterator[None]:
-    """Inside, an error of the Hub is one line with what to do."""
+    """Turn an error of a download, in a `with` block, into a CheckpointError of one line that says what to do."""
     where = f"{constants.ENDPOINT}/{name}"
     try:
         yield

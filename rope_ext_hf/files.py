@@ -3,7 +3,7 @@
     with atomic_file(Path("results.json")) as part:              # renamed to results.json once it is on disk
         part.write_text("{}")
 
-Every failure is a FileError of one line. Nothing here depends on models.
+Every failure is a FileError with a message of one line.
 """
 
 from __future__ import annotations
@@ -32,27 +32,30 @@ from filelock import FileLock, Timeout
 from rope_ext_hf.bounds import advice, limit
 from rope_ext_hf.errors import FileError, printable, short, size_text
 
-_PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: what a resumed run must agree with
+_PLAN_FILE = "rope-ext-plan.json"  # in a staging folder: the settings and inputs that a resumed run must have, too
 _RESUMABLE_SUFFIXES = (".safetensors", ".pth")  # files of an interrupted run that a resumed one may keep
-_IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # no part of a model
+_IGNORED_FOLDERS = frozenset({".git", ".cache", "__pycache__"})  # they are no part of a model
 COPY_BLOCK = 16 * 2**20  # bytes copied at a time
-PART_AGE = 3600  # seconds since the last write, after which a temporary file is nobody's
+PART_AGE = 3600  # seconds since the last write, after which a temporary file is taken as left by a killed process
 _FSYNC_INTERVAL = 0.05  # seconds between two background passes of fsync
-# What copy_file_range answers where it cannot copy between these two files.
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
+"""The errors of copy_file_range where it cannot copy between two files."""
 _SIGNED = "process "
-"""How the text in a lock file begins; another beginning is that of filelock, where the disk has no locks."""
-_RETRY = "make room and try again, or choose another place"  # after a full disk, where nothing can be resumed
+"""The beginning of the text in a lock file. On a disk without locks, filelock writes a text of its own."""
+_RETRY = "make room and try again, or choose another place"  # the advice after a full disk, where no run can be resumed
 
 
 def resolve_inside(folder: Path, name: str) -> Path:
-    """Return the path of a plain file in a folder, given by a relative name; links are followed first.
+    """Return the path of a plain file in a folder, given by a relative name.
 
-    A snapshot in the Hub's cache may link to the blobs of its own repository, and nothing else may leave the folder.
+    Raises:
+        FileError: the file is missing, is not a plain file, or lies outside the folder after links are followed. In the
+            Hub's cache a snapshot may link to the blobs of its own repository.
     """
     path = folder / name
     root = folder.resolve()
-    repository = root.parent.parent  # of models--OWNER--NAME/snapshots/COMMIT, with `blobs` beside snapshots
+    # A snapshot in the Hub's cache is models--OWNER--NAME/snapshots/COMMIT, with `blobs` beside `snapshots`.
+    repository = root.parent.parent
     of_hub = repository.name.startswith(("models--", "datasets--", "spaces--")) and (repository / "blobs").is_dir()
     if root.parent.name == "snapshots" and of_hub:
         root = repository
@@ -69,7 +72,11 @@ def resolve_inside(folder: Path, name: str) -> Path:
 
 
 def list_files(folder: Path) -> list[str]:
-    """The relative names of all files in a folder and below, sorted, without caches and .git; no link leads out."""
+    """Return the relative names of all files in a folder and below, sorted, without caches and .git.
+
+    Raises:
+        FileError: a link leads out of the folder.
+    """
     names = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
@@ -80,11 +87,11 @@ def list_files(folder: Path) -> list[str]:
 
 
 FileStamps = dict[str, tuple[str, int, int]]
-"""By the path of a file: the file after links are followed, its size in bytes, its last change in nanoseconds."""
+"""By the path of a file: its path after links are followed, its size in bytes, its last change in nanoseconds."""
 
 
 def file_stamps(paths: Iterable[Path]) -> FileStamps:
-    """The stamp of each file, by which a replaced one is noticed."""
+    """Return the stamp of each file, which changes when the file is replaced or written to."""
     stamps = {}
     for path in paths:
         with disk_errors(path):
@@ -94,27 +101,32 @@ def file_stamps(paths: Iterable[Path]) -> FileStamps:
 
 
 def check_destination(dst: Path, source: Path | None = None) -> None:
-    """Check that nothing exists at `dst`, and that it does not lie inside the source folder."""
+    """Raise FileError if something exists at `dst`, or if it lies inside the source folder."""
     if os.path.lexists(dst):
         raise FileError(f"{str(dst)!r} exists already; give a new folder")
     if source is not None and dst.resolve().is_relative_to(source.resolve()):
         raise FileError(
-            f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; "
-            "give a folder outside of it"
+            f"{str(dst)!r} lies inside the source {str(source)!r}, which is never written to; give a folder outside it"
         )
 
 
 def package_table(package: str, name: str) -> dict[str, Any]:
-    """A TOML file that comes with a package."""
+    """Return the contents of a TOML file that comes with a package."""
     return tomllib.loads(resources.files(package).joinpath(name).read_text(encoding="utf-8"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object without repeated keys from a regular file that is not too large."""
+    """Return the JSON object in a file.
+
+    Raises:
+        FileError: the file is missing, is not a regular file, is larger than the limit `json_bytes`, or does not hold
+            one object without repeated keys.
+    """
     try:
         if path.exists() and not path.is_file():  # a device may have no end, a pipe may never begin
-            raise ValueError("it is no regular file")
-        if path.stat().st_size > (most := limit("json_bytes")):
+            raise ValueError("it is not a regular file")
+        most = limit("json_bytes")
+        if path.stat().st_size > most:
             raise ValueError(f"more than {most:,} bytes; {advice('json_bytes')}")
         return parse_json_object(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -122,13 +134,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json_object(data: bytes) -> dict[str, Any]:
-    """Parse UTF-8 JSON that must be one object without repeated keys; ValueError or RecursionError where it is not."""
+    """Return the JSON object in UTF-8 text; raise ValueError or RecursionError for anything else or a repeated key."""
 
     def refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         unique = dict(pairs)
         if len(unique) != len(pairs):
             names = [name for name, _ in pairs]
-            raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+            repeated = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {repeated!r} occurs twice")
         return unique
 
     value = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_repeats)
@@ -138,7 +151,7 @@ def parse_json_object(data: bytes) -> dict[str, Any]:
 
 
 class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """PyYAML's safe loader without aliases, by which a few lines stand for a value without end."""
+    """PyYAML's safe loader without aliases, with which a few lines could state a value of any size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -153,26 +166,32 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a text whole or not at all, whatever names it holds; the path."""
+    """Write a text, whole or not at all, and return the path; half surrogate pairs are written as escapes."""
     with atomic_file(path) as part:
         part.write_bytes(text.encode("utf-8", errors="backslashreplace"))
     return path
 
 
 def json_digest(value: Any) -> str:
-    """SHA-256 of a value as JSON, in hexadecimal; the order of keys does not matter."""
+    """Return the SHA-256 of a value as JSON, in hexadecimal; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_regular(folder: Path) -> None:
-    """Refuse a device, which may have no end, and a pipe, which may never begin, in a folder, if there is one."""
+    """Raise FileError for a device or a pipe in a folder, if the folder exists.
+
+    Reading a device may never end, and reading a pipe may never begin.
+    """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; remove it")
+            raise FileError(f"{str(path)!r} is not a regular file but a device or a pipe; remove it")
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON that every reader takes: a number that is not finite becomes null, an unknown object its text."""
+    """Return a value as JSON that every reader accepts.
+
+    A number that is not finite becomes null, and an object that JSON does not know becomes its text.
+    """
     text = json.dumps(value, default=lambda other: dict(other) if isinstance(other, Mapping) else str(other))
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=1)
 
@@ -192,11 +211,14 @@ def copy_mode(source: Path, target: Path) -> None:
 
 
 def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance: Callable[[int], None]) -> None:
-    """Append bytes begin..end of one open file to another, inside the kernel where it supports that, block by block."""
+    """Append the bytes from `begin` to `end` of one open file to another, inside the kernel where it supports that.
+
+    `advance` is called with the number of bytes after each block.
+    """
     at = begin
     while at < end:
         count = min(COPY_BLOCK, end - at)
-        target.flush()  # the kernel appends to what is in the file
+        target.flush()  # the kernel does not see what Python has buffered
         try:
             copied = os.copy_file_range(source.fileno(), target.fileno(), count, offset_src=at)
         except (AttributeError, OSError) as error:
@@ -212,7 +234,10 @@ def copy_range(source: BinaryIO, target: BinaryIO, begin: int, end: int, advance
 
 @contextmanager
 def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
-    """Convert OSError to FileError; `path` is named where the error names no file, `advice` for a full disk."""
+    """Convert an OSError inside the block to a FileError.
+
+    `path` is named where the error names no file; `advice` ends the message about a full disk.
+    """
     try:
         yield
     except OSError as error:
@@ -222,14 +247,14 @@ def disk_errors(path: Path, advice: str = _RETRY) -> Iterator[None]:
 
 
 def check_full(error: OSError, path: Path | None, advice: str = _RETRY) -> None:
-    """Raise FileError where an error means that the disk of `path` is full; None: an unknown one."""
+    """Raise FileError if an error means that the disk of `path` is full; None: it is not known which disk it is."""
     if path is None and error.errno in (errno.ENOSPC, errno.EDQUOT):
         raise FileError(f"a disk is full; {advice}") from error
     if error.errno == errno.EDQUOT:
         raise FileError(f"the disk quota for {str(path)!r} is used up; {advice}") from error
     if error.errno == errno.ENOSPC and path is not None:
-        there = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
-        free = size_text(shutil.disk_usage(there).free)
+        existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
+        free = size_text(shutil.disk_usage(existing).free)
         raise FileError(f"the disk of {str(path)!r} is full ({free} free); {advice}") from error
 
 
@@ -246,18 +271,21 @@ def fsync_path(path: Path) -> None:
 def atomic_file(path: Path, *, fsync: bool = True) -> Iterator[Path]:
     """Yield a path to write to, which is renamed to `path` at the end; after an exception `path` is as it was.
 
-    A link at `path` is replaced, not followed. A file that is replaced passes its permissions on. `fsync` is False
-    inside `atomic_folder`, which waits for the disk, and names the disk's errors, for everything in it.
+    A link at `path` is replaced, not followed. The new file gets the permissions of a file that it replaces.
+
+    Args:
+        path: the file to write.
+        fsync: wait for the disk, and convert its errors; False inside `atomic_folder`, which does both for all files.
     """
-    stem = path.name[:60]  # of a name as long as the disk allows
+    stem = path.name[:60]  # leaves room for the suffix where the name is as long as the disk allows
     part = path.with_name(f"{stem}.{secrets.token_hex(4)}.part")  # two processes may write the same file
     with disk_errors(path) if fsync else nullcontext():
-        if path.exists() and not (path.is_file() or path.is_dir()):  # whoever may write there could replace /dev/null
-            raise FileError(f"{str(path)!r} is no regular file but a device or a pipe; give the name of a file")
-        for left in path.parent.glob(f"{glob.escape(stem)}.*.part"):
-            with suppress(FileNotFoundError):
-                if time.time() - left.lstat().st_mtime > PART_AGE:  # of a process that was killed
-                    left.unlink()
+        if path.exists() and not (path.is_file() or path.is_dir()):  # root could replace /dev/null
+            raise FileError(f"{str(path)!r} is not a regular file but a device or a pipe; give the name of a file")
+        for leftover in path.parent.glob(f"{glob.escape(stem)}.*.part"):
+            with suppress(FileNotFoundError):  # another process may remove it first
+                if time.time() - leftover.lstat().st_mtime > PART_AGE:
+                    leftover.unlink()
         try:
             yield part
             if path.is_file() and not path.is_symlink():
@@ -287,10 +315,12 @@ def atomic_folder(
     A lock keeps other processes away from the same destination. After an exception `dst` does not exist.
 
     Args:
+        dst: the folder to write, which must not exist.
         source: the folder that is read; `dst` must not lie inside it.
-        inputs: stamps of the files that are read, taken before they were. A change during the writing is an error.
+        inputs: stamps of the files that are read, taken before reading. A change of them in the meantime is an error.
         size: bytes that will be written, for a check of the free space.
-        plan: JSON-ready settings of a run that may be resumed, whose staging folder outlives an exception; else None.
+        plan: settings, in a form for JSON, of a run that can be resumed: its staging folder is kept after an exception.
+            None: the run cannot be resumed.
         resume: continue in the staging folder of an interrupted run with the same plan and inputs.
     """
     staging = dst.with_name(f".{dst.name}.unfinished")
@@ -319,11 +349,15 @@ def atomic_folder(
 
 @contextmanager
 def locked(path: Path, folder: Path) -> Iterator[None]:
-    """Hold a lock file for a folder, which states the process that holds it; a FileError where another process does.
+    """Hold a lock file for a folder inside the block; the file names this process.
 
-    The kernel releases it however the process ends.
+    The kernel releases the lock however the process ends.
+
+    Raises:
+        FileError: another process holds the lock; the message names it.
     """
-    lock, holder = FileLock(path), _holder(path)  # read before: an older filelock empties the file when it tries
+    holder = _holder(path)  # read first: an older filelock empties the file when it tries to lock it
+    lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
@@ -332,7 +366,7 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
             f"another process is writing {str(folder)!r}{who}; wait for it, or choose another folder"
         ) from error
     try:
-        with suppress(OSError):  # a disk that refuses costs the statement only
+        with suppress(OSError):  # without the name of the process the lock holds all the same
             if not path.stat().st_size or _holder(path):
                 path.write_text(f"{_SIGNED}{os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
         yield
@@ -341,7 +375,7 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
 
 
 def _holder(path: Path) -> str:
-    """The process that a lock file states; empty: none."""
+    """Return the process that a lock file names, "process 123 on HOST"; empty: it names none."""
     with suppress(OSError), path.open("rb") as file:
         text = file.read(200).decode(errors="replace")
         return short(printable(text.strip())) if text.startswith(_SIGNED) else ""
@@ -350,29 +384,31 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def _exclusive(dst: Path, staging: Path) -> Iterator[None]:
-    """Hold the lock of a destination; its file goes once there is no staging folder left to protect."""
+    """Hold the lock of a destination; remove its file when no staging folder is left to protect."""
     lock = dst.with_name(f".{dst.name}.lock")
     with locked(lock, dst):
         try:
             yield
         finally:
             if not staging.exists():
-                lock.unlink(missing_ok=True)  # while it is held: no other process may hold the old file
+                lock.unlink(missing_ok=True)  # while it is held, so that no other process can hold the removed file
 
 
 def _check_unchanged(inputs: FileStamps) -> None:
+    """Raise FileError if one of the files has changed since its stamp was taken."""
     now = file_stamps(map(Path, inputs))
-    if changed := next((path for path, stamp in inputs.items() if now[path] != stamp), None):
-        raise FileError(
-            f"{changed!r} changed while it was being read, so the result would mix old and new; nothing was written "
-            "under the new name. Start again without resume once the source is complete"
-        )
+    for path, stamp in inputs.items():
+        if now[path] != stamp:
+            raise FileError(
+                f"{path!r} changed while it was being read, so the result would mix old and new; nothing was written "
+                "under the new name. Start again without resume once the source is complete"
+            )
 
 
 @contextmanager
 def _background_fsync(folder: Path) -> Iterator[None]:
-    """Send files to the disk while more is being written, so that the wait at the end is short."""
-    errors: list[OSError] = []  # the kernel reports a failed write to one caller alone
+    """Send the files of a folder to the disk while the block writes more, so that the wait at the end is short."""
+    errors: list[OSError] = []  # kept and raised at the end: the kernel reports a failed write to one caller only
     ended = threading.Event()
 
     def sync() -> None:
@@ -380,7 +416,7 @@ def _background_fsync(folder: Path) -> Iterator[None]:
             for path in folder.iterdir():
                 try:
                     fsync_path(path)
-                except FileNotFoundError:  # renamed meanwhile
+                except FileNotFoundError:  # renamed in the meantime
                     continue
                 except OSError as error:
                     errors.append(error)
@@ -397,7 +433,10 @@ def _background_fsync(folder: Path) -> Iterator[None]:
 
 
 def _check_room(staging: Path, dst: Path, size: int) -> None:
-    """Check the free space; what an interrupted run left is either kept or removed, so it counts as free."""
+    """Raise FileError if the disk has no room for `size` bytes.
+
+    The files of an interrupted run are kept as a part of them, or removed, so their space counts as free.
+    """
     room = shutil.disk_usage(dst.parent).free
     if staging.is_dir():
         room += sum(file.stat().st_size for file in staging.iterdir())
@@ -413,7 +452,7 @@ def _open_staging(staging: Path, plan: dict[str, Any], resume: bool) -> None:
         staging.unlink()
     begun = None
     if resume and (staging / _PLAN_FILE).is_file():
-        with suppress(FileError):  # interrupted while it was written
+        with suppress(FileError):  # the run may have been interrupted while it wrote the plan
             begun = read_json(staging / _PLAN_FILE)
     if begun is None:
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Lines that other packages log about our own work, left out while we do it; the loggers stay as they are.
+"""A filter for lines that other packages log about the work of this one, which would only mislead.
 
 with left_out_of_log("transformers.modeling_rope_utils", "'rope_type'='rope_ext_hf/"):
     model.save_pretrained(folder)
@@ -13,14 +13,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def left_out_of_log(logger: str, *texts: str) -> Iterator[None]:
-    """Inside, this logger (not those below it) leaves out the lines that contain one of these texts."""
+    """Inside the block, keep a logger from logging lines that contain one of these texts.
+
+    Loggers below it are not affected, and after the block it is as before.
+    """
 
     def keep(record: logging.LogRecord) -> bool:
         return not any(text in record.getMessage() for text in texts)
 
-    chosen = logging.getLogger(logger)
-    chosen.addFilter(keep)
+    filtered = logging.getLogger(logger)
+    filtered.addFilter(keep)
     try:
         yield
     finally:
-        chosen.removeFilter(keep)
+        filtered.removeFilter(keep)

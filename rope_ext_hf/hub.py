@@ -1,8 +1,9 @@
-"""A model by name: a folder or Hub id, of a model or of a PEFT adapter, or "reference" for the bundled model.
+"""Configs, models and tokenizers by name: a local folder, a Hub id, or "reference" for the bundled model.
 
     model = load_empty("Qwen/Qwen3-8B")          # on the meta device, patched as its folder records
 
-Every failure a user can cause is a CheckpointError of one line.
+A folder or Hub id may hold a model or a PEFT adapter. Every failure that a user can cause is a CheckpointError whose
+message is one line.
 """
 
 from __future__ import annotations
@@ -37,32 +38,54 @@ _DTYPES: dict[str, torch.dtype | str] = {"auto": "auto"} | {
 }
 
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.tiktoken", "merges.txt", "*bpe*")
+"""Patterns of files of which a folder with a tokenizer has at least one."""
 _CLASS_FILES = ("config.json", ADAPTER_CONFIG, "*.py")
+"""Patterns of the files by which transformers chooses a class."""
 _CONFIG_FILES = (*_CLASS_FILES, "generation_config.json", "params.json")
+"""Patterns of the files that a model without weights needs."""
 _ALL_OF_A_TOKENIZER = (*_TOKENIZER_FILES, *_CLASS_FILES, "*.txt", "tekken.json", "chat_template*")
+"""Patterns of all files that loading a tokenizer may read."""
 
 _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
+"""Suffixes by which a name is taken for that of a file, and not for a Hub id."""
 
 
 def model_source(name: str | Path) -> str:
-    """What transformers' `from_pretrained` takes for this name."""
+    """Return the folder or Hub id that transformers' `from_pretrained` takes for a name of a model.
+
+    Raises:
+        CheckpointError: the name is empty, names a file, or is a path at which there is no folder.
+    """
     source = str(folder_of(name))
     if not source:
-        raise CheckpointError("an empty name is no model; give a folder, a Hub id or 'reference'")
+        raise CheckpointError("an empty name is not a model; give a folder, a Hub id or 'reference'")
     path = Path(source).expanduser()
     if _is_folder(path):
         return str(path)
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or "\\" in source:
         hint = "; it is a file, give the folder it is in" if _exists(path) else ""
         raise CheckpointError(f"no such model folder: {short(source)!r}{hint}")
-    if _exists(path) or ("/" not in source and path.suffix in _FILE_SUFFIXES):
-        there = "is a file" if _exists(path) else "is the name of a file, and there is none here"
-        raise CheckpointError(f"{short(source)!r} {there}; give the folder of the model, which holds its config")
+    if _exists(path):
+        raise CheckpointError(f"{short(source)!r} is a file; give the folder of the model, which holds its config")
+    if "/" not in source and path.suffix in _FILE_SUFFIXES:
+        raise CheckpointError(
+            f"{short(source)!r} is the name of a file, and no such file is here; give the folder of the model, which "
+            "holds its config"
+        )
     return source
 
 
 def model_folder(name: str | Path, *, revision: str | None = None, weights: bool = True) -> Path:
-    """The local folder of a model; a Hub repository is downloaded, its weights too unless its config is enough."""
+    """Return the local folder of a model; a Hub repository is downloaded first.
+
+    Args:
+        name: a folder, a Hub id or "reference".
+        revision: branch, tag or commit on the Hub.
+        weights: whether the weights are needed; if not, the config and files beside it are downloaded.
+
+    Raises:
+        CheckpointError: there is no such model, or it cannot be downloaded.
+    """
     source = model_source(name)
     if _is_folder(Path(source)):
         return Path(source)
@@ -70,12 +93,14 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
 
 
 def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple[Path, str | None]:
-    """Return `model_folder` of a name, with weights, and its id on the Hub; None: it names a folder."""
+    """Return the local folder of a model with its weights, and its Hub id; None in place of that for a local folder."""
     folder = model_folder(name, revision=revision)
-    return folder, None if folder == Path(model_source(name)) else str(name)
+    is_local = folder == Path(model_source(name))
+    return folder, None if is_local else str(name)
 
 
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
+    """Return the commit of a Hub repository that a revision stands for; None for a local folder."""
     if _is_folder(Path(model_source(name))):
         return None
     return model_folder(name, revision=revision, weights=False).name
@@ -89,49 +114,76 @@ def _locate(
     trust_remote_code: bool = False,
     weights: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """`model_source` of a name, and arguments that make transformers find it; what is on the Hub is downloaded before.
+    """Return the source of a model, and the arguments with which transformers then loads it from local files.
 
-    Of an adapter the base model is found too. `patterns` are the files that are needed; code that comes with the model
-    may be in further repositories.
+    The files of a Hub repository are downloaded first; for an adapter, those of its base model as well.
+
+    Args:
+        name: a folder, a Hub id or "reference".
+        revision: branch, tag or commit on the Hub.
+        patterns: patterns of the files that are needed.
+        trust_remote_code: whether code that comes with the model may run. It may lie in further repositories, so that
+            transformers is then allowed to download as well.
+        weights: whether the weights are needed too.
     """
 
-    def find(source: str, revision: str | None) -> dict[str, Any]:
+    def download_arguments(source: str, revision: str | None) -> dict[str, Any]:
         if _is_folder(Path(source)):
             return {"revision": revision} if revision else {}
-        commit = download(source, revision, patterns=patterns, weights=weights).name
-        code_too = trust_remote_code and hub_answers(constants.ENDPOINT)
-        return {"revision": commit} | ({} if code_too else {"local_files_only": True})
+        arguments: dict[str, Any] = {
+            "revision": download(source, revision, patterns=patterns, weights=weights).name  # the commit
+        }
+        if not (trust_remote_code and hub_answers(constants.ENDPOINT)):
+            arguments["local_files_only"] = True
+        return arguments
 
     source = model_source(name)
-    options = find(source, revision)
-    adapter = find_adapter(source, **options)
+    arguments = download_arguments(source, revision)
+    adapter = find_adapter(source, **arguments)
     if adapter is None:
-        return source, options
+        return source, arguments
     with finding_base(adapter):
-        of_base = find(model_source(adapter.base), adapter.for_base({}).get("revision"))
-    return source, options | {key: value for key, value in of_base.items() if key != "revision"}
+        of_base = download_arguments(model_source(adapter.base), adapter.for_base({}).get("revision"))
+    return source, arguments | {key: value for key, value in of_base.items() if key != "revision"}
 
 
 def _is_folder(path: Path) -> bool:
-    return os.path.isdir(path)  # noqa: PTH112 - Path.is_dir raises where a name is too long for a path
+    """Return whether there is a folder; also for a name too long for a path, at which `Path.is_dir` raises."""
+    return os.path.isdir(path)  # noqa: PTH112
 
 
 def _exists(path: Path) -> bool:
-    return os.path.exists(path)  # noqa: PTH110 - as above
+    """Return whether there is a file or folder; also for a name too long for a path, at which `Path.exists` raises."""
+    return os.path.exists(path)  # noqa: PTH110
 
 
 def read_config(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id before any patch, and the record of the patch; of an adapter its base's."""
-    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
+    """Return the config of a model before any patch, and the record of the patch that its folder holds, or None.
+
+    For an adapter they are the config of its base model and the record of the patch that it was trained under.
+
+    Args:
+        name: a folder, a Hub id or "reference".
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether Python code that comes with the model may run.
+
+    Raises:
+        CheckpointError: there is no such model, or its config cannot be loaded.
+    """
+    source, arguments = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code)
     with loading(f"the config of {short(str(name))!r}"):
-        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **options)
+        config, record, _ = find_config(source, trust_remote_code=trust_remote_code, **arguments)
     return config, record
 
 
 def load_empty(name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a folder or Hub id on the meta device, patched as the folder records; of an adapter its base."""
+    """Return a model on the meta device, without weights, patched as its folder records.
+
+    For an adapter it is its base model, patched as the adapter's folder records. The arguments and the errors are those
+    of `read_config`.
+    """
     config, record = read_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with loading(f"the model {short(str(name))!r}"):
         model = empty_model(config, trust_remote_code=trust_remote_code)
@@ -148,47 +200,67 @@ def load_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of a folder or Hub id with its weights, patched as its folder records, in evaluation mode.
+    """Return a model with its weights, patched as its folder records, in evaluation mode.
 
-    An adapter stands on its base model, in a peft.PeftModel. A device map of transformers decides over `device`.
+    Args:
+        name: a folder, a Hub id or "reference"; an adapter is loaded onto its base model, as a `peft.PeftModel`.
+        dtype: the dtype of the weights, as torch has it or by its name; "auto": as they are saved.
+        device: the name of a device; "auto": the GPU if there is one, else the CPU.
+        device_map: a device map of transformers, which is used instead of `device`.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether Python code that comes with the model may run.
+
+    Raises:
+        MethodError: the dtype is unknown, or the device cannot be used.
+        CheckpointError: there is no such model, or it cannot be loaded.
     """
-    kind, place = find_dtype(dtype) if isinstance(dtype, str) else dtype, find_device(device)
-    source, options = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
+    torch_dtype = find_dtype(dtype) if isinstance(dtype, str) else dtype
+    torch_device = find_device(device)
+    source, arguments = _locate(name, revision, _CONFIG_FILES, trust_remote_code=trust_remote_code, weights=True)
     if device_map is not None:
-        options["device_map"] = device_map
-    elif place.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
-        options["device_map"] = {"": place}
+        arguments["device_map"] = device_map
+    elif torch_device.type != "cpu":  # each tensor is read onto its device, without a copy of the model in main memory
+        arguments["device_map"] = {"": torch_device}
     with loading(f"the model {short(str(name))!r}"):
-        model = from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code, **options)
+        model = from_pretrained(source, dtype=torch_dtype, trust_remote_code=trust_remote_code, **arguments)
         check_pairing(model)
     return model.eval()
 
 
 def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """A model that is given by its name, loaded by `load_model`; a model in memory as it is."""
+    """Return the model of a name, loaded by `load_model`; return a model in memory as it is."""
     return load_model(model) if isinstance(model, (str, Path)) else model
 
 
 def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
-    """Whether a folder or Hub id holds an adapter of PEFT and no model."""
-    source, options = _locate(name, revision, _CONFIG_FILES)
-    return find_adapter(source, **options) is not None
+    """Return whether a folder or Hub id holds an adapter of PEFT instead of a model."""
+    source, arguments = _locate(name, revision, _CONFIG_FILES)
+    return find_adapter(source, **arguments) is not None
 
 
 def find_dtype(name: str) -> torch.dtype | str:
-    """The torch dtype of that name; "auto" (as saved) stays as it is."""
+    """Return the torch dtype of a name, or "auto" (as the weights are saved) as it is; MethodError for other names."""
     return entry("dtype", name, _DTYPES)
 
 
 def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
-    """The torch dtype that the weights of a model would have, loaded in that of this name."""
+    """Return the torch dtype that the weights of a model have once it is loaded with the dtype of a name.
+
+    `empty` is the model without weights, whose config states the dtype for "auto".
+    """
     dtype = find_dtype(name)
-    own: torch.dtype = getattr(empty.config, "dtype", None) or empty.dtype
-    return own if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, str):
+        return dtype
+    saved: torch.dtype = getattr(empty.config, "dtype", None) or empty.dtype
+    return saved
 
 
 def find_device(name: str) -> torch.device:
-    """The torch device of that name; "auto" is the GPU if there is one, else the CPU."""
+    """Return the torch device of a name; "auto" is the GPU if there is one, else the CPU.
+
+    Raises:
+        MethodError: torch has no such device here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -202,24 +274,31 @@ def find_device(name: str) -> torch.device:
 def load_tokenizer(
     name: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model's weights; of an adapter without one, its base model's."""
+    """Return the tokenizer in the folder of a model; for an adapter without one, that of its base model.
+
+    The arguments are those of `read_config`.
+
+    Raises:
+        CheckpointError: there is no tokenizer, or it cannot be loaded.
+    """
     from transformers import AutoTokenizer
 
     if not str(name):
         raise CheckpointError(
             "this model was not loaded from a folder, so its tokenizer is unknown; give tokenizer=..."
         )
-    source, options = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
-    source, options = tokenizer_source(source, **options)
-    if _is_folder(folder := Path(source)) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    source, arguments = _locate(name, revision, _ALL_OF_A_TOKENIZER, trust_remote_code=trust_remote_code)
+    source, arguments = tokenizer_source(source, **arguments)
+    folder = Path(source)
+    if _is_folder(folder) and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise CheckpointError(
             f"there is no tokenizer in {str(folder)!r}; copy tokenizer.json and tokenizer_config.json there from the "
             "model it was made from"
         )
     with left_out_of_log(*UNKNOWN_TYPE), loading(f"the tokenizer of {short(str(name))!r}"):
-        _check_token_settings(source, options)
+        _check_token_settings(source, arguments)
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **options
+            source, trust_remote_code=trust_remote_code, **arguments
         )
         tokenizer("a")  # a damaged tokenizer may load, and fail at the first text
     return tokenizer
@@ -227,85 +306,114 @@ def load_tokenizer(
 
 _MAX_ADDED_TOKENS = 1_000_000
 _TOKEN_COUNTS = frozenset({"extra_ids", "offset", "num_madeup_words"})
-"""Settings by which tokenizers of transformers (T5, ByT5, Pegasus, XGLM) make so many tokens when they are loaded."""
+"""Settings that are a number of tokens, which tokenizers of transformers (T5, ByT5, Pegasus, XGLM) make on loading."""
 
 
-def _check_token_settings(source: str, options: dict[str, Any]) -> None:
-    """Refuse names of settings that would bring control characters to the terminal, and too many tokens."""
+def _check_token_settings(source: str, arguments: dict[str, Any]) -> None:
+    """Raise CheckpointError for settings of a tokenizer that are unsafe to load.
+
+    Those are names with control characters, which transformers would print on the terminal, and numbers of tokens that
+    would take all memory.
+    """
     from transformers.utils import cached_file
 
-    where = {key: value for key, value in options.items() if key in ("revision", "local_files_only")}
+    where = {key: value for key, value in arguments.items() if key in ("revision", "local_files_only")}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         cached = cached_file(source, file, **where, _raise_exceptions_for_missing_entries=False)
         settings = {} if cached is None else read_json(Path(cached))
-        for key in (key for token in _token_settings(settings) for key in token if not key.isprintable()):
-            raise CheckpointError(f"{file}: {short(repr(key))} is no setting of a token")
+        for token in _token_settings(settings):
+            for key in token:
+                if not key.isprintable():
+                    raise CheckpointError(f"{file}: {short(repr(key))} is not a setting of a token")
         for key in sorted(_TOKEN_COUNTS & settings.keys()):
-            if isinstance(settings[key], int) and settings[key] > _MAX_ADDED_TOKENS:
+            count = settings[key]
+            if isinstance(count, int) and count > _MAX_ADDED_TOKENS:
                 raise CheckpointError(
-                    f"{file}: {key} asks for {short(str(settings[key]))} tokens; at most {_MAX_ADDED_TOKENS:,} are made"
+                    f"{file}: {key} asks for {short(str(count))} tokens; at most {_MAX_ADDED_TOKENS:,} are allowed"
                 )
 
 
 def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
-    """The settings of each special token in a JSON value."""
-    inner = [each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, (dict, list))]
-    tokens = [token for each in inner for token in _token_settings(each)]
-    return [*tokens, value] if isinstance(value, dict) and "content" in value else tokens
+    """Return the settings of each special token in a JSON value: the dicts that have a "content"."""
+    tokens = []
+    for inner in value.values() if isinstance(value, dict) else value:
+        if isinstance(inner, (dict, list)):
+            tokens += _token_settings(inner)
+    if isinstance(value, dict) and "content" in value:
+        tokens.append(value)
+    return tokens
 
 
 def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that a tokenizer puts before every text: BOS, `[CLS]`, `[gMASK]<sop>` of GLM; often none."""
-    whole, text = (list(tokenizer("a", add_special_tokens=added)["input_ids"]) for added in (True, False))
-    if (before := tokens_before(whole, text)) is None:  # with its special tokens the text is cut differently
-        return tuple(whole[: int(tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id])])
-    return before
+    """Return the tokens that a tokenizer puts before every text: BOS, `[CLS]`, `[gMASK]<sop>` of GLM; often none."""
+    whole = list(tokenizer("a", add_special_tokens=True)["input_ids"])
+    text = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+    before = tokens_before(whole, text)
+    if before is not None:
+        return before
+    # Beside special tokens the text gets other tokens, so that only BOS can be recognised.
+    starts_with_bos = tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id]
+    return tuple(whole[:1]) if starts_with_bos else ()
 
 
 def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] | None:
-    """The tokens in `whole`, a text with its special tokens, before those of the text; None: these are not in it."""
-    starts = (at for at in range(len(whole)) if text and [*whole[at : at + len(text)]] == [*text])
-    return None if (start := next(starts, None)) is None else tuple(whole[:start])
+    """Return the tokens in `whole`, a text with its special tokens, before those of the text alone.
+
+    None: the text is empty, or its tokens do not stand in `whole` in this order.
+    """
+    for start in range(len(whole)):
+        if text and [*whole[start : start + len(text)]] == [*text]:
+            return tuple(whole[:start])
+    return None
 
 
 @contextmanager
 def foreign_errors(failure: str) -> Iterator[None]:
-    """Inside, every exception but ours becomes a CheckpointError of one line that begins with what failed.
+    """Turn every exception of other packages, in a `with` block, into a CheckpointError of one line.
 
-    For files that others made: readers of configs, tokenizers and weights, and model classes, raise anything on damage.
+    For code that reads files which others made: readers of configs, tokenizers and weights, and model classes, raise
+    any exception on damaged ones. The message begins with `failure`, which says what failed. Exceptions of this package
+    pass through.
     """
     try:
         yield
     except (RopeExtError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic in Rust code, such as tokenizers, is no Exception
+    except BaseException as error:  # a panic in Rust code, such as tokenizers, is not an Exception
         if isinstance(error, OSError):
             check_full(error, Path(error.filename) if error.filename else None)
-        plain = isinstance(error, (OSError, ValueError, RuntimeError)) or not str(error)
-        reason = one_line(error) if plain else f"{type(error).__name__}: {one_line(error)}"
+        reason = one_line(error)
+        # Messages of other types, a KeyError for one, mean little without the name of the type.
+        if str(error) and not isinstance(error, (OSError, ValueError, RuntimeError)):
+            reason = f"{type(error).__name__}: {reason}"
         raise CheckpointError(f"{failure}: {reason}") from error
 
 
-def loading(what: str) -> AbstractContextManager[None]:
-    return foreign_errors(f"{what} could not be loaded")
+def loading(subject: str) -> AbstractContextManager[None]:
+    """Return `foreign_errors` whose message says that `subject` could not be loaded."""
+    return foreign_errors(f"{subject} could not be loaded")
 
 
 @foreign_errors("this model has no fingerprint")
 def fingerprint(
     model: nn.Module | str | Path | Any, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Fingerprint:
-    """What rotates how in a model: `fingerprint(a).differences(fingerprint(b))` are sentences, none where both agree.
+    """Return the fingerprint of a model's rotary embeddings, by which two models can be compared.
+
+        rope.fingerprint("trained-model").differences(rope.fingerprint("converted-model"))
+
+    gives sentences on how the second model rotates differently from the first, and none where they agree.
 
     Args:
-        model: a model in memory, patched or not, of which the rotary modules are read; or a folder, a Hub id,
-            "reference", or a config of transformers, of which no weights are read; or a JSON file of
+        model: a model in memory, patched or not, whose rotary modules are read; or a folder, a Hub id, "reference" or a
+            config of transformers, of which no weights are read; or a JSON file with the values of
             `Fingerprint.to_dict`.
         revision: branch, tag or commit on the Hub.
-        trust_remote_code: whether the Python code that comes with the model may run.
+        trust_remote_code: whether Python code that comes with the model may run.
 
     Raises:
-        CheckpointError: no such model, or a file that holds no fingerprint.
-        UnsupportedModelError: a model without rotary modules.
+        CheckpointError: there is no such model, or the file does not hold a fingerprint.
+        UnsupportedModelError: the model has no rotary modules.
     """
     if isinstance(model, nn.Module):
         return fingerprint_of(model)

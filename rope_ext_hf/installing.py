@@ -1,9 +1,9 @@
-"""How to install this package again, with one of its extras: from where it came.
+"""The pip command that installs this package again, with one of its extras, from the place it came from.
 
     install_command("eval")        # pip install '/home/me/rope_ext_hf[eval]', for a package installed from that folder
 
-A name that an index does not have yet can be taken by anybody, whose code `pip install` would then run: it stands alone
-in a command only where the installed package itself came from an index.
+Anybody can register a name that an index does not have yet, and `pip install NAME` would then run their code. So the
+command has the bare name only where the installed package itself came from an index.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ NAME = "rope-ext-hf"
 
 
 def install_command(extra: str = "", *options: str) -> str:
-    """The pip command that installs this package, with an extra, from where the running one came from (PEP 610)."""
+    """Return the pip command that installs this package with an extra and options, see the module."""
     return " ".join(["pip install", *options, *_source(f"[{extra}]" if extra else "")])
 
 
 def _source(extra: str) -> list[str]:
+    """Return the words of a pip command that name this package; pip has recorded its origin as PEP 610 says."""
     origin, from_index = {}, False
-    with suppress(metadata.PackageNotFoundError, ValueError):  # a copy of the files alone; a damaged note
-        noted = metadata.distribution(NAME).read_text("direct_url.json")
-        origin, from_index = json.loads(noted or "{}"), not noted  # an index goes unnoted
+    # Without a distribution these are bare files; the record may be damaged.
+    with suppress(metadata.PackageNotFoundError, ValueError):
+        record = metadata.distribution(NAME).read_text("direct_url.json")
+        origin = json.loads(record or "{}")
+        from_index = not record  # pip writes no record for a package from an index
     url = origin.get("url", "")
     checkout = Path(__file__).parent.parent
-    if (checkout / "pyproject.toml").is_file():  # editable, or on the path without being installed
+    if (checkout / "pyproject.toml").is_file():  # installed as editable, or on the path without being installed
         editable = ["-e"] if origin.get("dir_info", {}).get("editable") else []
         return [*editable, shlex.quote(f"{checkout}{extra}")]
     if "dir_info" in origin:

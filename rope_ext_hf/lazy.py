@@ -1,4 +1,4 @@
-"""Names of a package that load when first used, each stated once: by an import that type checkers alone run."""
+"""Names of a package that load when first used. Imports under `if TYPE_CHECKING`, for type checkers, list them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,37 @@ from typing import Any
 
 
 def lazy_names(package: str, *others: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package: the imports under its `if TYPE_CHECKING`, and `others`."""
-    source = pkgutil.get_data(package, "__init__.py") or b""
-    blocks = (node for node in ast.parse(source).body if isinstance(node, ast.If))
-    modules = {
-        alias.asname: (str(node.module), alias.name)
-        for block in blocks
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-        if alias.asname
-    }
+    """Return `__all__`, `__getattr__` and `__dir__` of a package whose names load when first used.
+
+    Args:
+        package: the package; its `__init__.py` has `from MODULE import NAME as NAME` under `if TYPE_CHECKING`.
+        *others: further names, which the `__init__.py` defines itself.
+    """
+    sources = _lazy_imports(package)
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name not in sources:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, attribute = modules[name]
-        value = (
-            import_module(f"{module}.{attribute}") if module == package else getattr(import_module(module), attribute)
-        )
+        module, attribute = sources[name]
+        if module == package:  # a submodule
+            value = import_module(f"{module}.{attribute}")
+        else:
+            value = getattr(import_module(module), attribute)
         setattr(sys.modules[package], name, value)
         return value
 
-    names = sorted({*modules, *others})
+    names = sorted({*sources, *others})
     return names, get, lambda: names
+
+
+def _lazy_imports(package: str) -> dict[str, tuple[str, str]]:
+    """Return the module and the attribute of each name that the `__init__.py` of a package imports under an `if`."""
+    source = pkgutil.get_data(package, "__init__.py") or b""
+    imports = {}
+    for block in ast.parse(source).body:
+        if not isinstance(block, ast.If):
+            continue
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom):
+                imports.update({alias.asname: (str(node.module), alias.name) for alias in node.names if alias.asname})
+    return imports

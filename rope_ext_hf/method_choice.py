@@ -1,6 +1,7 @@
-"""Which methods a model is measured or patched with, as a value: names, factors, a length, and what they extend.
+"""The choice of the methods that a model is measured or patched with, as plain values.
 
-`rope_ext_hf.patches.patching` makes methods of it. Nothing here imports torch, so that --help answers at once.
+A choice names methods, factors or a target length, and what the methods extend; `rope_ext_hf.runs.chosen_methods` makes
+method objects of it. Nothing here imports torch, so that `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -19,20 +20,26 @@ from rope_ext_hf.errors import MethodError, UnknownMethodError, did_you_mean, sh
 from rope_ext_hf.questions import Question, argument
 
 _REGISTRY = "rope_ext_hf.methods.registry"
-_REMOVED = {"profiles": "0.1.0", "string": "0.1.0"}
-"""Methods that left the package, by name, with the last version that has them."""
+_LAST_VERSION = "0.1.0 as it was before 2026-11-27"
+_REMOVED = {"profiles": _LAST_VERSION, "string": _LAST_VERSION}
+"""Methods that were removed from the package, by name, each with the last version that has it."""
 
 
 def folded(name: str) -> str:
-    """Return a name without case and separators, as names are compared: "NTK_aware" is "ntk-aware"."""
+    """Return a name without case and separators, by which names are compared: "NTK_aware" equals "ntk-aware"."""
     return re.sub(r"[-_\s]", "", name).casefold()
 
 
 def unknown_method(name: str, known: Iterable[str]) -> UnknownMethodError:
-    """Return the error for a name that no method has."""
-    if (version := _REMOVED.get(folded(name))) is not None:
+    """Return the error for a name that no method has; `known` are the names and aliases that could be meant.
+
+    For a method that was removed, as saved folders may still name it, the error states the last version that has it.
+    """
+    last_version = _REMOVED.get(folded(name))
+    if last_version is not None:
         return UnknownMethodError(
-            f"the method {name!r} was removed; the last version of this package that has it is {version}"
+            f"the method {name!r} was removed; the last version of this package that has it is {last_version}. Use a "
+            "checkout of that version, or another method"
         )
     names = sorted(known)
     return UnknownMethodError(f"unknown method {name!r}.{did_you_mean(name, names)} Known methods: {', '.join(names)}")
@@ -40,46 +47,73 @@ def unknown_method(name: str, known: Iterable[str]) -> UnknownMethodError:
 
 @cache
 def shipped_names() -> tuple[str, ...]:
-    """Return the names and aliases of the methods of this package, read from their files without importing torch."""
+    """Return the names and aliases of the methods of this package.
+
+    They are read from the source, so that an unknown name is refused without the seconds that importing torch takes.
+    """
     files = sorted((Path(__file__).parent / "methods").glob("*.py"))
     return tuple(name for file in files for name in _registered_in(file.read_text(encoding="utf-8")))
 
 
 def _registered_in(source: str) -> Iterator[str]:
-    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
-    for call in (each for cls in classes for each in cls.decorator_list if isinstance(each, ast.Call)):
-        if isinstance(call.func, ast.Name) and call.func.id == "register_method":
-            yield ast.literal_eval(call.args[0])
-            yield from (
-                name for each in call.keywords if each.arg == "aliases" for name in ast.literal_eval(each.value)
-            )
+    """Yield the names and aliases that a module gives to its classes by `@register_method(name, aliases=...)`."""
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for decorator in node.decorator_list:
+            if not isinstance(decorator, ast.Call):
+                continue
+            if isinstance(decorator.func, ast.Name) and decorator.func.id == "register_method":
+                yield ast.literal_eval(decorator.args[0])
+                for keyword in decorator.keywords:
+                    if keyword.arg == "aliases":
+                        yield from ast.literal_eval(keyword.value)
 
 
 def _check_method_names(names: Iterable[Any]) -> None:
-    """Refuse an unknown name before torch is imported; once it is, others may have registered methods of their own."""
+    """Raise UnknownMethodError for a name that no method of this package has, unless the registry is imported.
+
+    The registry also knows the methods that other packages and scripts have registered, and checks names itself.
+    """
+    if _REGISTRY in sys.modules:
+        return
     known = set(map(folded, shipped_names()))
     for name in names:
-        if isinstance(name, str) and _REGISTRY not in sys.modules and folded(name) not in known:
+        if isinstance(name, str) and folded(name) not in known:
             raise unknown_method(name, shipped_names())
 
 
-def _parts(given: Any) -> list[Any]:
-    """One value or several, comma lists among them, in parts, without blanks around them."""
-    given = [] if given is None else listed(given)
-    parts = [part for each in given for part in (each.split(",") if isinstance(each, str) else [each])]
-    return [part.strip() if isinstance(part, str) else part for part in parts]
+def _parts(values: Any) -> list[Any]:
+    """Return one value, several, or a comma list of them as a list; texts without blanks around them."""
+    parts: list[Any] = []
+    for value in [] if values is None else listed(values):
+        if isinstance(value, str):
+            parts += [part.strip() for part in value.split(",")]
+        else:
+            parts.append(value)
+    return parts
 
 
-def _methods(given: Any) -> tuple[Any, ...]:
-    methods = tuple(part for part in _parts(given) if part != "")
-    if not methods and given not in (None, (), []):  # of a script whose variable is empty, say
-        raise MethodError("--method names no method; leave it out to have the model as loaded")
+def _parse_methods(value: Any) -> tuple[Any, ...]:
+    """Return the methods of an option, names or method objects; MethodError where only empty names were given."""
+    methods = tuple(part for part in _parts(value) if part != "")
+    if not methods and value not in (None, (), []):  # as by a script whose variable is empty
+        raise MethodError("--method names no method; leave it out to use the model as loaded")
     return methods
 
 
-def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
-    """One number or several, comma lists among them, all finite; the error shows the option and an example."""
-    parts = _parts(given)
+def parse_numbers(option: str, values: Any, example: str) -> tuple[float, ...]:
+    """Return one number, several, or a comma list of them as floats.
+
+    Args:
+        option: the option that they are given to, for error messages.
+        values: the numbers, or their texts.
+        example: a value of the option, for error messages.
+
+    Raises:
+        MethodError: something is not a number, or is infinite, NaN, or beyond any length in tokens.
+    """
+    parts = _parts(values)
     try:
         numbers = tuple(map(float, parts))
     except (TypeError, ValueError) as error:
@@ -87,19 +121,26 @@ def parse_numbers(option: str, given: Any, example: str) -> tuple[float, ...]:
         raise MethodError(f"{option} takes numbers, e.g. {example}; got {short(text)!r}") from error
     for number in numbers:
         if not abs(number) <= MOST_TOKENS:
-            raise MethodError(f"{option} must be a finite number of a possible size, e.g. {example}; got {number}")
+            raise MethodError(
+                f"{option} must be a finite number of at most {MOST_TOKENS:,}, e.g. {example}; got {number}"
+            )
     return numbers
 
 
-def _layers(given: Any) -> tuple[str | int, ...]:
-    return tuple(
-        int(part) if isinstance(part, str) and part.isdigit() else part for part in _parts(given) if part != ""
-    )
+def _parse_layers(value: Any) -> tuple[str | int, ...]:
+    """Return the layers of an option: layer types as text, layer numbers as int."""
+    layers: list[str | int] = []
+    for part in _parts(value):
+        if isinstance(part, str) and part.isdigit():
+            layers.append(int(part))
+        elif part != "":
+            layers.append(part)
+    return tuple(layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Question):
-    """The methods asked for. Their further parameters keep their own names (--beta-fast 16)."""
+    """The chosen methods. Further parameters of methods are options under their own names (--beta-fast 16)."""
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
@@ -107,14 +148,14 @@ class MethodChoice(Question):
         (),
         "Names, separated by commas; describe, patch and lm-eval take one.",
         names=("--method", "-m"),
-        parse=_methods,
+        parse=_parse_methods,
         repeated=True,
         metavar="NAMES",
     )
     factor: tuple[float, ...] | Any = argument(
         (),
         "Extended length divided by context length, e.g. 8; 4,8 compares two.",
-        parse=lambda given: parse_numbers("--factor", given, "2,4,8"),
+        parse=lambda value: parse_numbers("--factor", value, "2,4,8"),
         repeated=True,
         metavar="NUMBERS",
         instead_of=("target_length",),
@@ -138,43 +179,57 @@ class MethodChoice(Question):
         parse=parse_length,
         metavar="TOKENS",
     )
-    parameters: dict[str, Any] | Any = argument(None, "", parse=lambda given: dict(given or {}), option=False)
+    parameters: dict[str, Any] | Any = argument(None, "", parse=lambda value: dict(value or {}), option=False)
 
     @property
     def underneath(self) -> dict[str, Any]:
-        """What is extended, as `rope_ext_hf.patch` takes it."""
+        """The arguments of `rope_ext_hf.patch` that state what is extended."""
         return {"over": self.over, "context_length": self.context_length}
 
     def check_early(self) -> None:
+        """Raise UnknownMethodError for an unknown method, before torch is imported."""
         _check_method_names(self.method)
 
     def check(self, *, factor_alone: bool = False) -> None:
-        """Refuse parameters without a method; a factor may stand alone for a command that has methods of its own."""
+        """Raise MethodError for options that are about a method where no method is chosen.
+
+        `factor_alone`: for a command that has methods of its own, which take the factor and what is extended.
+        """
+        if self.method:
+            return
         names = ("target_length", "factor", *self.parameters, "over", "context_length", "layers")
-        stated = {*self.options, *self.parameters} - ({"factor", "over", "context_length"} if factor_alone else set())
-        given = [f"--{name.replace('_', '-')}" for name in names if name in stated]
-        if given and not self.method:
-            raise MethodError(f"{', '.join(given)} given without a method; add --method")
+        stated = {*self.options, *self.parameters}
+        if factor_alone:
+            stated -= {"factor", "over", "context_length"}
+        options = [f"--{name.replace('_', '-')}" for name in names if name in stated]
+        if options:
+            raise MethodError(f"{', '.join(options)} given without a method; add --method")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PatchChoice(MethodChoice):
-    """One method with one factor."""
+    """At most one method, with at most one factor."""
 
     def check_single(self, *, required: bool = False) -> None:
-        """Refuse several methods or factors, and options that no method was given for."""
+        """Raise MethodError for several methods or factors, and for options about a method without a method.
+
+        `required`: the method may not be left out either.
+        """
         self.check()
         if required and not self.method:
-            raise MethodError("which method? Add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all")
-        if len(self.method) > 1 or len(self.factor) > 1:
-            given = ", ".join([*map(str, self.method), *(f"{factor:g}" for factor in self.factor)])
             raise MethodError(
-                f"this command takes one method and one factor, got {given}; ppl and sweep compare several"
+                "this command needs a method: add --method, e.g. --method yarn --factor 8; `rope-ext methods` lists all"
+            )
+        if len(self.method) > 1 or len(self.factor) > 1:
+            values = ", ".join([*map(str, self.method), *(f"{factor:g}" for factor in self.factor)])
+            raise MethodError(
+                f"this command takes one method and one factor, got {values}; `rope-ext ppl` and `rope-ext sweep` "
+                "compare several"
             )
 
     @property
     def arguments_of_patch(self) -> dict[str, Any]:
-        """The method with everything that was asked for, as `rope_ext_hf.patch` takes it; without one None."""
+        """The arguments of `rope_ext_hf.patch`; `method` and `factor` are None where they were not chosen."""
         return {
             "method": self.method[0] if self.method else None,
             "factor": self.factor[0] if self.factor else None,
@@ -186,16 +241,18 @@ class PatchChoice(MethodChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice(PatchChoice):
-    """One method with one factor, for the layers that attend to everything or for others."""
+    """At most one method with at most one factor, for the layers that attend to everything or for chosen ones."""
 
     layers: tuple[str | int, ...] | Any = argument(
         (),
         "Layers to change, by layer type or number, e.g. sliding_attention or 0,2; default: those that attend to "
         "everything. Layers that share a rotary embedding change together.",
-        parse=_layers,
+        parse=_parse_layers,
         metavar="LIST",
     )
 
     @property
     def arguments_of_patch(self) -> dict[str, Any]:
-        return super().arguments_of_patch | ({"layers": list(self.layers)} if self.layers else {})
+        """The arguments of `rope_ext_hf.patch`, as in the base class, with `layers` where layers were chosen."""
+        arguments = super().arguments_of_patch
+        return arguments | {"layers": list(self.layers)} if self.layers else arguments

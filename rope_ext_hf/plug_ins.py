@@ -12,7 +12,7 @@ The tool box of this package joins in the same way, so that nothing else names i
 | rope_ext_hf.commands | a command of `rope-ext` | a function under `rope_ext_hf.cli.options.command` |
 | rope_ext_hf.methods | a method | a class under `rope_ext_hf.register_method` |
 | rope_ext_hf.run_kinds | a kind of run, as run.json has it | a class under `rope_ext_hf.runs.kinds.register_run_kind` |
-| rope_ext_hf.readers | an engine, of `--engine` | a function that makes a plan read by the engine |
+| rope_ext_hf.readers | an engine, as `--engine` names it | a function that makes a plan read by the engine |
 | rope_ext_hf.token_choices | a way to choose the scored tokens | a function that makes a plan score them, too |
 | rope_ext_hf.engine_checks | a set of engines | a function that says which of them read a saved config alike |
 | rope_ext_hf.cards | a model card | a function that writes it into a folder |
@@ -32,12 +32,13 @@ from rope_ext_hf.errors import RopeExtError, one_line
 
 @cache
 def _entries(group: str) -> dict[str, EntryPoint]:
+    """Return the entry points of a group by name, in alphabetical order."""
     entries = [*entry_points(group=f"rope_ext_hf.{group}")]
     try:
         distribution("rope-ext-hf")
     except PackageNotFoundError:
         entries += _of_checkout(group)
-    return {entry.name: entry for entry in sorted(entries, key=lambda each: each.name)}
+    return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
 
 
 def _of_checkout(group: str) -> list[EntryPoint]:

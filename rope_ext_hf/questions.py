@@ -1,11 +1,12 @@
-"""Questions as values: what is asked of a model, or done to it, as a frozen dataclass.
+"""Questions: measurements and changes of a model, each described by a frozen dataclass.
 
     @dataclass(frozen=True, kw_only=True)
     class Passkey(Question):
         trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
-Its fields are the arguments in Python, the options of the command (`rope_ext_hf.cli.expansion` makes them) and
-a part of the settings of a run. Each is written once, with its help and its limits.
+The fields of a question are the arguments of its function in Python, the options of its command (which
+`rope_ext_hf.cli.expansion` makes) and a part of the settings of a run. Each is written once, with its help and its
+limits.
 """
 
 from __future__ import annotations
@@ -29,32 +30,40 @@ _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false",
 
 @dataclass(frozen=True)
 class Argument:
-    """How one field of a question is asked for."""
+    """The argument that a field of a question is, in Python and on the command line."""
 
-    help: str  # what it is, in the help of the command
-    metavar: str | None = None  # what its value is called there
-    names: tuple[str, ...] = ()  # of the option, such as `--method`; default: the field's name
-    parse: Callable[[Any], Any] | None = None  # makes its value of what is given; default: the value as it is
-    show: Callable[[Any], str] | None = None  # makes the text of an option of its value
-    typed: Any = ...  # the default of the option, where another one than in Python
-    least: float = -math.inf  # a number, or each of several, is from this
-    most: float = math.inf  # to this
-    among: tuple[str, ...] = ()  # the texts that are allowed
+    help: str  # the help of the option
+    metavar: str | None = None  # the name of its value in the help
+    names: tuple[str, ...] = ()  # the names of the option, such as `--method`; default: the field's name
+    parse: Callable[[Any], Any] | None = None  # converts what a caller passes to the field's value; None: it stays
+    show: Callable[[Any], str] | None = None  # converts the field's value to the text of the option
+    typed: Any = ...  # the default of the option, where it differs from the field's
+    least: float = -math.inf  # the smallest number allowed, or the smallest in a tuple
+    most: float = math.inf  # the largest
+    among: tuple[str, ...] = ()  # the texts that are allowed; empty: any
     repeated: bool = False  # whether the option may be given several times
-    option: bool = True  # whether the command has it
-    instead_of: tuple[str, ...] = ()  # the fields that say the same in another way: one of all is given
+    option: bool = True  # whether the command has the option
+    instead_of: tuple[str, ...] = ()  # fields that state the same in another way: exactly one of all must be given
 
-    def value(self, field: Field[Any], given: Any) -> Any:
-        if given is None and not self.parse:
+    def value(self, field: Field[Any], passed: Any) -> Any:
+        """Return the value of a field from what a caller has passed for it.
+
+        Raises:
+            MethodError: a value of another type, or beyond the limits.
+        """
+        value = passed if self.parse is None else self.parse(passed)
+        if value is None:
             return None
-        value = given if self.parse is None else self.parse(given)
         kind = kind_of(field)
-        for one in value if kind.startswith("tuple") and value is not None else [value] * (value is not None):
-            self.check(field.name, kind.removeprefix("tuple[").removesuffix(", ...]"), one)
+        if kind.startswith("tuple"):
+            for item in value:
+                self.check(field.name, kind.removeprefix("tuple[").removesuffix(", ...]"), item)
+        else:
+            self.check(field.name, kind, value)
         return value
 
     def check(self, name: str, kind: str, value: Any) -> None:
-        """Refuse a value of another kind, or outside the limits; the message names the field."""
+        """Raise MethodError for a value of another type, or beyond the limits; the message names the field."""
         if self.among and value not in self.among:
             raise MethodError(f"{name} must be {' or '.join(map(repr, self.among))}, got {short(repr(value))}")
         number = type(value) is int or (kind == "float" and type(value) is float)
@@ -65,127 +74,153 @@ class Argument:
         raise MethodError(f"{name} must be {_KINDS[kind]}{limits}, got {short(repr(value))}")
 
 
-def argument(default: Any, help: str, **how: Any) -> Any:  # noqa: A002 - as argparse and typer have it
-    """A field of a question, by its default (`MISSING`: it must be given) and the attributes of `Argument`."""
-    return field(default=default, metadata={"argument": Argument(help, **how)})
+def argument(default: Any, help: str, **attributes: Any) -> Any:  # noqa: A002 - as argparse and typer have it
+    """Return a field of a question, by its default (`MISSING`: it has none) and the attributes of `Argument`."""
+    return field(default=default, metadata={"argument": Argument(help, **attributes)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked of a model, or done to it; a MethodError names a field of another kind or outside its limits.
+    """A measurement or a change of a model, or a group of arguments that several of them share.
 
     Attributes:
         PANEL: the title under which the help of a command lists the fields; None: among the other options.
-        command: the command of `rope-ext` that asks it; empty: it is a part of what a command asks.
+        command: the command of `rope-ext` that asks this question; empty: it is a part of other questions.
+
+    Raises:
+        MethodError: a field of another type, or beyond its limits.
     """
 
     PANEL: ClassVar[str | None] = None
     command: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the docstring list the fields, with their help."""
+        """Add the fields and their help to the docstring."""
         super().__init_subclass__(**options)
         own = [(name, value.metadata["argument"].help) for name, value in vars(cls).items() if isinstance(value, Field)]
         cls.__doc__ = "\n".join([f"{cls.__doc__}\n\nFields:", *(f"    {name}: {text}" for name, text in own)])
 
     def check_early(self) -> None:
-        """Refuse what cannot be right whatever the model is, before anything heavy is imported; commands call it."""
+        """Raise MethodError for arguments that are wrong whatever the model is.
+
+        Commands call it before they import anything heavy.
+        """
 
     def __post_init__(self) -> None:
-        for each, how in self.described_fields():
-            object.__setattr__(self, each.name, how.value(each, getattr(self, each.name)))
+        for item, described in self.described_fields():
+            object.__setattr__(self, item.name, described.value(item, getattr(self, item.name)))
 
     @classmethod
     @cache
     def described_fields(cls) -> list[tuple[Field[Any], Argument]]:
-        """Its fields, and how each is asked for."""
-        return [(each, each.metadata["argument"]) for each in dataclasses.fields(cls)]
+        """Return the fields, each with the argument that it is."""
+        return [(item, item.metadata["argument"]) for item in dataclasses.fields(cls)]
 
     @classmethod
-    def apart(cls, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments that are fields, and the others."""
-        names = {each.name for each, _ in cls.described_fields()}
-        fields = {name: given[name] for name in given if name in names}
-        return fields, {name: given[name] for name in given if name not in names}
+    def apart(cls, passed: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Divide arguments into those that are fields of this question, and the others."""
+        names = {item.name for item, _ in cls.described_fields()}
+        fields = {name: value for name, value in passed.items() if name in names}
+        return fields, {name: value for name, value in passed.items() if name not in names}
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {each.name: getattr(self, each.name) for each, _ in self.described_fields()}
+        """The values of all fields by name."""
+        return {item.name: getattr(self, item.name) for item, _ in self.described_fields()}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options that a command must be given to ask the same, by their names in Python; see `command_line`."""
-        given: dict[str, Any] = {}
-        for each, how in self.described_fields():
-            value, default = getattr(self, each.name), each.default if how.typed is ... else how.typed
-            if how.option and value != default:
-                name = how.names[0].lstrip("-").replace("-", "_") if how.names else each.name
-                if value is False:
-                    given[f"no_{name}"] = True
-                else:
-                    given[name] = value if how.show is None else how.show(value)
-        return given
+        """The options with which a command asks the same, by their names in Python; see `command_line`."""
+        options: dict[str, Any] = {}
+        for item, described in self.described_fields():
+            value = getattr(self, item.name)
+            default = item.default if described.typed is ... else described.typed
+            if not described.option or value == default:
+                continue
+            name = described.names[0].lstrip("-").replace("-", "_") if described.names else item.name
+            if value is False:
+                options[f"no_{name}"] = True
+            else:
+                options[name] = value if described.show is None else described.show(value)
+        return options
 
 
 def kind_of(field: Field[Any]) -> str:
-    """The type of a field's value, of which `| None` and `| Any`, for what is parsed, are left out."""
+    """Return the type of a field's value as text, such as "int" or "tuple[int, ...]".
+
+    The annotation's `| None`, and `| Any` for what is parsed, are left out.
+    """
     return str(field.type).split(" | ")[0]
 
 
 def forward(question: type[Question]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A function whose `**fields` are those of a question: `help` and editors show them by name; a decorator."""
+    """Return a decorator that gives a function with `**fields` the fields of a question as keyword arguments.
 
-    def shown(function: Callable[P, T]) -> Callable[P, T]:
-        own = [each for each in inspect.signature(function).parameters.values() if each.kind is not each.VAR_KEYWORD]
-        of_question = [
-            inspect.Parameter(
-                each.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if each.default is MISSING else each.default,
-                annotation=each.type,
-            )
-            for each, _ in question.described_fields()
-            if each.name not in {parameter.name for parameter in own}
+    `help` and editors then show them by name.
+    """
+
+    def with_signature(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        parameters = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        parameters = sorted([*own, *of_question], key=lambda each: each.kind)
-        result = inspect.signature(function).return_annotation
-        function.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+        own = {parameter.name for parameter in parameters}
+        for item, _ in question.described_fields():
+            if item.name not in own:
+                default = inspect.Parameter.empty if item.default is MISSING else item.default
+                keyword = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(item.name, keyword, default=default, annotation=item.type))
+        parameters.sort(key=lambda parameter: parameter.kind)
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         return function
 
-    return shown
+    return with_signature
 
 
-def anything(given: Any) -> Any:
-    """What parses a text or corpus in any form: as it is given."""
-    return given
+def anything(value: Any) -> Any:
+    """Return a value as it is: the `parse` of a text or corpus, which may come in any form."""
+    return value
 
 
 def several(kind: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...] | None]:
-    """What parses one value, a comma list or several values, each by `kind`; None stays None."""
+    """Return a `parse` that makes a tuple of one value, several, or a comma list; `kind` converts each value.
 
-    def parse(given: Any) -> tuple[Any, ...] | None:
-        if given is None:
+    None stays None.
+    """
+
+    def parse(passed: Any) -> tuple[Any, ...] | None:
+        if passed is None:
             return None
-        parts = [part.strip() for part in given.split(",") if part.strip()] if isinstance(given, str) else listed(given)
+        if isinstance(passed, str):
+            parts = [part.strip() for part in passed.split(",") if part.strip()]
+        else:
+            parts = listed(passed)
         try:
             return tuple(map(kind, parts))
         except ValueError as error:
-            raise MethodError(f"expected {kind.__name__} values between commas, got {short(repr(given))}") from error
+            raise MethodError(f"expected {kind.__name__} values between commas, got {short(repr(passed))}") from error
 
     return parse
 
 
 def command_line(command: str, *arguments: object, **options: object) -> str:
-    """A command of `rope-ext` as it is typed; options by their names in Python, without None, False and empty ones."""
+    """Return a command of `rope-ext` as it is typed.
+
+    Args:
+        command: the command, such as "patch".
+        *arguments: its arguments.
+        **options: its options by their names in Python; those that are None, False or () are left out.
+    """
     return shell_line(command_words(command, *arguments, **options))
 
 
 def shell_line(words: Sequence[str]) -> str:
+    """Return a command line of `rope-ext` from the words after the program's name, quoted for a shell."""
     return f"rope-ext {shlex.join(words)}"
 
 
 def command_words(command: str, *arguments: object, **options: object) -> list[str]:
-    """The words of a command, without the program's; see `command_line`."""
+    """Return the words of a command after the program's name; arguments as in `command_line`."""
     words = [command, *map(str, arguments)]
     for name, value in options.items():
         if value is None or value is False or value == ():
@@ -197,8 +232,9 @@ def command_words(command: str, *arguments: object, **options: object) -> list[s
 
 
 def option_text(value: Any) -> str:
-    """The value of an option as it is typed."""
+    """Return the value of an option as it is typed; several values become a comma list."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ",".join(map(option_text, value))
-    short_form = f"{value:g}" if isinstance(value, float) else str(value)
-    return repr(value) if isinstance(value, float) and float(short_form) != value else short_form
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value)

@@ -1,4 +1,4 @@
-"""Values as text that is as wide as the terminal, in tables and sentences, and as tables of HTML in notebooks."""
+"""Sentences and tables that fit the width of the terminal, and reports that notebooks show as tables of HTML."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rich.text import Text
 from rope_ext_hf.errors import printable
 
 Rows = Sequence[Sequence[str]]
-"""The rows of a table: names with their values, or with more than two columns a head and what stands below it."""
-_LINE = 110  # columns of sentences and commands at most, as longer lines are hard to read
-_fixed: list[int] = []  # columns that count instead of the terminal's; the last ones do
+"""The rows of a table: a name and its value in each; or, with more than two columns, the heads and the rows below."""
+_LINE = 110  # the most columns of sentences and commands, as longer lines are hard to read
+_fixed: list[int] = []  # widths of the blocks of `as_wide_as` under way; the last one is in force
 
 
 @contextmanager
 def as_wide_as(columns: int) -> Iterator[None]:
-    """Inside, text is for a file or a page, so many columns wide whatever the terminal is."""
+    """Make text inside the block so many columns wide, whatever the terminal is, for a file or a page."""
     _fixed.append(columns)
     try:
         yield
@@ -34,12 +34,15 @@ def as_wide_as(columns: int) -> Iterator[None]:
 
 
 def terminal_width(most: int = sys.maxsize) -> int:
-    """Columns of the terminal, or of COLUMNS where that is set, 160 in a pipe; at most so many."""
+    """Return the columns of the terminal, or COLUMNS where that is set, or 160 in a pipe; at most `most`."""
     return min(most, _fixed[-1] if _fixed else shutil.get_terminal_size((160, 24)).columns)
 
 
 def wrapped(text: str, first: str = "", then: str | None = None) -> str:
-    """Sentences on lines of `_LINE` columns behind `first`, and then behind `then` or blanks; long words stay whole."""
+    """Return sentences broken into lines of at most `_LINE` columns; long words stay whole.
+
+    `first` stands before the first line; before the others, `then` or as many blanks.
+    """
     return textwrap.fill(
         text,
         max(terminal_width(_LINE), len(first) + 20),
@@ -62,9 +65,9 @@ def broken_command(command: str) -> str:
 
 
 def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
-    """Rows in columns; where these are wider than the terminal, cells take several lines.
+    """Return rows as columns of text; where they are wider than the terminal, cells take several lines.
 
-    `align` has "l" or "r" for each column; the last one holds for all further columns.
+    `align`: "l" (left) or "r" (right) for each column; the last letter is that of all further columns.
     """
     table = Table.grid(padding=(0, 2))
     for row in rows:
@@ -76,7 +79,7 @@ def text_table(rows: Iterable[Sequence[str]], align: str = "l") -> str:
 
 
 def table_text(table: Table) -> str:
-    """A table of rich as text, as wide as the terminal; its title and caption are lines of text."""
+    """Return a table of rich as text of the terminal's width; its title and caption are lines of text."""
     title, caption = table.title, table.caption
     table.title = table.caption = None
     notes = map(wrapped, str(caption or "").splitlines())
@@ -92,12 +95,12 @@ def _printed(table: Table) -> str:
 
 
 class Report:
-    """A result as a dataclass, which also goes into JSON."""
+    """Base of results, which are dataclasses and can be saved as JSON."""
 
-    also: ClassVar[tuple[str, ...]] = ()  # properties that stand there beside the fields
+    also: ClassVar[tuple[str, ...]] = ()  # properties that are saved with the fields
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the fields, and the properties in `also`, in a form for JSON."""
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
         return values | {name: getattr(self, name) for name in self.also}
 
@@ -106,7 +109,7 @@ class ShownAsTables(Report):
     """A report that a notebook shows as tables, and whose repr is one line."""
 
     def tables(self) -> Iterable[Rows]:
-        """What a notebook shows; text of several lines, such as a command, stays as it is."""
+        """Return the tables that a notebook shows; text of several lines, such as a command, keeps its lines."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The changes of checks/additions.py, made together in one copy of the tree, as CONTRIBUTING.md says.
+"""The changes of checks/additions.py, made together in one copy of the tree, as docs/internals.md says.
 
 One source file each, `make figures`, and nothing else: what each change is for then works in the copy, and the tests
 that run over everything registered pass there. A test that fails here names a second place that somebody who makes the

@@ -158,7 +158,7 @@ def check(offences: Iterable[str]) -> None:
     """Fail on an offence that is not known yet, and on a known one that is none any more: delete it below."""
     rule = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split(" ")[0]
     known, present = set(KNOWN.get(rule, ())), set(offences)
-    assert not present - known, f"{rule} fails for these; see CONTRIBUTING.md:\n" + "\n".join(sorted(present - known))
+    assert not present - known, f"{rule} fails for these; see docs/internals.md:\n" + "\n".join(sorted(present - known))
     assert not known - present, "no offences any more:\n" + "\n".join(sorted(known - present))
 
 
@@ -169,9 +169,9 @@ def test_every_module_stands_in_a_room_and_every_room_exists() -> None:
     assert {module.room for module in modules().values()} - {""} == LEVELS.keys()
 
 
-def test_contributing_has_these_floors() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[3].split()).split(" < "))
+def test_internals_has_these_floors() -> None:
+    text = (ROOT / "docs" / "internals.md").read_text(encoding="utf-8").partition("\n## Where code stands\n")[2]
+    lowest, *others = (tuple(floor.split(", ")) for floor in " ".join(text.split("```")[1].split()).split(" < "))
     assert lowest == tuple(room for rooms in FLOORS[:4] for room in rooms if room != "reference")  # data, no code
     assert tuple(others) == tuple(rooms for rooms in FLOORS[4:] if rooms != ("__main__",))
     for room in {room for rooms in others for room in rooms} - {"hub"}:

@@ -20,6 +20,7 @@ from checks.additions import CHANGES
 from docs import links, make_figures, site
 from rope_ext_hf import errors
 from tests.support.forks import run_blocks, run_commands, run_forked, run_script
+from tests.support.texts import ONE_MODULE, TWO_MODULES
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
@@ -46,8 +47,8 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert f"\n## {__version__} " in read("CHANGELOG.md")
 
 
-def test_contributing_lists_the_changes_that_are_tried() -> None:
-    table = read("CONTRIBUTING.md").split("| change | file | what is written |\n")[1].split("\n\n")[0]
+def test_internals_lists_the_changes_that_are_tried() -> None:
+    table = read("docs/internals.md").split("| change | file | what is written |\n")[1].split("\n\n")[0]
     rows = [line.split(" | ") for line in table.splitlines()[1:]]
     assert [row[0].removeprefix("| ") for row in rows] == [change.title for change in CHANGES]
     for (_, file, _), change in zip(rows, CHANGES, strict=True):
@@ -55,7 +56,7 @@ def test_contributing_lists_the_changes_that_are_tried() -> None:
     assert len(rows) >= 30
 
 
-# --- the table of README.md: what a config entry does alone ---------------------------------------------------------
+# --- the table of docs/index.md: what a config entry does alone -----------------------------------------------------
 
 
 def load_with(entry: dict[str, Any], context_length: int = 256) -> Any:
@@ -127,13 +128,15 @@ def test_an_entry_with_an_impossible_value_loads_and_a_patch_refuses_it() -> Non
 
 # --- what pages show runs -------------------------------------------------------------------------------------------
 
-FEW = ["--max-spans", "2", "--data", "stdlib?max_documents=2"]
-ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", "stdlib?max_documents=1"]
+FEW = ["--max-spans", "2", "--data", TWO_MODULES]
+ONE_TRIAL = ["--trials", "1", "--depths", "0.5", "--haystack", ONE_MODULE]
 QUICK = {"ppl": FEW, "sweep": FEW, "passkey": ONE_TRIAL}
 
 
-QUICK_PAGES = ("README.md", "docs/getting-started.md")
+QUICK_PAGES = ("README.md", "docs/index.md")
 """Pages whose commands and code `make test` runs; `make test-all` runs those of all."""
+HUB_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+"""The model of README.md, in whose place the tests load the bundled one."""
 
 
 @pytest.mark.slow
@@ -146,7 +149,10 @@ QUICK_PAGES = ("README.md", "docs/getting-started.md")
     ],
 )
 def test_python_runs(page: str, tmp_path: Path) -> None:
-    run_forked(run_blocks, blocks(page, "python"), folder=tmp_path)
+    from rope_ext_hf.reference import path
+
+    local = [block.replace(HUB_MODEL, str(path())) for block in blocks(page, "python")]
+    run_forked(run_blocks, local, folder=tmp_path)
 
 
 def runnable(page: str) -> list[list[str]]:
@@ -219,11 +225,18 @@ def test_methods_protocols_and_commands_have_their_place() -> None:
         assert f"| `{name}` |" in read("docs/evaluation.md"), f"protocol {name!r} has no row: run `make figures`"
 
 
-@pytest.mark.parametrize(("page", "until"), [("docs/serving.md", ""), ("docs/evaluation.md", "\n## Memory\n")])
-def test_pages_that_lead_on_are_short(page: str, until: str) -> None:
-    """What everybody reads of them; the sections after it are for those who look something up."""
-    leading = read(page).partition(until)[0] if until else read(page)
-    assert len(leading.split()) <= 1200
+def test_the_first_table_of_choosing_names_every_method_that_is_advised() -> None:
+    from rope_ext_hf.methods.registry import list_methods
+    from rope_ext_hf.tools.advice.guidance import guidance_of
+
+    table = read("docs/choosing.md").partition("\n\n| your situation")[2].partition("\n\n")[0]
+    advised = {name for name in list_methods() if (guidance := guidance_of(name)) and guidance.purposes}
+    assert advised <= set(re.findall(r"`([\w-]+)`", table))
+
+
+def test_the_navigation_leads_to_every_page() -> None:
+    listed = re.findall(r": ([\w-]+\.md)$", read("mkdocs.yml"), flags=re.MULTILINE)
+    assert sorted(f"docs/{page}" for page in listed) == sorted(set(PAGES) - {"README.md"})
 
 
 def test_every_engine_has_one_section() -> None:
@@ -291,6 +304,11 @@ def test_figures_are_current(page: str) -> None:
     assert make_figures.fill(read(page)) == read(page), "run `make figures`"
 
 
+def test_files_made_whole_are_current() -> None:
+    for file, make in make_figures.FILES.items():
+        assert make() == file.read_text(encoding="utf-8"), f"{file.name}: run `make figures`"
+
+
 def test_every_figure_is_shown_and_every_marker_closed() -> None:
     text = "".join(map(read, PAGES))
     named = re.findall(r"<!-- figure: (\S+) -->", text)
@@ -332,9 +350,7 @@ def test_tables_of_a_model_are_measured_and_drawn(tmp_path: Path) -> None:
     """What `make tables` does, for the bundled model."""
     from docs.figures.real_models import section
 
-    small = (
-        "--lengths 384 --methods yarn --data stdlib?max_documents=2 --spans 2 --targets 64 --task key-value --trials 1"
-    )
+    small = f"--lengths 384 --methods yarn --data {TWO_MODULES} --spans 2 --targets 64 --task key-value --trials 1"
     files = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "results.jsonl")]
     script = ROOT / "benchmarks" / "real_models.py"
     run_forked(run_script, script, "--model", "reference", *small.split(), *files, folder=tmp_path)

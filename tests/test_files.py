@@ -177,7 +177,7 @@ def test_a_pipe_and_a_device_are_not_replaced(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("pipe", "null"):
-        with pytest.raises(rope.FileError, match="is no regular file but a device or a pipe"):
+        with pytest.raises(rope.FileError, match="is not a regular file but a device or a pipe"):
             write(tmp_path / name, "new")
     assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "null").is_symlink()

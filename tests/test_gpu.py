@@ -18,7 +18,7 @@ from rope_ext_hf.attention.rules import Rotation, RotationTable, TokenPositions
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.reference import path
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 from tests.support.models import build
 
 pytestmark = [

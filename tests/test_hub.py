@@ -28,6 +28,7 @@ from rope_ext_hf.hub import (
 )
 from rope_ext_hf.reference import path
 from tests.support.forks import run_command, run_forked
+from tests.support.texts import ONE_MODULE
 
 
 @pytest.fixture
@@ -147,7 +148,7 @@ def _edit(folder: Path, **values: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | values))
 
 
-TEXT = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
+TEXT = ["--max-spans", "1", "--data", ONE_MODULE]
 MEASURED = {
     "ppl": ["--lengths", "64", *TEXT],
     "sweep": ["--lengths", "64", *TEXT, "--method", "ntk"],
@@ -168,7 +169,7 @@ def test_no_tokenizer_makes_any_number_of_tokens(key: str, tmp_path: Path) -> No
 def test_a_token_setting_that_would_reach_the_terminal(file: str, folder: Path) -> None:
     tokens = {"bos_token": {"content": "<s>", "lstrip": False, "\x1b]0;title\x07": True}}
     (folder / file).write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"} | tokens))
-    with pytest.raises(CheckpointError, match=rf"{file}: '\\x1b\]0;title\\x07' is no setting of a token"):
+    with pytest.raises(CheckpointError, match=rf"{file}: '\\x1b\]0;title\\x07' is not a setting of a token"):
         load_tokenizer(folder)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.texts import ONE_MODULE
 from tests.test_architecture import ROOT, of_the_whole
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ COMMANDS = [
     "lm-eval",
 ]
 SAMPLE = ("tests/methods", "tests/rotary", "tests/runs")
-TEXT = ("--data", "stdlib?max_documents=1", "--max-spans", "1")
+TEXT = ("--data", ONE_MODULE, "--max-spans", "1")
 
 
 @pytest.fixture(scope="module")

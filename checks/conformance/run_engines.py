@@ -1,4 +1,4 @@
-"""Which programs agree with conformance/: all of them held to it, the result in docs/results/conformance.json.
+"""Agreement of other programs with conformance/, written to docs/results/conformance.json.
 
     make test-conformance
     python -m checks.conformance.run_engines --engines FOLDER --mlx-lm PYTHON --llama-cpp PYTHON --transformers-4 PYTHON
@@ -130,7 +130,7 @@ print(json.dumps([list(module.inv_freq(config)), float(module.magnitude(config))
 
 
 def smallest(ports: dict[str, Any], mlx: str) -> list[Json]:
-    """What each smallest case gives, and what it should."""
+    """Return the result of each smallest case beside the expected one."""
     rows = []
     for program, title, keys, length in SMALLEST:
         config = HEAD | keys
@@ -153,7 +153,7 @@ def smallest(ports: dict[str, Any], mlx: str) -> list[Json]:
 
 
 def live(python: str) -> list[Json]:
-    """What the runner says of llama.cpp's server: with models of the kit, and with one whose scaling was left out."""
+    """Run the kit against llama.cpp's server: with its models, and with one whose scaling was left out."""
     kit, rows = load_kit("kit"), []
     live_servers.WORK.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as ends:

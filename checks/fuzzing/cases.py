@@ -202,7 +202,7 @@ class _Maker:
             self.what.append(damage_file(draw, path, self.elsewhere))
         suffix = ""
         if self.odd_options and draw.random() < 0.5:
-            key = draw.choice(("column", "join", "min_bytes", "max_documents", "seed", "max_expansion", "nope"))
+            key = draw.choice(("column", "join", "config", "split", "nope"))
             suffix = f"?{key}={draw.choice(('1', 'text', 'name', 'true', *_ODD_TEXTS))}"
         return f"{path if draw.random() < 0.8 else path.parent}{suffix}"
 
@@ -248,7 +248,7 @@ class _Maker:
         return ["--json"] if self.draw.random() < 0.2 and command not in ("none", "resume") else []
 
     def new_folder(self, source: str) -> Path:
-        """Where a new folder is asked for: in `out`, or where none can be made."""
+        """Return a path for a new folder: in `out`, or in a place where no folder can be made."""
         draw = self.draw
         path = self.out / "new"
         if draw.random() < 0.85:
@@ -270,7 +270,7 @@ class _Maker:
         return path
 
     def no_place(self) -> str:
-        """Where nothing can be written, not even by root."""
+        """Return a path where nothing can be written, not even by root."""
         draw, secret = self.draw, self.elsewhere / "secret"
         link, pipe, long = self.out / "link", self.out / "pipe", self.out / ("n" * 300)
         link.symlink_to("/dev/null")

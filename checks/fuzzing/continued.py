@@ -5,7 +5,7 @@
 
 Each command runs twice, whole and killed halfway. Then each file of both folders is cut, emptied, removed and has a bit
 turned over, and the command runs again. Kills end the command at random moments, and it runs again. The exit status is
-1 where a result differs from the undamaged one, or an answer is no result and no error of one line.
+1 where a result differs from the undamaged one, or an answer is neither a result nor an error of one line.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def start(command: Command, root: Path, out: str) -> int:
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What a command came to: the numbers of its report or its runs, and the files of its model."""
+    """Return the results of a command: the numbers of its report or runs, and the files of its model."""
     report = folder / "report.json"
     numbers = json.loads(report.read_text(encoding="utf-8")) if report.is_file() else {}
     if runs := [*folder.glob("*/results.json"), *folder.glob("need.json")]:

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY
+from rope_ext_hf.patches.config import PAIRING_KEY
+from rope_ext_hf.patches.patch_records import PATCH_KEY
 
 __all__ = [
     "ODD_TEXTS",
@@ -435,7 +436,7 @@ def damage_file(draw: random.Random, path: Path, elsewhere: Path) -> str:
     data = path.read_bytes()
     try:
         data, what = _damage_content(draw, path.suffix, data, elsewhere)
-    except Exception:  # it was damaged before, and is no file of its kind any more
+    except Exception:  # an earlier damage made it unreadable as a file of its kind
         data, what = damage_bytes(draw, data)
     path.unlink()
     path.write_bytes(data)

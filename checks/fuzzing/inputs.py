@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 import rope_ext_hf as rope
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.cli.console import quiet_transformers
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from rope_ext_hf.reference import path as reference_folder
 from tests.support.models import build, own_config
 
@@ -41,7 +41,7 @@ MEASURED = ["--lengths", "16,32", "--method", "yarn", "--factor", "4"]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What cases are made from.
+    """Models, texts and folders that cases are made from.
 
     Attributes:
         models: folders of checkpoints by kind; some in Meta's format or of adapters.

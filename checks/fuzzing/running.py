@@ -38,7 +38,7 @@ _NO_MEMORY = re.compile(r"can't allocate memory|MemoryError|not enough memory|st
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process left.
+    """Output and exit status of a process.
 
     Attributes:
         code: its exit code; None where an exception escaped or a signal ended it.
@@ -167,7 +167,7 @@ class Snapshot:
 
 
 def problems(arguments: Sequence[str], answer: Answer) -> list[str]:
-    """What is wrong with an answer: kinds, each with what shows it after a colon; empty where nothing is."""
+    """Return the problems of an answer, each as its kind, a colon and the evidence; an empty list for a good answer."""
     wrong: list[str] = []
     errors = answer.err.splitlines()
     if answer.crash:

@@ -12,7 +12,7 @@ from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.tools.advice.guidance import guidance_of
-from rope_ext_hf.tools.advice.measurements import measured_models, reach
+from rope_ext_hf.tools.advice.measurements import RECOVERED, measured_models, reach
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -90,13 +90,9 @@ def choosing() -> str:
 
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
 
-    def answer(values: Iterable[bool]) -> str:
-        found = set(values)
-        return "by its parameters" if len(found) > 1 else "yes" if found.pop() else "no"
-
     rows = []
     for name, guidance, methods in _guided():
-        plain = answer(method.rope_parameters(rotary) is not None for method in methods)
+        plain = _loads_plainly(methods, rotary)
         method = _bound(methods[0], rotary)
         kept = unchanged_share(method, rotary)
         short = "any length" if method.unchanged_length(rotary) >= UNBOUNDED else kept or "none"
@@ -105,7 +101,7 @@ def choosing() -> str:
         rows.append([f"`{name}`", guidance.when or "–", plain, helped, short])
     head = ["method", "take it when", "loads plainly", "helped without training", "short inputs unchanged"]
     names = ", ".join(f"the {model.name}" for model in measured_models())
-    return markdown_table(head, rows, f"*Helped*: up to how many context lengths, on {names}.")
+    return markdown_table(head, rows, f"*Helped*: up to how many context lengths, on {names}; a dash was not measured.")
 
 
 def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
@@ -113,15 +109,48 @@ def _bound(method: RopeMethod, rotary: Rotary) -> RopeMethod:
     return method.bind(rotary, None) if isinstance(method, RemappingMethod) else method
 
 
-@figure
-def choosing_purposes() -> str:
-    from rope_ext_hf.tools.advice.guidance import PURPOSES
+README_METHODS = {
+    "YaRN": ("yarn",),
+    "NTK-aware scaling": ("ntk",),
+    "Position Interpolation (linear)": ("linear",),
+    "Dynamic NTK": ("dynamic-ntk",),
+    "ReRoPE, Self-Extend, Dual Chunk Attention (DCA)": ("rerope", "self-extend", "dca"),
+}
+"""The methods of the README by the names that people search for."""
 
-    guided = [(name, guidance) for name, guidance, _ in _guided()]
-    rows = (
-        (purpose, ", ".join(f"`{name}`" for name, each in guided if purpose in each.purposes)) for purpose in PURPOSES
+
+@figure
+def readme_methods() -> str:
+    """Return a row per well-known method: up to which length it helps untrained, and who loads its folder."""
+    from rope_ext_hf import Rotary
+
+    rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
+    instances = {name: methods for name, _, methods in _guided()}
+    rows = []
+    for title, names in README_METHODS.items():
+        (helped,) = {_helped(name) for name in names}
+        (plain,) = {_loads_plainly(instances[name], rotary) for name in names}
+        rows.append([title, ", ".join(f"`{name}`" for name in names), helped, plain])
+    head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
+    note = (
+        f"Multiples of the context length, on three small models ([which](docs/choosing.md#how-this-was-measured)). A "
+        f"method helps where it takes away at least {RECOVERED:.0%} of the extra loss that the unpatched model has "
+        "there."
     )
-    return markdown_table(["what you want", "candidates"], rows)
+    return markdown_table(head, rows, note)
+
+
+def _helped(name: str) -> str:
+    """Return up to how many context lengths a method helped each measured model, as "16x / 8x / 32x"."""
+    reached = reach(name)
+    texts = [reached.get(model.name, "–") for model in measured_models()]
+    return "no length: fine-tune under it" if set(texts) == {"no"} else " / ".join(texts)
+
+
+def _loads_plainly(methods: Iterable[RopeMethod], rotary: Rotary) -> str:
+    """Return whether plain transformers loads what is saved under a method, for all of its parameters."""
+    answers = {method.rope_parameters(rotary) is not None for method in methods}
+    return "by its parameters" if len(answers) > 1 else "yes" if answers.pop() else "no"
 
 
 @figure

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from docs.figures.registry import Row, figure, made_by, markdown_table, read_result
-from rope_ext_hf.reading.preflight import cached_bytes
+from rope_ext_hf.reading.cache_size import cached_bytes
 
 
 @figure
@@ -299,7 +299,7 @@ def server_baselines() -> str:
 
 def _report(expected: str) -> str:
     """What check-server says of one of the servers of llama.cpp in Q8_0."""
-    from rope_ext_hf.tools.servers.checking import ServerReport
+    from rope_ext_hf.tools.servers.server_report import ServerReport
 
     row = next(
         row

@@ -85,7 +85,7 @@ def fitting_memory() -> tuple[Row, ...]:
     sys.path.append(str(ROOT / "benchmarks"))
     from gpu_shapes import random_model
 
-    from rope_ext_hf.reading.preflight import GPU_WORKING_BYTES, estimate_memory
+    from rope_ext_hf.reading.memory import GPU_WORKING_BYTES, estimate_memory
 
     model = random_model("8B", "meta", torch.bfloat16)
     rows = []
@@ -110,7 +110,7 @@ def record_text(record: Row) -> str:
         "Decoding": decoding_text(record),
         "Kernels": kernels_text(record),
         "A smaller shape, whole and in chunks, padded and not": shapes_text(record),
-        "Said at the end of the run": said_text(record),
+        "What the run reported at its end": said_text(record),
     }
     notes = "".join(f"\n{note}\n" for note in record.get("notes", ()))
     return machine_text(record) + notes + "".join(f"\n### {title}\n{text}" for title, text in parts.items() if text)

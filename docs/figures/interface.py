@@ -96,7 +96,7 @@ SECTIONS = {
     "--protocol": "evaluation.md#protocols",
     "--bos": "evaluation.md#protocols",
     "--data": "evaluation.md#texts",
-    "--over": "trained-scaling.md#what-is-extended-over",
+    "--over": "recipes.md#what-is-extended-over",
     "--layers": "models.md#several-rotary-embeddings",
     "--key-window": "evaluation.md#longppl",
 }

@@ -88,30 +88,19 @@ def rows_by_setting(line: Row) -> dict[tuple[str, float | None, int], Row]:
     return {(row["method"], row["factor"], row["length"] // line["context_length"]): row for row in line["rows"]}
 
 
-def _by_model(key: tuple[str, float | None, int]) -> str:
-    """The rise on every model, with its interval; models at the end that were not measured are left out."""
-    rows = [rows_by_setting(line).get(key) for line in factor_lines().values()]
-    texts = ["–" if row is None else "{increase:+.2f} [{low:+.2f}, {high:+.2f}]".format(**row) for row in rows]
-    while texts[-1:] == ["–"]:
-        texts.pop()
-    return "<br>".join(texts) or "–"
-
-
 def _note() -> str:
     lines = factor_lines()
-    by_setting: dict[str, list[str]] = {}
+    stamps = {stamp(line, "benchmarks/factors.py"): None for line in lines.values()}
+    scored = []
     for model, line in lines.items():
-        options = f" (`{OPTIONS[model]}`)" * bool(OPTIONS[model])
-        by_setting.setdefault(stamp(line, "benchmarks/factors.py"), []).append(f"{NAMES[model]}{options}")
-    stamps = (f"{', '.join(models)}: {text}" for text, models in by_setting.items())
-    scored = " / ".join(f"{line['scored_bytes']:,}" for line in lines.values())
-    further = " / ".join(
-        ", ".join(f"{o['scored_bytes']:,} (`--longest {_longest(o)} --spans {o['spans']}`)" for o in line["longer"])
-        or "–"
-        for line in lines.values()
-    )
-    scored += f"; at lengths beyond, on other text: {further}" * any(line["longer"] for line in lines.values())
-    return f"95% intervals over documents; bytes scored at every length: {scored}. {' '.join(stamps)}"
+        options = [OPTIONS[model]] if OPTIONS[model] else []
+        text = f"{NAMES[model]} {line['scored_bytes']:,} bytes"
+        if line["longer"]:
+            further = (f"{o['scored_bytes']:,} of other text" for o in line["longer"])
+            text += f" ({', '.join(further)} at the longest lengths)"
+            options += [f"--longest {_longest(o)} --spans {o['spans']}" for o in line["longer"]]
+        scored.append(text + "".join(f", `{option}`" for option in options))
+    return f"Scored at every length: {'; '.join(scored)}. {' '.join(stamps)}"
 
 
 def _longest(line: Row) -> int:
@@ -135,31 +124,9 @@ def recovered() -> str:
 
 
 @figure
-def short_inputs() -> str:
-    """The rise at the context length, of methods with a factor."""
-    keys = {
-        (method, factor) for line in factor_lines().values() for method, factor, _ in rows_by_setting(line) if factor
-    }
-    factors = sorted({factor for _, factor in keys})
-    names = dict.fromkeys(row["method"] for line in factor_lines().values() for row in line["rows"] if row["factor"])
-    columns = {factor: [_by_model((name, factor, 1)) for name in names] for factor in factors}
-    measured = {factor: cells for factor, cells in columns.items() if set(cells) != {"–"}}
-    rows = ([f"`{name}`", *cells] for name, *cells in zip(names, *measured.values(), strict=True))
-    return markdown_table(["rise at the context length", *(f"x{factor:g}" for factor in measured)], rows)
-
-
-@figure
-def without_training() -> str:
-    """The rise at each length, of every method fitted to it."""
-    lines = factor_lines().values()
-    scales = sorted({scale for line in lines for _, _, scale in rows_by_setting(line) if scale > 1})
-    names = dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"])
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for name, by_factor in names:
-        cells = tuple(_by_model((name, float(scale) if by_factor else None, scale)) for scale in scales)
-        alike.setdefault(cells, []).append(name if name == "unpatched" else f"`{name}`")
-    rows = ([", ".join(named), *cells] for cells, named in alike.items())
-    return markdown_table(["rise at", *(f"{scale}x" for scale in scales)], rows, _note())
+def rises_note() -> str:
+    """Return how much text the numbers of the chart rest on, and the command that measured them."""
+    return _note()
 
 
 @figure

@@ -63,37 +63,24 @@ def _agreement(benchmark: str) -> str:
 
 @figure
 def measures_ranking() -> str:
-    return _ranking("measures", intervals=False)
-
-
-@figure
-def gain_ranking() -> str:
-    return _ranking("gain")
-
-
-def _ranking(benchmark: str, *, intervals: bool = True) -> str:
-    """Every method's value of every measure at the longest length, a column for each model and measure.
-
-    Each with its interval, or below the table how far those of each column reach.
-    """
+    """Every method's value of every measure at the longest length, a column for each model and measure."""
     heads: list[str] = []
     reached: list[str] = []
     cells: dict[str, dict[str, str]] = {}
-    for row in _compared(benchmark):
+    for row in _compared("measures"):
         measures = [measure for measure in row["measures"] if not measure["flaw"]]
         if len(measures) < 2:
-            continue  # nothing to agree with; the page has its losses in another table
+            continue  # nothing to agree with
         longest = max(value["length"] for measure in measures for value in measure["values"])
         for measure in measures:
             scale, digits = (100, 0) if measure["unit"] == "%" else (1, 2)
             unit = "%" if measure["unit"] == "%" else "nats"
             heads.append(f"{_model(row)}, {longest:,} tokens: {measure['name']}, {unit}")
             values = [value for value in measure["values"] if value["length"] == longest]
-            for v in values:
-                low, value, high = (f"{scale * v[key]:.{digits}f}" for key in ("low", "value", "high"))
-                cells.setdefault(v["method"], {})[heads[-1]] = f"{value} [{low}, {high}]" if intervals else value
+            for value in values:
+                cells.setdefault(value["method"], {})[heads[-1]] = f"{scale * value['value']:.{digits}f}"
             most = max(max(v["high"] - v["value"], v["value"] - v["low"]) for v in values)
             reached.append(f"{scale * most:.{digits}f}")
     table = [[f"`{name}`", *(values.get(head, "–") for head in heads)] for name, values in cells.items()]
-    note = "" if intervals else f"95% intervals reach up to {' / '.join(reached)} to either side, by column."
+    note = f"95% confidence intervals reach up to {' / '.join(reached)} to either side, by column."
     return markdown_table(("", *heads), table, note)

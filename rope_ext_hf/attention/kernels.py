@@ -15,6 +15,7 @@ from rope_ext_hf.methods.tiles import Mask
 _MIN_CUDNN_QUERIES = 128
 """Queries from which cuDNN's attention is used. It makes a plan for each shape, and every decoding step has another."""
 _Three = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value, or their gradients; or the gradient of the output, the output and the log-sum-exp."""
 
 
 class _Fused(NamedTuple):
@@ -23,24 +24,27 @@ class _Fused(NamedTuple):
     run: Callable[[Tensor, Tensor, Tensor, float, Mask], tuple[Tensor, Tensor]]
     """(query, key, value, scale, mask) -> output and log-sum-exp."""
     backward: Callable[[_Three, _Three, float, bool], _Three]
-    """As `run_backward`, (whole, rows, scale, causal) -> gradients of the rows."""
+    """(whole, rows, scale, causal) -> gradients of the rows, see `run_backward`."""
     kernel: Callable[[Tensor, int], int] | None
-    """(query, widest head_dim) -> a value of `SDPBackend`, MATH where none takes them; None: flash attention does."""
+    """(query, widest head_dim) -> the kernel that takes them, a value of `SDPBackend`; MATH: no kernel does.
+
+    None: flash attention takes all.
+    """
     head_dim_multiple: int  # head_dim is padded to a multiple of this
     windows: bool  # whether its flash attention takes masks that are numbers
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    # Before torch 2.9 it was wrong where heads share keys, hence the minimum version.
+    # Before torch 2.9 this kernel was wrong where heads share keys, hence the minimum version of torch.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(query, key, value, 0.0, mask == "causal", scale=scale)
     return out, lse
 
 
 def _on_cuda(query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
+    """Run flash attention or cuDNN's, which take grouped heads; else the memory-efficient kernel, which does not."""
     rows, heads, tokens, dim = query.shape
-    if isinstance(mask, int):  # counted from the last query and key; the operator below takes no windows
+    if isinstance(mask, int):  # the operator of flash attention used below takes no windows
         flash, sizes = torch.ops.aten._flash_attention_forward, (tokens, key.shape[-2])
         window = {"window_size_left": mask - 1, "window_size_right": 0}
         tokens_first = (x.transpose(1, 2) for x in (query, key, value))
@@ -75,11 +79,11 @@ def _cpu_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _T
 
 
 def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _Three:
-    """By flash attention, also of what cuDNN's kernel computed, or by the memory-efficient kernel."""
+    """Run the backward of flash attention, also after cuDNN's forward, or of the memory-efficient kernel."""
     (grad, out, lse), (query, key, value) = whole, rows
-    with torch.enable_grad():  # torch answers for the backward, which takes fewer head_dims on some devices
+    with torch.enable_grad():  # so that torch chooses for the backward, which takes fewer head_dims on some devices
         chosen = _torch_choice(query.detach().requires_grad_(), key, value, causal)
-    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a dropout that there is not
+    seed = torch.empty(2, dtype=torch.uint64, device=query.device)  # of the dropout, which is 0
     if chosen in (SDPBackend.FLASH_ATTENTION.value, SDPBackend.CUDNN_ATTENTION.value):
         flash, sizes = torch.ops.aten._scaled_dot_product_flash_attention_backward, (query.shape[-2], key.shape[-2])
         dq, dk, dv = flash(grad, *rows, out, lse.contiguous(), None, None, *sizes, 0.0, causal, seed, seed, scale=scale)
@@ -97,14 +101,15 @@ def _cuda_backward(whole: _Three, rows: _Three, scale: float, causal: bool) -> _
 
 
 def _torch_choice(query: Tensor, key: Tensor, value: Tensor, causal: bool = False) -> int:
-    """The kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: none.
+    """Return the kernel that scaled_dot_product_attention would run, a value of `SDPBackend`; MATH: no fused kernel.
 
-    torch answers for the device, its build and what the user has allowed by `torch.nn.attention.sdpa_kernel`.
+    torch chooses by the device, its own build and the kernels that `torch.nn.attention.sdpa_kernel` allows.
     """
     return torch._fused_sdp_choice(query, key, value, is_causal=causal, enable_gqa=query.shape[1] != key.shape[1])
 
 
 def _cuda_kernel(query: Tensor, width: int) -> int:
+    """Return the kernel for heads of `width` dims, a value of `SDPBackend`; MATH: no fused kernel."""
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return SDPBackend.MATH.value
     padded = -(-width // 8) * 8
@@ -120,10 +125,10 @@ KERNELS = {
 
 
 def usable_kernel(query: Tensor, value: Tensor) -> tuple[bool, bool]:
-    """Whether a fused kernel takes queries and values like these, and whether masks may be numbers.
+    """Return whether a fused kernel takes queries and values like these, and whether masks may be numbers.
 
-    Where torch prefers cuDNN's attention, whose windows it does not offer, they may not, and tiles without windows get
-    the faster kernel.
+    Where torch prefers cuDNN's attention, masks may not be numbers, because torch does not offer its windows; tiles
+    without windows get the faster kernel.
     """
     if (fused := KERNELS.get(query.device.type)) is None:
         return False, False
@@ -136,19 +141,23 @@ def usable_kernel(query: Tensor, value: Tensor) -> tuple[bool, bool]:
 def run_kernel(
     query: Tensor, key: Tensor, value: Tensor, scale: float, mask: Mask, joint: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Run a fused kernel.
+    """Return the attention by a fused kernel, and the log-sum-exp of its scores.
 
     Args:
         query: (rows or 1, heads, queries, head_dim).
         key, value: (rows, kv_heads, keys, ...).
-        joint: all rows are of the same queries, and anticausal ones come as one softmax, (1, heads, queries, ...).
+        scale: the factor of scores.
+        mask: the keys that queries see.
+        joint: whether all rows have the same queries; if anticausal, they are merged into one softmax.
 
     Returns:
-        (rows, heads, queries, head_dim of value), and the log-sum-exp, (rows, heads, queries), float32 or float64.
+        The output (rows, heads, queries, head_dim of value), and the log-sum-exp (rows, heads, queries), float32 or
+        float64. Rows that were merged are one row.
     """
     if mask == "anticausal":  # causal, read backwards
         out, lse = run_kernel(query.flip(-2), key.flip(-2), value.flip(-2), scale, "causal")
-        out, lse = join_rows(out, lse) if joint else (out, lse)  # fewer rows to turn back
+        if joint:  # before `flip`, which then has fewer rows to copy
+            out, lse = join_rows(out, lse)
         return out.flip(-2), lse.flip(-1)
     width, fused = value.shape[-1], KERNELS[query.device.type]
     query, key, value = _pad_head_dims(max(query.shape[-1], width), query, key, value)
@@ -157,25 +166,26 @@ def run_kernel(
 
 
 def join_rows(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax, (1, heads, queries, ...), of rows that are of the same queries."""
+    """Merge rows with the same queries and different keys into one softmax, (1, heads, queries, ...)."""
     # (queries, heads, 1, rows) @ (queries, heads, rows, head_dim), or heads first, as in memory: no copy.
     order, back = ((2, 1, 0), (2, 1, 0)) if out.stride(1) < out.stride(2) else ((1, 2, 0), (2, 0, 1))
     weights = lse.permute(order).softmax(-1)[:, :, None].to(out.dtype)
-    joined = (weights @ out.permute(*order, 3)).to(out.dtype)  # autocast multiplies in a shorter dtype
+    joined = (weights @ out.permute(*order, 3)).to(out.dtype)  # under autocast the product has a shorter dtype
     return joined.permute(*back, 3), lse.logsumexp(0, keepdim=True)
 
 
 def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Three:
-    """The gradients of queries, keys and values of a fused kernel through a softmax over these keys and others.
+    """Return the gradients of queries, keys and values in a softmax over these keys and others.
 
-    The backward of flash attention computes the weights anew, exp(score - lse), and needs of the other keys nothing but
-    the product of output and gradient: it is exact for a part of the keys as well (ring attention, Liu et al. 2023,
-    arXiv 2310.01889).
+    The backward of flash attention computes the weights anew as exp(score - lse). All that it needs of the other keys
+    is the product of the output and its gradient, so it is exact for a part of the keys as well (ring attention, Liu et
+    al. 2023, arXiv 2310.01889).
 
     Args:
-        whole: of the softmax over all keys: the gradient of the output and the output, (rows, heads, queries, head_dim
-            of value), and the log-sum-exp, (rows, heads, queries, 1).
-        rows: query, key and value, as in `run_kernel`; joint ones of one row of the softmax.
+        whole: the gradient of the output and the output of the softmax over all keys, (rows, heads, queries, head_dim
+            of value), and its log-sum-exp, (rows, heads, queries, 1).
+        rows: query, key and value, as in `run_kernel`. Where all rows have the same queries, `whole` has one row.
+        scale, mask: as in `run_kernel`.
     """
     if mask == "anticausal":
         grad, out, lse, query, key, value = (x.flip(-2) for x in (*whole, *rows))
@@ -183,15 +193,16 @@ def run_backward(whole: _Three, rows: _Three, scale: float, mask: Mask) -> _Thre
         return dq.flip(-2), dk.flip(-2), dv.flip(-2)
     widths = [x.shape[-1] for x in rows]
     grad, out, query, key, value = _pad_head_dims(max(widths), *whole[:2], *rows)
-    backward, alone = KERNELS[query.device.type].backward, len(query) < len(key)
+    backward, same_queries = KERNELS[query.device.type].backward, len(query) < len(key)
     grad, out, lse, query = (x.expand(len(key), -1, -1, -1) for x in (grad, out, whole[2], query))
     dq, dk, dv = backward((grad, out, lse[..., 0]), (query, key, value), scale, mask == "causal")
-    dq = dq.sum(0, keepdim=True) if alone else dq
+    if same_queries:
+        dq = dq.sum(0, keepdim=True)
     return dq[..., : widths[0]], dk[..., : widths[1]], dv[..., : widths[2]]
 
 
 def _pad_head_dims(widest: int, *tensors: Tensor) -> list[Tensor]:
-    """Tensors with equally many dims per head, which lie next to each other in memory, as kernels require."""
+    """Return tensors with equally many dims per head, adjacent in memory, as kernels require."""
     multiple = KERNELS[tensors[0].device.type].head_dim_multiple
     wide = -(-widest // multiple) * multiple
     padded = list(tensors)

@@ -1,18 +1,18 @@
-"""The inputs of blockwise attention beside queries, keys and values: a layer's rule, positions, score modifiers."""
+"""Inputs of blockwise attention beside queries, keys and values: a layer's rule, rotation, positions, modifiers."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from rope_ext_hf.methods.base import constant
 from rope_ext_hf.methods.remapping import AttentionRule, RemappedPosition, RemappingMethod, ScoreBias
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 
 
@@ -20,10 +20,11 @@ from rope_ext_hf.rotary.phase import fixed_point_number, phase_to_radians
 class LocalAttention(AttentionRule):
     """The rule of a layer whose keys no method moves: causal attention at true relative positions."""
 
-    window_size: int | None = None  # keys a query sees, itself included; None: all before it
+    window_size: int | None = None  # the number of keys that a query sees, itself included; None: all before it
     method: RemappingMethod | None = None
-    """The one whose rotary module the layer shares, so that keys arrive rotated to its `stored_position`; None: they
-    arrive at their own position, or unrotated.
+    """The method whose rotary module the layer shares, so that keys arrive rotated to its `stored_position`.
+
+    None: they arrive at their own position, or unrotated.
     """
     temperature: RemappingMethod | None = None  # the method whose temperature the layer has
 
@@ -35,34 +36,44 @@ class LocalAttention(AttentionRule):
 
 
 class RotationTable:
-    """Fixed-point angles of positions, int64 as in `rotary.phase`, by (pairs,) float64 radians per token."""
+    """Fixed-point angles of positions, int64 as in `rotary.phase`.
+
+    Args:
+        inv_freq: (pairs,) float64, radians per token.
+    """
 
     def __init__(self, inv_freq: Tensor) -> None:
-        # Python numbers, because a tensor kept here could be one made while tracing.
+        # Python numbers, because a tensor kept here could be one that was made while tracing.
         self.inv_freq: tuple[float, ...] = tuple(inv_freq.tolist())
         self._phases: dict[float, tuple[int, ...]] = {}
 
     def phase_at(self, position: RemappedPosition, device: torch.device) -> Tensor:
-        """(..., pairs) int64 for positions (...)."""
+        """Return the fixed-point angles at positions (...), (..., pairs) int64."""
         phase = torch.zeros((), dtype=torch.int64, device=device)
         if position.positions is not None:
             phase = position.positions.to(device)[..., None] * self.phase_of_distance(1 / position.divisor, device)
-        return phase + self.phase_of_distance(position.offset, device) if position.offset else phase
+        if position.offset:
+            phase = phase + self.phase_of_distance(position.offset, device)
+        return phase
 
     def between(
         self, before: RemappedPosition, after: RemappedPosition, device: torch.device, *more: RemappedPosition
     ) -> KeyRotation:
-        """The rotation of queries or keys from one position to others, as rows; positions (rows or 1, tokens)."""
+        """Return the rotation of queries or keys from one place to another, or to several as rows.
+
+        The positions in `before`, `after` and `more` are (rows or 1, tokens).
+        """
         phases = []
-        for one in (after, *more):
-            if before.positions is one.positions and before.divisor == one.divisor:  # one angle for all tokens
-                phases.append(self.phase_of_distance(one.offset - before.offset, device)[None, None])
+        for place in (after, *more):
+            if before.positions is place.positions and before.divisor == place.divisor:  # one angle for all tokens
+                phases.append(self.phase_of_distance(place.offset - before.offset, device)[None, None])
             else:
-                phases.append(self.phase_at(one, device) - self.phase_at(before, device))
-        angle = phase_to_radians(torch.cat(phases) if phases[1:] else phases[0])[:, None]
+                phases.append(self.phase_at(place, device) - self.phase_at(before, device))
+        angle = phase_to_radians(torch.cat(phases) if len(phases) > 1 else phases[0])[:, None]
         return KeyRotation(angle.cos(), angle.sin())
 
     def phase_of_distance(self, tokens: float, device: torch.device) -> Tensor:
+        """Return the fixed-point angles of a distance in tokens, (pairs,) int64."""
         if tokens not in self._phases:
             self._phases[tokens] = tuple(fixed_point_number(f * tokens) for f in self.inv_freq)
         return constant(self._phases[tokens], device, torch.int64)
@@ -75,40 +86,48 @@ class TokenPositions:
     query_positions: Tensor  # (rows or 1, tokens) int64, of the new tokens
     key_positions: Tensor  # (rows or 1, past + tokens) int64, of all tokens
     left_padding: tuple[int, ...] | None
-    """Per row, the padded tokens before position 0, where all others follow in order; None: a row has another order."""
-    key_mask: Tensor | None  # (rows, past + tokens) bool, False where a key is padding; None: no key is
+    """The number of padded tokens that each row begins with, before position 0; all others follow in order.
+
+    None: the positions of a row are in another order.
+    """
+    key_mask: Tensor | None  # (rows, past + tokens) bool, False where a key is padding; None: no key is padding
     counted: tuple[int, ...] | None = None
-    """Per row, its tokens without padding; None: not known without a wait for the device."""
-    rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)  # of one layer; the next use them again
-    query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)  # as `rotations`
+    """The number of tokens of each row without padding; None: not known without a wait for the device."""
+    rotations: dict[Hashable, KeyRotation | None] = field(default_factory=dict)
+    """Rotations that one layer has computed for the next ones."""
+    query_scales: dict[Hashable, Tensor | None] = field(default_factory=dict)
+    """Temperatures that one layer has computed for the next ones."""
 
     @cached_property
     def total(self) -> int:
-        """The tokens of a row, those in the cache included."""
+        """The number of tokens of a row, those in the cache included."""
         return int(self.key_positions.shape[-1])
 
     @cached_property
     def max_joined(self) -> int:
-        """The most queries, those of all rows, of a call over tiles of the same queries: a half or, beside those of a
-        whole input, a quarter of the keys, which bounds the memory. The tiles of several rows would be copied."""
+        """The most queries, counted once for each tile, of a kernel call over several tiles of the same queries.
+
+        It bounds the memory: a half of the keys, or a quarter where most keys are new. 0 where there are several rows,
+        whose tiles would have to be copied.
+        """
         share = 2 if 2 * self.query_positions.shape[-1] <= self.total else 4
         return self.total // share if len(self.left_padding or ()) == 1 else 0
 
     @cached_property
     def reach(self) -> int:
-        """One more than the largest position, where positions are not in order; the host waits for it."""
+        """One more than the largest position, for positions that are not in order; the host waits for the device."""
         return int(self.key_positions.max()) + 1
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Per row (or one for all) its largest position + 1; the host waits for it where rows are not counted."""
+        """The largest position + 1 of each row, or one for all; the host waits for the device if `counted` is None."""
         if self.counted is not None:
             return self.counted
         real = self.key_positions if self.key_mask is None else self.key_positions.where(self.key_mask, -1)
         return tuple((real.amax(-1) + 1).tolist())
 
     def of_rows(self, rows: tuple[int, ...]) -> TokenPositions:
-        """The positions of some rows, without what other layers have computed."""
+        """Return the positions of some rows, without what other layers have computed."""
         query_positions, key_positions = (pick_rows(x, rows) for x in (self.query_positions, self.key_positions))
         left_padding = self.left_padding and tuple(self.left_padding[row] for row in rows)
         key_mask = None if self.key_mask is None else pick_rows(self.key_mask, rows)
@@ -116,7 +135,10 @@ class TokenPositions:
 
 
 def pick_rows(x: Tensor, rows: tuple[int, ...]) -> Tensor:
-    """Some rows of a tensor (rows or 1, ...); one row that stands for all stays. Nothing is copied to the device."""
+    """Return some rows of a tensor (rows or 1, ...); one row that stands for all stays.
+
+    Slices do it without a copy of indices to the device.
+    """
     return x if x.shape[0] == 1 else torch.cat([x[row : row + 1] for row in rows])
 
 
@@ -124,26 +146,19 @@ class RowGroup(NamedTuple):
     """Rows of a forward that attend by one rule, and their positions."""
 
     rows: tuple[int, ...] | None  # their indices; None: all rows
-    method: RemappingMethod | None  # the remapping method at their length; None: the model attends as loaded
+    method: RemappingMethod | None  # the remapping method at their length; None: the model's own attention
     positions: TokenPositions
 
 
 class Rotation(NamedTuple):
-    """How a layer rotates its queries and keys."""
+    """The rotation of a layer's queries and keys."""
 
     table: RotationTable
     layout: KeyLayout
 
 
-class PairScales(Protocol):
-    """Factors of pairs of dims of queries and keys, whose product falls with the distance (xPos)."""
-
-    @property
-    def block_size(self) -> int:
-        """Keys that share one origin."""
-
-    def scale_pairs(self, x: Tensor, distance: Tensor) -> Tensor:
-        """Scale queries or keys (rows, heads, tokens, head_dim) at signed distances (rows or 1, tokens)."""
+QueryKeyProduct = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
+"""(query, key, m, n, scale) -> scores, (rows, heads, queries, keys) float32, of queries at m and keys at n."""
 
 
 class ScoreModifiers(NamedTuple):
@@ -155,4 +170,12 @@ class ScoreModifiers(NamedTuple):
     """(rows or 1, 1, tokens, keys), bool (True: visible) or numbers to add, in place of causality, padding, window."""
     dropout: float = 0.0  # probability of dropping an attention weight
     bias: ScoreBias | None = None  # an addition to scores, after the softcap
-    pair_scales: PairScales | None = None  # of queries and keys by their distance, for rules with one zone
+    product: QueryKeyProduct | None = None
+    """A replacement for the product of queries and keys (xPos); only rules with a single zone use it."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether fused kernels can compute the attention: the scores are not changed, there are at most sinks."""
+        if self.mask is not None or self.softcap is not None or self.dropout:
+            return False
+        return self.bias is None and self.product is None

@@ -1,8 +1,8 @@
-"""Give one kernel call all tiles of a kind, as a batch, and merge what it returns; docs/internals.md draws the tiles.
+"""Batches of tiles for one kernel call, and the merging of their softmaxes; docs/internals.md draws the tiles.
 
 Tiles of one size and mask, evenly spaced on a diagonal, are one `KernelCall`: `strided_spans` views their queries as
-(rows, times, heads, size, dim), `batch_rows` makes rows x times of it, and the kernel is run once. Every call has the
-softmax of its own keys only; `MergedSoftmax` adds it to what the queries have seen.
+(rows, times, heads, size, dim), `batch_rows` makes rows x times rows of it, and the kernel is run once. A call returns
+the softmax over its own keys; `MergedSoftmax` merges it with those of earlier calls.
 """
 
 from __future__ import annotations
@@ -29,50 +29,54 @@ class Spans(NamedTuple):
     times: int = 1
 
     def after(self, first: int) -> Spans:
-        """The same, counted from token `first`."""
+        """Return the same ranges, counted from token `first`."""
         return Spans(self.begin - first, *self[1:])
 
 
 class KernelCall(NamedTuple):
-    """Rectangles that one kernel call takes, as rows of a batch; positions of their queries and keys."""
+    """Rectangles of one mask that one kernel call takes, as rows of a batch."""
 
-    zones: tuple[int, ...]  # of all rows, or of each
+    zones: tuple[int, ...]  # the zone of each row, or one zone for all
     mask: Mask
-    queries: Spans  # of each row; a single span is of all rows
-    keys: Spans
-    first_row: int = 0  # of its zones, among queries that are rotated to several
-    joint: bool = False  # whether all rows are of the same queries
+    queries: Spans  # the positions of the queries of each row, or of all rows
+    keys: Spans  # the positions of the keys of each row
+    first_row: int = 0  # the row of its first zone, among queries that are rotated to several zones
+    joint: bool = False  # whether all rows have the same queries
 
 
 def kernel_calls(
     tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0, windows: bool = False
 ) -> list[KernelCall]:
-    """Cover the tiles of a zone, in the order of their queries: evenly spaced ones of one size and mask share a call.
+    """Return calls that cover tiles, by zone and in the order of their queries.
 
-    Three or more of the same queries do, in any zones but the nearest; others in one zone and along one diagonal.
+    Evenly spaced rectangles of one size and mask share a call: three or more with the same queries, in any zones but
+    the nearest; all others with rectangles of the same zone and diagonal.
 
     Args:
+        tiles: tiles in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
-        max_joined: the most queries, those of all rows, of a call over rows of the same queries.
+        max_joined: the most queries, counted once for each row, of a call whose rows have the same queries.
         windows: whether masks may be numbers.
     """
     calls: list[KernelCall] = []
-    together: dict[tuple[bool, Mask, int, int, int], dict[int, int]] = {}
+    same_queries: dict[tuple[bool, Mask, int, int, int], dict[int, int]] = {}  # -> zone by first key
     for tile in tiles:
         for (q0, q1), (k0, k1), mask in tile.rectangles(low, windows):
-            together.setdefault((tile.zone == 0, mask, q0, q1 - q0, k1 - k0), {})[k0] = tile.zone
-    kinds: dict[tuple[int, Mask, int, int, int], list[int]] = {}
-    for (nearest, mask, q0, size, width), zones in together.items():
-        for keys in _even_spans(sorted(zones), width, 1, 1 if nearest else max_joined // size):
-            of_rows = tuple(zones[keys.begin + i * keys.step] for i in range(keys.times))
+            same_queries.setdefault((tile.zone == 0, mask, q0, q1 - q0, k1 - k0), {})[k0] = tile.zone
+    same_diagonal: dict[tuple[int, Mask, int, int, int], list[int]] = {}  # -> first queries
+    for (nearest, mask, q0, size, width), zone_of_key in same_queries.items():
+        for keys in _even_spans(sorted(zone_of_key), width, 1, 1 if nearest else max_joined // size):
+            zones = tuple(zone_of_key[keys.begin + i * keys.step] for i in range(keys.times))
             if keys.times > 2:
-                same = of_rows[:1] if len(set(of_rows)) == 1 else of_rows
-                calls.append(KernelCall(same, mask, Spans(q0, size), keys, joint=True))
+                if len(set(zones)) == 1:
+                    zones = zones[:1]
+                calls.append(KernelCall(zones, mask, Spans(q0, size), keys, joint=True))
                 continue
-            for i, zone in enumerate(of_rows):
-                kinds.setdefault((zone, mask, size, width, keys.begin + i * keys.step - q0), []).append(q0)
-    for (zone, mask, size, width, diagonal), starts in kinds.items():
+            for i, zone in enumerate(zones):
+                diagonal = keys.begin + i * keys.step - q0
+                same_diagonal.setdefault((zone, mask, size, width, diagonal), []).append(q0)
+    for (zone, mask, size, width, diagonal), starts in same_diagonal.items():
         most = max_copied // size if mask == "anticausal" else len(starts)
         for queries in _even_spans(starts, size, size, most):
             keys = queries._replace(begin=queries.begin + diagonal, size=width)
@@ -81,7 +85,10 @@ def kernel_calls(
 
 
 def _even_spans(starts: list[int], size: int, apart: int, most: int) -> Iterator[Spans]:
-    """Ranges that begin at `starts`, those at even distances of at least `apart` together, at most `most` of them."""
+    """Yield ranges of `size` tokens that begin at `starts`, evenly spaced ones together.
+
+    Ranges that come together are at least `apart` from each other, and at most `most` of them.
+    """
     run = Spans(starts[0], size)
     for start in starts[1:]:
         step = start - run.begin - run.step * (run.times - 1)
@@ -94,9 +101,9 @@ def _even_spans(starts: list[int], size: int, apart: int, most: int) -> Iterator
 
 
 def strided_spans(x: Tensor, spans: Spans) -> Tensor:
-    """View spans of tokens of `x`, (rows, heads, tokens, dim); writing to the view writes to `x`.
+    """Return a view of spans of tokens of `x`, (rows, heads, tokens, dim); writing to the view writes to `x`.
 
-    It is (rows, times, heads, size, dim), or (rows, heads, size, dim) of a single span.
+    The view is (rows, times, heads, size, dim), or (rows, heads, size, dim) for a single span.
     """
     begin, size, step, times = spans
     view = x[:, :, begin : begin + step * (times - 1) + size]
@@ -104,49 +111,52 @@ def strided_spans(x: Tensor, spans: Spans) -> Tensor:
 
 
 def batch_rows(x: Tensor, spans: Spans) -> Tensor:
-    """(rows x times, heads, size, dim), spans as rows of a batch; a copy where there are several rows and spans."""
+    """Return spans as rows of a batch, (rows x times, heads, size, dim).
+
+    It is a view of `x`, or a copy where there are several rows and spans.
+    """
     if spans.times == 1:
         return x[:, :, spans.begin : spans.begin + spans.size]
     return strided_spans(x, spans).flatten(0, 1)
 
 
 def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
-    """Add to spans of `x`, which may overlap, what a kernel returned for them as rows of a batch."""
-    for i, each in enumerate(part.reshape(-1, spans.times, *part.shape[1:]).unbind(1)):
+    """Add the rows of a batch, (rows x times, heads, size, dim), to the spans of `x` that they belong to.
+
+    Spans may overlap.
+    """
+    for i, of_span in enumerate(part.reshape(-1, spans.times, *part.shape[1:]).unbind(1)):
         begin = spans.begin + i * spans.step
-        x[:, :, begin : begin + spans.size] += each
+        x[:, :, begin : begin + spans.size] += of_span
 
 
 class Zones(NamedTuple):
-    """Zones of a block: queries, a row for each of several, and keys, rotated, values, and kernel calls, counted from
-    the first query and key."""
+    """Zones of a block of queries that share their keys."""
 
     zones: tuple[int, ...]
-    query: Tensor
-    keys: Tensor
+    query: Tensor  # (rows, heads, queries, head_dim), rotated; where there are several zones, a row for each
+    keys: Tensor  # (rows, kv_heads, keys, head_dim), rotated
     values: Tensor
-    calls: list[KernelCall]
+    calls: list[KernelCall]  # they count from the first of these queries and keys
 
     def of_call(self, query: Tensor, call: KernelCall) -> Tensor:
-        """The rows of queries, or of their gradients, in the zones of a call."""
-        return query[call.first_row : call.first_row + len(call.zones)] if self.zones[1:] else query
+        """Return the rows of queries, or of their gradients, that belong to the zones of a call."""
+        return query[call.first_row : call.first_row + len(call.zones)] if len(self.zones) > 1 else query
 
     def rows(self, call: KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a call, as `run_kernel` takes them."""
-        query, (begin, size, _, times) = self.query, call.keys
-        if self.zones[1:]:
-            query = self.of_call(query, call)
-        if times > 1:
-            return batch_rows(query, call.queries), batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
-        first, keys = call.queries.begin, slice(begin, begin + size)  # of a single span, as are the queries then: views
-        return query[:, :, first : first + call.queries.size], self.keys[:, :, keys], self.values[:, :, keys]
+        """Return queries, keys and values of a call, as `run_kernel` takes them."""
+        query = self.of_call(self.query, call)
+        return batch_rows(query, call.queries), batch_rows(self.keys, call.keys), batch_rows(self.values, call.keys)
 
 
 class MergedSoftmax:
-    """The attention of a block of queries, (rows, heads, tokens, head_dim), to more and more keys.
+    """The attention of a block of queries to more and more keys.
 
     A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
-    `out`: where the result goes, (rows, heads, tokens, head_dim of value); None: wherever it is.
+
+    Args:
+        query: (rows, heads, tokens, head_dim).
+        out: the memory of the result, (rows, heads, tokens, head_dim of value); None: it needs no certain memory.
     """
 
     def __init__(self, query: Tensor, out: Tensor | None) -> None:
@@ -156,9 +166,13 @@ class MergedSoftmax:
         self._last: tuple[Spans, Tensor] | None = None  # not yet in `_lse`
 
     def add(self, spans: Spans, part: Tensor, part_lse: Tensor) -> None:
-        """Merge in the attention of the queries `spans`, which are folded into the batch, to further keys.
+        """Merge in the attention of some queries to further keys.
 
-        More rows than there are spans are parts of the same queries.
+        Args:
+            spans: the queries.
+            part: (rows x spans, heads, size, head_dim of value); where there are more rows, they are parts of the same
+                queries.
+            part_lse: the log-sum-exp of the scores, (rows x spans, heads, size).
         """
         joint = len(part) > len(self.query) * spans.times
         if self._lse is None:
@@ -175,7 +189,8 @@ class MergedSoftmax:
             single = spans.times == 1
             merge_fused(out[:, None] if single else out, (lse[:, None] if single else lse)[..., 0], part, part_lse)
             return
-        part, part_lse = join_rows(part, part_lse) if joint else (part, part_lse)
+        if joint:
+            part, part_lse = join_rows(part, part_lse)
         part, part_lse = part.view(out.shape), part_lse.view(lse.shape)
         # exp(part) / (exp(lse) + exp(part)), as a sigmoid: neither exponential is formed, so neither can overflow.
         weight = torch.sigmoid(part_lse - lse, out=torch.empty_like(lse, dtype=out.dtype))
@@ -183,7 +198,7 @@ class MergedSoftmax:
         self._last = spans, part_lse
 
     def log_sum_exp(self) -> Tensor:
-        """(rows, heads, tokens, 1), of the scores of all keys so far."""
+        """Return the log-sum-exp of the scores of all keys so far, (rows, heads, tokens, 1)."""
         assert self._lse is not None
         if self._last is not None:  # a step without sinks never asks for the log-sum-exp of its last part
             spans, part_lse = self._last

@@ -1,4 +1,4 @@
-"""Merging partial softmaxes as one Triton kernel, which reads each part once, where torch makes several passes."""
+"""Merging of partial softmaxes as one Triton kernel, which reads each part once, where torch makes several passes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ try:
 except ImportError:
     triton = None
 
-_BYTES_PER_PROGRAM = 4096  # of a part, that one program of the kernel reads at a time, a power of two
+_BYTES_PER_PROGRAM = 4096  # bytes of a part that one program of the kernel reads at a time, a power of two
 
 
 def merge_fused(out: Tensor, lse: Tensor, parts: Tensor, parts_lse: Tensor) -> None:
-    """Merge into `out` and `lse`, in place, the attention of the same queries to further keys.
+    """Merge the attention of queries to further keys into `out` and `lse`, in place.
 
     Args:
-        out: (rows, spans, heads, queries, dim), of any strides but 1 between dims, as `parts`.
-        lse: the log-sum-exp of the scores, (rows, spans, heads, queries) float32; -inf where `out` is 0.
-        parts: (rows x spans x parts, heads, queries, dim), the parts of the same queries one after the other.
-        parts_lse: float32 (rows x spans x parts, heads, queries).
+        out: the attention so far, (rows, spans, heads, queries, dim), of any strides but with adjacent dims.
+        lse: the log-sum-exp of its scores, (rows, spans, heads, queries) float32; -inf where `out` is 0.
+        parts: the attention to further keys, (rows x spans x parts, heads, queries, dim), the parts of the same queries
+            one after the other, with adjacent dims.
+        parts_lse: the log-sum-exp of their scores, (rows x spans x parts, heads, queries) float32.
     """
     rows, spans, heads, queries, dim = out.shape
     width = power_of_two(dim)
@@ -46,11 +47,11 @@ if triton is not None:
         heads, spans, queries, count,
         DIM: tl.constexpr, QUERIES: tl.constexpr, WIDTH: tl.constexpr,
     ):  # fmt: skip
-        """One program: a block of queries of one head. Offsets are int64: parts may have more than 2^31 elements."""
+        """Merge the parts of a block of queries of one head. Offsets are int64: parts may have over 2^31 elements."""
         program = tl.program_id(0)
         head = (program % heads).to(tl.int64)
         blocks = tl.cdiv(queries, QUERIES)
-        span = (program // heads // blocks).to(tl.int64)  # among those of all rows
+        span = (program // heads // blocks).to(tl.int64)  # the index among the spans of all rows
         query = ((program // heads % blocks) * QUERIES + tl.arange(0, QUERIES)).to(tl.int64)
         dim = tl.arange(0, WIDTH)[None]
         present = query < queries
@@ -60,7 +61,7 @@ if triton is not None:
         part = parts + span * count * part_row + head * part_head + query[:, None] * part_query
         part_lse = parts_lse + span * count * part_lse_row + head * part_lse_head + query * part_lse_query
         highest = tl.load(result_lse, mask=present, other=0.0)
-        total = tl.full((QUERIES,), 1.0, tl.float32)  # of the weights, relative to exp(highest)
+        total = tl.full((QUERIES,), 1.0, tl.float32)  # the sum of the weights, relative to exp(highest)
         merged = tl.load(result + dim, mask=inside, other=0.0).to(tl.float32)
         for _ in range(count):
             score = tl.load(part_lse, mask=present, other=0.0)

@@ -1,1 +1,1 @@
-"""Checkpoints on disk: which rows rotate, conversion, verification, detection."""
+"""Checkpoints on disk: the rows that rotate, and conversion, verification and detection of their pairing."""

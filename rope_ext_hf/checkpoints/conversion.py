@@ -2,9 +2,10 @@
 
     report = convert_checkpoint("path/or/hub-id", "converted", to="interleaved")
 
-The folder is checked first: every tensor of an attention module is known to rotate, known not to, or a reason to stop.
-Everything is written into a hidden folder beside the destination, which is renamed once it is complete and on disk.
-Weight files are copied in ranges of bytes inside the kernel; tensors that rotate go through memory, one at a time.
+The folder is checked first: the conversion stops at a tensor of an attention module that is neither known to rotate
+nor known not to. Everything is written into a hidden folder beside the destination, which is renamed once it is
+complete and on disk. Weight files are copied in ranges of bytes inside the kernel; tensors that rotate go through
+memory, one at a time.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 from torch import Tensor
 
 from rope_ext_hf.bounds import whole
-from rope_ext_hf.checkpoints.detection import consumers, weights_from_source
+from rope_ext_hf.checkpoints.detection import detect_in_consumers
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport, MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores
@@ -60,35 +62,35 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Write a copy of a checkpoint with its weights in another RoPE layout.
 
+    Tensors keep every bit; only the order of rows changes. Converting back gives the source's bytes again.
+
     Args:
         src: a folder or Hub id with safetensors or .bin files, sharded or not; a model or an adapter (LoRA, DoRA); or a
             Llama in Meta's format (params.json).
-        dst: the new folder. All other files of the source are copied, except weights in further formats.
+        dst: the new folder. All other files of the source are copied, except for weights in further formats.
         to: "half", "interleaved", or "meta" for a Llama in Meta's format.
-        source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else what the family's
-            transformers class runs, unless the weights themselves contradict it (see `detect_pairing`).
-        force: convert although the weights are already in that pairing by the config.
+        source_pairing: the pairing of the weights now; default: the config's `rope_pairing`, else the one that the
+            family's transformers class runs, unless the weights themselves contradict it (see `detect_pairing`).
+        force: convert although the weights, by the config, are already in that pairing.
         resume: continue an interrupted conversion; finished files are compared with what they should be.
         verify: before the folder gets its name, compare the attention scores of a few layers of source and copy, each
-            under the rotation of its pairing, and if two models fit into memory their logits. Where the weights do not
-            tell which pairing the source is in, the report says so.
-        model_parallel: parts to write, for "meta".
+            rotated in its pairing, and if two models fit into memory their logits. If the weights leave the pairing of
+            the source open, the report says so.
+        model_parallel: the number of parts to write, for "meta".
         context_length: the length in tokens that a source in Meta's format is for. Default: max_seq_len of its
-            params.json, else that of the released model with its sizes, else a guess, which is warned of.
+            params.json, else that of the released model with its sizes, else a guess, with a warning.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: as in transformers.
-        progress: called with bytes written and bytes in all.
+        progress: called with the bytes written so far and all bytes.
 
     Returns:
-        What was written. A warning is given if transformers does not run the new pairing of this family.
+        A report. A warning is given if transformers does not run the new pairing of this family.
 
     Raises:
         CheckpointError: something in the source is missing, contradictory or unknown (before anything is written), the
             weights are in that pairing already, they contradict the config, or the verification failed.
         FileError: a destination that exists or lies in the source, a source that changes meanwhile, a full disk.
         UnsupportedModelError: a family that the table does not list.
-
-    Tensors keep every bit; only the order of rows changes. Converting back gives the source's bytes again.
     """
     dst = Path(dst)
     if to not in (*PAIRINGS, "meta"):
@@ -138,12 +140,15 @@ class _PairingConversion(Conversion):
             )
         weights = weights_from_source(source, str(source.folder))
         self.warnings += tuple(
-            f"the weights of the {each.path} of {str(source.folder)!r} look {each.pairing}, but were read as "
-            f"{each.stated}; `{command_line('detect', source.folder)}` shows the scores"
-            for each in consumers(weights, other_pairing(to))
-            if each.contradiction
+            f"the weights of the {consumer.path} of {str(source.folder)!r} look {consumer.pairing}, but were read as "
+            f"{consumer.stated}; `{command_line('detect', source.folder)}` shows the scores"
+            for consumer in detect_in_consumers(weights, other_pairing(to))
+            if consumer.contradiction
         )
         _, kept = weights.indexers()
+        notes = self.warnings
+        if kept is not None:
+            notes += (f"indexers stay {kept}, in which their class rotates them",)
         self.report = ConversionReport(
             path=str(dst),
             source=other_pairing(to),
@@ -152,7 +157,7 @@ class _PairingConversion(Conversion):
             tensors=len(source.view.tensors),
             bytes=size_of(source.view.tensors),
             loads_natively=loads_natively,
-            notes=(*self.warnings, *((f"indexers stay {kept}, in which their class rotates them",) if kept else ())),
+            notes=notes,
         )
 
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
@@ -185,11 +190,12 @@ class _PairingConversion(Conversion):
         return f"{scores}; {logits}"
 
     def _read_converted(self, file: WeightFile, name: str) -> Tensor:
+        """Read a tensor, in the new pairing if it rotates."""
         tensor = file.read(name)
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 
     def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
-        """Copy the header and all bytes but those of tensors that rotate."""
+        """Write a copy of a file with tensors that rotate in the new pairing; all other ranges of bytes are copied."""
         with file.path.open("rb") as source, part.open("wb") as target:
             target.write(header)
             at = len(header)
@@ -202,6 +208,7 @@ class _PairingConversion(Conversion):
             copy_range(source, target, at, file.path.stat().st_size, advance)
 
     def _write_config(self, name: str, staging: Path) -> None:
+        """Write the config with the new pairing, also in the switch of its family and in fingerprints of patches."""
         config = read_json(self.source.folder / name)
         model_type = self.source.tensors.model_type
         switch = family(model_type).pairing_switch
@@ -209,9 +216,10 @@ class _PairingConversion(Conversion):
             parts = [part for part in config.values() if isinstance(part, dict)]
             text = next((part for part in parts if part.get("model_type") == model_type), config)
             text[switch] = self.to == "interleaved"
-        for part in [config, *config.values()] if switch is not None else ():
-            for key, value in part.items() if isinstance(part, dict) else ():
-                if isinstance(value, dict) and FINGERPRINT_KEY in value:
-                    part[key] = with_pairing(value, self.to)
+        if switch is not None:
+            for part in (part for part in [config, *config.values()] if isinstance(part, dict)):
+                for key, value in part.items():
+                    if isinstance(value, dict) and FINGERPRINT_KEY in value:
+                        part[key] = with_pairing(value, self.to)
         write_json(staging / name, config | {PAIRING_KEY: self.to})
         copy_mode(self.source.folder / name, staging / name)

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from rope_ext_hf.checkpoints.detection import detect_weights, weights_from_model
+from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.reordering import reorder
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_model
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -27,19 +28,19 @@ M = TypeVar("M", bound=nn.Module)
 def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
     """Reorder the rows of every weight, bias, norm and adapter that rotates, in place, one tensor at a time.
 
+    If the weights themselves leave their pairing open (see `detect_pairing`), the config is believed.
+
     Args:
-        model: a transformers model, also under PEFT.
+        model: a transformers model, which may be under PEFT.
         to: "half" or "interleaved".
-        source_pairing: pairing of the weights now; default: the config's `rope_pairing`, else what the class runs,
-            unless the weights themselves contradict it (see `detect_pairing`).
+        source_pairing: the pairing of the weights now; default: the config's `rope_pairing`, else the one that the
+            model's class runs.
 
     Returns:
-        The same model. A warning is given if its class does not run the new pairing: then it is for saving only. Where
-        the weights do not tell which pairing they are in, the config is believed.
+        The same model. A warning is given if its class does not run the new pairing: then it is for saving only.
 
     Raises:
-        CheckpointError: weights that are in that pairing already or contradict the config, or for which no reordering
-            of rows is exact.
+        CheckpointError: the weights are in that pairing already, contradict the config, or cannot be reordered exactly.
         MethodError: an unknown pairing, or a patched model.
         UnsupportedModelError: a family that the table does not list.
     """
@@ -51,7 +52,7 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
         raise MethodError("this model is patched: unpatch it, convert it, and patch it again")
     weights = weights_from_model(model)
     settled = settle_pairing(
-        detect_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
+        detect_in_weights(weights), to, stated=source_pairing, configured=weights.stated, command=_call
     )
     if settled.pairing == to:
         raise CheckpointError(settled.already("the weights", _call(to, other_pairing(to))))
@@ -71,4 +72,5 @@ def convert(model: M, to: str, *, source_pairing: str | None = None) -> M:
 
 
 def _call(to: str, source_pairing: str) -> str:
+    """Return the call of `convert` that a message offers."""
     return f"`rope.convert(model, to={to!r}, source_pairing={source_pairing!r})`"

@@ -1,20 +1,19 @@
 """A model in Meta's params.json and in a Hugging Face config, and the names of its tensors in both formats.
 
-Mistral's own format is Meta's with a head_dim and a hidden_dim of its own (github.com/mistralai/mistral-inference,
-args.py, transformer_layers.py), and its models become those of transformers' Mistral.
-
-For Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta-llama: llama, llama/model.py;
-llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
-convert_llama_weights_to_hf.py. What params.json does not contain is derived from what it does:
+The models are Llama 1, 2, 3, 3.1 to 3.3 and Code Llama, after Meta's code (github.com/meta-llama: llama,
+llama/model.py; llama-models, models/llama3/args.py, models/llama3/model.py, models/checkpoint.py) and transformers'
+convert_llama_weights_to_hf.py; and Mistral, whose own format is Meta's with keys for head_dim and hidden_dim
+(github.com/mistralai/mistral-inference, args.py, transformer_layers.py). The settings that params.json lacks are
+derived from those that it has:
 
 - max_position_embeddings: see `Llama.context_length`.
-- the factor of use_scaled_rope: `rope_scaling_factor`, a key of this package that Meta's code ignores; without it, 32
-  if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code has built in for all of them
+- The factor of use_scaled_rope: `rope_scaling_factor`, a key of this package that Meta's code ignores. Without it, 32
+  if the embeddings are tied (Llama 3.2 1B and 3B), else 8, which Meta's code uses for all of them
   (github.com/meta-llama/llama-models/issues/241).
-- rope_theta: 500000 with use_scaled_rope, else 1e4, as the code of each generation has it.
-- the token ids of begin and end: of a Llama 128000 and 128001 from a vocabulary of 128256 on, else 1 and 2. Chat models
-  have further end tokens, which neither params.json nor the weights name.
-- rope_theta of a Mistral: 1e6, and 1e4 beside a sliding window, as mistral-inference has it.
+- rope_theta of a Llama: 500000 with use_scaled_rope, else 1e4, as in the code of each generation.
+- rope_theta of a Mistral: 1e6, or 1e4 beside a sliding window, as in mistral-inference.
+- The token ids of begin and end: 128000 and 128001 for a Llama with a vocabulary from 128256 on, else 1 and 2. Chat
+  models have further end tokens, which neither params.json nor the weights name.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from rope_ext_hf.files import package_table, read_json
 from rope_ext_hf.patches.config import GUESSED_LENGTH_KEY, PAIRING_KEY
 from rope_ext_hf.rotary.pairing import to_pairing
 
-LLAMA_3_THETA = 500_000.0  # what Meta's Llama 3 code assumes where params.json has no rope_theta
+LLAMA_3_THETA = 500_000.0  # assumed by Meta's Llama 3 code if params.json has no rope_theta
 META_DTYPES = ("F64", "F32", "F16", "BF16")
 
-# Keys of params.json and the type of their values; null counts as missing. Any other key is refused: it may change
-# the model.
+# Keys of params.json and the type of their values; null counts as missing. Any other key is refused, because it may
+# change the model.
 _PARAMS: dict[str, type] = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of"), int),
-    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # not in released files: arguments of Meta's code
+    **dict.fromkeys(("max_seq_len", "max_batch_size"), int),  # arguments of Meta's code, not in released files
     **dict.fromkeys(("norm_eps", "rope_theta", "ffn_dim_multiplier", "rope_scaling_factor"), float),
     "use_scaled_rope": bool,
     **dict.fromkeys(("head_dim", "hidden_dim", "sliding_window", "max_position_embeddings"), int),  # Mistral's
@@ -49,16 +48,16 @@ _PARAMS: dict[str, type] = {
     "model_type": str,
 }
 _REQUIRED = ("dim", "n_layers", "n_heads")
-_MISTRAL = ("head_dim", "hidden_dim")  # the keys by which a params.json is Mistral's
+_MISTRAL = ("head_dim", "hidden_dim")  # keys that a params.json of Mistral has, and one of Llama does not
 _MISTRAL_VALUES = {"use_biases": False, "causal": True, "model_type": "transformer"}
-"""Keys of Mistral's params.json with the one value that transformers' Mistral can have."""
+"""Keys of Mistral's params.json, and the only value that transformers' Mistral can have."""
 _YARN = {"factor": "factor", "original_max_position_embeddings": "original_max_position_embeddings"} | {
     "beta": "beta_fast",
     "alpha": "beta_slow",
 }
-"""The keys of a yarn in Mistral's params.json, and in rope settings of transformers."""
+"""The keys of `yarn` in Mistral's params.json, and those in the rope settings of transformers."""
 
-# What both formats contain: the names here, in params.json and in a config.
+# Settings that both formats have: their names in `Llama`, in params.json and in a config.
 _SHARED_FIELDS: tuple[tuple[str, str, str], ...] = (
     ("dim", "dim", "hidden_size"),
     ("layers", "n_layers", "num_hidden_layers"),
@@ -100,30 +99,40 @@ _FFN: tuple[tuple[int, float | None], ...] = ((256, None), (256, 1.5), (4096, 1.
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor in both formats."""
+    """One tensor in both formats.
 
-    meta: str  # its name in Meta's format
-    hf: str  # its name in Hugging Face's
-    shape: tuple[int, ...]  # the shape of the whole tensor
-    split: int | None  # the dimension that model-parallel parts divide; None: every part holds a full copy
-    heads: int | None  # the heads in its rotated rows; None: no row rotates
+    Attributes:
+        meta: its name in Meta's format.
+        hf: its name in Hugging Face's format.
+        shape: the shape of the whole tensor.
+        split: the dimension that model-parallel parts divide; None: every part holds a full copy.
+        heads: the number of heads in its rotated rows; None: no row rotates.
+    """
+
+    meta: str
+    hf: str
+    shape: tuple[int, ...]
+    split: int | None
+    heads: int | None
 
     def part_shape(self, parts: int) -> tuple[int, ...]:
+        """Return the shape that it has in one of so many parts."""
         return tuple(size // parts if dim == self.split else size for dim, size in enumerate(self.shape))
 
     def part(self, tensor: Tensor, index: int, parts: int) -> Tensor:
+        """Return one of so many parts of the whole tensor."""
         return tensor if self.split is None else tensor.chunk(parts, self.split)[index]
 
     def to_pairing(self, tensor: Tensor, now: str, to: str) -> Tensor:
-        """Reorder the rows of the whole tensor, if they rotate, from one pairing to another."""
+        """Return the whole tensor with its rows, if they rotate, reordered from one pairing to another."""
         return to_pairing(tensor, to, heads=self.heads) if self.heads and now != to else tensor
 
 
 class _Generation(NamedTuple):
-    """What follows from a Llama's generation."""
+    """A generation of models, with what its code has built in."""
 
-    name: str  # what Meta calls it
-    length: int  # trained, in tokens
+    name: str
+    length: int  # the trained length, in tokens
     split: int  # the dimension of the embeddings that its code divides among model-parallel parts
 
 
@@ -131,12 +140,12 @@ class _ContextLength(NamedTuple):
     """The length that a model is for."""
 
     tokens: int
-    note: str  # where it comes from, as a sentence; "" where the caller gave it
-    guessed: bool  # neither stated nor that of a released model of these sizes
+    note: str  # a sentence that says where it comes from; "" if the caller gave it
+    guessed: bool  # it is neither stated nor that of a released model of these sizes
 
 
 class _Release(NamedTuple):
-    """A released model, by what its params.json says."""
+    """A released model, by its params.json."""
 
     name: str
     dim: int
@@ -145,42 +154,59 @@ class _Release(NamedTuple):
     kv_heads: int
     theta: float
     scaled: bool
-    length: int  # trained, in tokens
-    eps: float | None = None  # None: the other sizes tell it apart
+    length: int  # the trained length, in tokens
+    eps: float | None = None  # None: the other sizes identify it
 
 
-_RELEASES = [_Release(**each) for each in package_table("rope_ext_hf.checkpoints", "llama_releases.toml")["release"]]
+_RELEASES = [_Release(**row) for row in package_table("rope_ext_hf.checkpoints", "llama_releases.toml")["release"]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A model, by what both formats contain."""
+    """A Llama or Mistral, by the settings that both formats have.
 
-    dim: int  # the hidden size
+    Attributes:
+        dim: the hidden size.
+        layers, heads, kv_heads, vocab: numbers of layers, query heads and key heads, and the size of the vocabulary.
+        ffn: the width of the feed-forward layers.
+        eps: the epsilon of the norms.
+        theta: the base of the rotary embedding.
+        factor: the factor of Llama 3.1's scaling; None: it is not scaled.
+        tied: the output weights are the embeddings.
+        mistral: it is a Mistral. Only a Mistral can have the settings below.
+        own_head_dim: dims of a head; None: the hidden size divided by the heads.
+        sliding_window: the sliding window in tokens; None: every layer attends to everything.
+        yarn: the rope settings of transformers with YaRN; empty: no YaRN.
+    """
+
+    dim: int
     layers: int
     heads: int
     kv_heads: int
-    ffn: int  # width of the feed-forward layers
+    ffn: int
     vocab: int
-    eps: float  # epsilon of its norms
-    theta: float  # base of its rotary embedding
-    factor: float | None  # the factor of Llama 3.1's scaling; None: not scaled
-    tied: bool  # its output weights are its embeddings
-    mistral: bool = False  # it is a Mistral, of which the next three are as well
-    own_head_dim: int | None = None  # None: the hidden size over the heads
-    sliding_window: int | None = None  # tokens; None: every layer attends to everything
-    yarn: Mapping[str, Any] = field(default_factory=dict)  # rope settings of transformers; {}: there is no yarn
+    eps: float
+    theta: float
+    factor: float | None
+    tied: bool
+    mistral: bool = False
+    own_head_dim: int | None = None
+    sliding_window: int | None = None
+    yarn: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def head_dim(self) -> int:
+        """The dims of a head."""
         return self.own_head_dim or self.dim // self.heads
 
     @property
     def q_dim(self) -> int:
+        """The dims of all query heads."""
         return self.head_dim * self.heads
 
     @property
     def kv_dim(self) -> int:
+        """The dims of all key heads."""
         return self.head_dim * self.kv_heads
 
     @property
@@ -198,22 +224,33 @@ class Llama:
 
     @property
     def release(self) -> _Release | None:
+        """The released Llama of the same sizes, theta and scaling; None: there is none."""
         if self.mistral:
             return None
         sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.theta, self.factor is not None)
-        same = (release for release in _RELEASES if release[1:7] == sizes and release.eps in (None, self.eps))
-        return next(same, None)
+        for release in _RELEASES:
+            known = (release.dim, release.layers, release.heads, release.kv_heads, release.theta, release.scaled)
+            if known == sizes and release.eps in (None, self.eps):
+                return release
+        return None
 
-    def context_length(self, given: int | None = None, stated: int | None = None) -> _ContextLength:
-        """The length that the model is for: as the caller gives it, else `stated`, which is max_seq_len in params.json,
-        else that of the release of these sizes, else of the generation.
+    def context_length(self, chosen: int | None = None, stated: int | None = None) -> _ContextLength:
+        """Return the length that the model is for.
+
+        It is that of the caller, else that of params.json, else that of the release of these sizes, else a guess by the
+        generation.
+
+        Args:
+            chosen: the length that the caller chose, in tokens.
+            stated: the length in params.json: max_seq_len, or Mistral's max_position_embeddings.
         """
-        if given is not None:
-            return _ContextLength(given, "", False)
+        if chosen is not None:
+            return _ContextLength(chosen, "", False)
         if stated is not None:
             key = "max_position_embeddings" if self.mistral else "max_seq_len"
             return _ContextLength(stated, f"the context length of {stated:,} tokens is {key} of params.json", False)
-        if (release := self.release) is not None:
+        release = self.release
+        if release is not None:
             like = f"that of {release.name}, which has these sizes, theta and scaling"
             note = f"the context length of {release.length:,} tokens is {like}; params.json states none"
             return _ContextLength(release.length, note, False)
@@ -227,7 +264,10 @@ class Llama:
         )
 
     def weights(self, split: int) -> Iterator[Weight]:
-        """Return every tensor, the output weights even if tied; parts divide dimension `split` of the embeddings."""
+        """Yield every tensor, with the output weights even if they are tied.
+
+        `split` is the dimension of the embeddings that parts divide.
+        """
         yield Weight(EMBEDDING, HF_EMBEDDING, (self.vocab, self.dim), split, None)
         for layer in range(self.layers):
             for meta, hf, sizes, dim, heads in _LAYER:
@@ -238,14 +278,14 @@ class Llama:
         yield Weight(OUTPUT, HF_EMBEDDING if self.tied else HF_OUTPUT, (self.vocab, self.dim), 0, None)
 
     def to_params(self) -> dict[str, Any]:
-        """Return the content of params.json, without keys that the code of its generation does not take."""
+        """Return the content of params.json, without keys that the code of the model's generation does not take."""
         multiple_of, multiplier = _ffn_numbers(self.dim, self.ffn)
         scaled = self.factor is not None
         known = {meta: getattr(self, ours) for ours, meta, _ in _SHARED_FIELDS} | {
             "n_kv_heads": self.kv_heads if self.kv_heads != self.heads else None,
             "multiple_of": multiple_of,
             "ffn_dim_multiplier": multiplier,
-            # The code of Llama 1 and 2 takes no such key; meta_conversion tells the user.
+            # The code of Llama 1 and 2 takes no such key; a note of `MetaExport` says so.
             "rope_theta": self.theta if scaled or self.theta != 1e4 else None,
             "use_scaled_rope": scaled or None,
             "rope_scaling_factor": self.factor if self.factor != _usual_factor(self.tied) else None,
@@ -253,7 +293,13 @@ class Llama:
         return {key: value for key, value in known.items() if value is not None}
 
     def to_config(self, to: str, dtype: torch.dtype, length: _ContextLength) -> Any:
-        """Return the Hugging Face config of this model with weights in this pairing, which marks a guessed length."""
+        """Return the Hugging Face config of this model.
+
+        Args:
+            to: the pairing of the weights.
+            dtype: their dtype.
+            length: the context length; the config has a mark of its own if it is a guess.
+        """
         from transformers import LlamaConfig, MistralConfig
 
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.theta}
@@ -279,7 +325,14 @@ class Llama:
 
     @classmethod
     def from_params(cls, params: dict[str, Any], vocab: int, ffn: int, tied: bool) -> Llama:
-        """The model by `read_params` and by the shapes of the tensors."""
+        """Return the model.
+
+        Args:
+            params: the settings by `read_params`.
+            vocab: the rows of the embeddings.
+            ffn: the rows of the first feed-forward weight.
+            tied: the output weights are the embeddings.
+        """
         factor = params.get("rope_scaling_factor", _usual_factor(tied)) if params["use_scaled_rope"] else None
         shared = {ours: params[meta] for ours, meta, _ in _SHARED_FIELDS} | {"vocab": vocab}
         own: dict[str, Any] = {"own_head_dim": params.get("head_dim"), "sliding_window": params.get("sliding_window")}
@@ -288,7 +341,11 @@ class Llama:
 
     @classmethod
     def from_config(cls, config: Any, where: str) -> Llama:
-        """The model of a LlamaConfig, if Meta's format can express it; `where` begins the message of an error."""
+        """Return the model of a LlamaConfig.
+
+        Raises:
+            CheckpointError: Meta's format cannot express it; the message begins with `where`.
+        """
         if config.model_type != "llama":
             raise CheckpointError(f"{where} it is a {config.model_type!r}, and Meta's code runs only 'llama'")
         rope = config.rope_parameters
@@ -314,11 +371,12 @@ class Llama:
 
 
 def _usual_factor(tied: bool) -> float:
+    """Return the factor of use_scaled_rope where params.json has none."""
     return 32.0 if tied else 8.0
 
 
 def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """The width of the feed-forward layers by Meta's formula (FeedForward in llama3/model.py)."""
+    """Return the width of the feed-forward layers by Meta's formula (FeedForward in llama3/model.py)."""
     hidden = int(2 * 4 * dim / 3)
     if multiplier is not None:
         hidden = int(multiplier * hidden)
@@ -326,7 +384,7 @@ def _ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
 
 
 def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
-    """Return multiple_of and ffn_dim_multiplier that give this width: of a published model if possible."""
+    """Return a multiple_of and ffn_dim_multiplier that give this width: those of a published model if possible."""
     multiple_of = math.gcd(ffn, 256)
     exact = (ffn + 0.5) / int(2 * 4 * dim / 3)  # int() removes the half again, however the product is rounded
     short = ((multiple_of, round(exact, digits)) for digits in range(1, 17))
@@ -334,13 +392,38 @@ def _ffn_numbers(dim: int, ffn: int) -> tuple[int, float | None]:
 
 
 def read_params(path: Path) -> dict[str, Any]:
-    """Read params.json; what it lacks gets the default of Meta's code."""
+    """Read and check params.json; keys that it lacks get the default of Meta's code.
+
+    Raises:
+        CheckpointError: a key or value is unknown, impossible or missing.
+    """
     content = read_json(path)
     if isinstance(content.get("model"), dict):  # some releases nest them
         content = content["model"]
     params = {key: value for key, value in content.items() if value is not None}
     where = f"params.json in {str(path.parent)!r}"
-    if unknown := sorted(set(params) - set(_PARAMS)):
+    _check_params(params, where)
+    dim, heads, scaled = params["dim"], params["n_heads"], params.get("use_scaled_rope", False)
+    kv_heads = params.get("n_kv_heads", heads)
+    head_dim = params.get("head_dim", dim // heads)
+    if ("head_dim" not in params and dim % heads) or head_dim % 2 or heads % kv_heads:
+        raise CheckpointError(f"{where}: dim {dim}, n_heads {heads} and n_kv_heads {kv_heads} contradict each other")
+    if "rope_scaling_factor" in params and not scaled:
+        raise CheckpointError(f"{where} has rope_scaling_factor, but not use_scaled_rope")
+    if any(key in params for key in _MISTRAL):
+        theta = 1e4 if params.get("sliding_window") else 1e6
+    else:
+        theta = LLAMA_3_THETA if scaled else 1e4
+    if "yarn" in params:
+        params["yarn"] = _yarn_settings(params["yarn"], where)
+    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": theta}
+    return usual | {"use_scaled_rope": scaled} | {key: _PARAMS[key](value) for key, value in params.items()}
+
+
+def _check_params(params: Mapping[str, Any], where: str) -> None:
+    """Raise a CheckpointError if a key is unknown or missing, or its value has another type or is impossible."""
+    unknown = sorted(set(params) - set(_PARAMS))
+    if unknown:
         raise CheckpointError(
             f"{where} has {unknown[0]} = {short(repr(params[unknown[0]]))}, which no text model of Llama 1 to 3.3, nor "
             f"a Mistral without experts, has; known: {', '.join(_PARAMS)}"
@@ -353,30 +436,20 @@ def read_params(path: Path) -> dict[str, Any]:
             )
         if key in ("model_type", "yarn"):
             continue
-        missing_size = key == "vocab_size" and value == -1
-        number = type(value) in (int, kind) and (0 < value < 2**63 or missing_size)
-        if not (type(value) is bool if kind is bool else number):
-            raise CheckpointError(f"{where}: {key} is {value!r}, not a {'bool' if kind is bool else 'positive number'}")
-    if missing := [key for key in _REQUIRED if key not in params]:
+        if kind is bool:
+            if type(value) is not bool:
+                raise CheckpointError(f"{where}: {key} is {value!r}, not a bool")
+            continue
+        is_unknown_size = key == "vocab_size" and value == -1
+        if type(value) not in (int, kind) or not (0 < value < 2**63 or is_unknown_size):
+            raise CheckpointError(f"{where}: {key} is {value!r}, not a positive number")
+    missing = [key for key in _REQUIRED if key not in params]
+    if missing:
         raise CheckpointError(f"{where} lacks {missing[0]}")
-    dim, heads, scaled = params["dim"], params["n_heads"], params.get("use_scaled_rope", False)
-    kv_heads = params.get("n_kv_heads", heads)
-    head_dim = params.get("head_dim", dim // heads)
-    if ("head_dim" not in params and dim % heads) or head_dim % 2 or heads % kv_heads:
-        raise CheckpointError(f"{where}: dim {dim}, n_heads {heads} and n_kv_heads {kv_heads} contradict each other")
-    if "rope_scaling_factor" in params and not scaled:
-        raise CheckpointError(f"{where} has rope_scaling_factor, but not use_scaled_rope")
-    theta = LLAMA_3_THETA if scaled else 1e4
-    if any(key in params for key in _MISTRAL):
-        theta = 1e4 if params.get("sliding_window") else 1e6
-    if "yarn" in params:
-        params["yarn"] = _yarn_settings(params["yarn"], where)
-    usual = {"n_kv_heads": heads, "vocab_size": -1, "norm_eps": 1e-5, "rope_theta": theta}
-    return usual | {"use_scaled_rope": scaled} | {key: _PARAMS[key](value) for key, value in params.items()}
 
 
 def _yarn_settings(yarn: Any, where: str) -> dict[str, Any]:
-    """The rope settings of transformers for a yarn in Mistral's params.json."""
+    """Return the rope settings of transformers for `yarn` in Mistral's params.json."""
     numbers = {key: value for key, value in yarn.items() if key != "apply_scale"} if isinstance(yarn, dict) else None
     known = numbers is not None and {"factor", "original_max_position_embeddings"} <= numbers.keys() <= _YARN.keys()
     if numbers is None or not known or not all(type(value) in (int, float) and value > 0 for value in numbers.values()):

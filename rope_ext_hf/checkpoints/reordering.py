@@ -9,20 +9,25 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.errors import CheckpointError
 from rope_ext_hf.rotary.pairing import other_pairing
 
 
 def reorder(model: nn.Module, tensors: RotaryTensors, to: str) -> None:
-    """Reorder every rotated row from the other pairing to this one; nothing moves where one of them cannot."""
+    """Reorder all rotated rows of a model from the other pairing to this one.
+
+    Raises:
+        CheckpointError: the rows of one parameter cannot be moved; then none were.
+    """
     with torch.no_grad():
         for parameter, layout in _rotated_parameters(model, tensors):
             parameter.copy_(layout.to_pairing(parameter.detach(), to))
 
 
 def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[Tensor, RowLayout | ScaleBlocks]]:
-    """Every parameter and buffer of a model with rotated rows, and its layout."""
+    """Return every parameter and buffer with rotated rows, and its layout."""
     rotated = []
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         layout = tensors.find(name, parameter.shape)
@@ -30,7 +35,8 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
             continue
         if hasattr(parameter, "quant_state"):
             raise CheckpointError(f"{name!r} is packed by bitsandbytes; convert the checkpoint before it is quantised")
-        if is_traceable_wrapper_subclass(parameter.data) and not hasattr(parameter.data, "full_tensor"):  # of a DTensor
+        is_dtensor = hasattr(parameter.data, "full_tensor")  # which is sharded, and takes copies as any tensor does
+        if is_traceable_wrapper_subclass(parameter.data) and not is_dtensor:
             kind = type(parameter.data).__name__
             raise CheckpointError(f"{name!r} is packed ({kind}); convert the checkpoint before it is quantised")
         if parameter.is_meta:
@@ -41,7 +47,7 @@ def _rotated_parameters(model: nn.Module, tensors: RotaryTensors) -> list[tuple[
 
 @contextmanager
 def reordered(model: nn.Module, tensors: RotaryTensors, to: str) -> Iterator[None]:
-    """Inside, rotated rows stand as if they had been converted from the other pairing to this one; then as before."""
+    """Reorder the rotated rows from the other pairing to this one inside the with block, and put them back after it."""
     rotated = _rotated_parameters(model, tensors)
     moved: list[tuple[Tensor, RowLayout | ScaleBlocks]] = []
     try:

@@ -1,4 +1,4 @@
-"""A conversion as a value: what it writes, and its report."""
+"""A conversion of a checkpoint, checked and not yet written, and the report of what it wrote."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rope_ext_hf.terminal import Report, wrapped
 
 @dataclass(frozen=True)
 class ConversionReport(Report):
-    """What a conversion wrote.
+    """The report of a conversion.
 
     Attributes:
         path: the new folder.
         source, to: the pairings before and after; "meta": Meta's own format, which is interleaved.
-        converted: tensors whose rows were reordered.
-        tensors: all tensors.
-        bytes: size of the weights.
-        loads_natively: whether the family's transformers class runs the new pairing.
-        source_pairing: the pairing that the weights were taken for, what it rests on, and what they show of it.
-        skipped_files: files of the source that hold weights in another format, which were not copied.
-        verified: what `verify` compared; None: nothing.
-        notes: further remarks for whoever uses the new folder.
+        converted: the number of tensors whose rows were reordered.
+        tensors: the number of all tensors.
+        bytes: the size of the weights.
+        loads_natively: the family's transformers class runs the new pairing.
+        source_pairing: the pairing that the weights were taken for, who says so, and what the weights show of it.
+        skipped_files: files of the source that were not copied, because they hold weights in another format.
+        verified: a sentence that says what `verify` compared; None: nothing was compared.
+        notes: further remarks for users of the new folder.
     """
 
     path: str
@@ -48,7 +48,7 @@ class ConversionReport(Report):
             f"{self.path}: {self.source} -> {self.to}",
             f"  tensors          {self.converted:,} of {self.tensors:,} reordered; {size_text(self.bytes)} written",
         ]
-        skipped = self.skipped_files and f"{', '.join(self.skipped_files)}: weights in another format"
+        skipped = f"{', '.join(self.skipped_files)}: weights in another format" if self.skipped_files else ""
         rows = [("source", self.source_pairing), ("verified", self.verified), ("not copied", skipped)]
         rows += [("note", note) for note in self.notes]
         lines += [wrapped(text, f"  {name:<17}") for name, text in rows if text]
@@ -56,29 +56,38 @@ class ConversionReport(Report):
 
 
 class Conversion(ABC):
-    """A conversion that was checked and not yet written. Its class is made from a source and what is asked for."""
+    """A conversion that was checked and not yet written. Its constructor checks the source.
 
-    folder: Path  # the folder that is read
-    inputs: FileStamps  # stamps of the files in it
-    plan: Mapping[str, Any]  # JSON-ready: the settings with which an interrupted conversion may be continued
-    report: ConversionReport  # what is known before anything is written
-    warnings: tuple[str, ...] = ()  # the notes of the report that call for attention
+    Attributes:
+        folder: the folder that is read.
+        inputs: the stamps of the files in it.
+        plan: the settings, JSON-ready: an interrupted conversion may be continued with the same settings alone.
+        report: the report, as far as it is known before anything is written.
+        warnings: those notes of the report that call for attention.
+    """
+
+    folder: Path
+    inputs: FileStamps
+    plan: Mapping[str, Any]
+    report: ConversionReport
+    warnings: tuple[str, ...] = ()
 
     @abstractmethod
     def write(self, staging: Path, advance: Callable[[int], None]) -> tuple[str, ...]:
-        """Write all files, keeping the weight files that are there and right; return those that were skipped.
+        """Write all files into a folder, and return the names of those of the source that were skipped.
 
-        `advance` is called with the bytes of weights that are there, block by block.
+        Weight files that an interrupted conversion left there and that are right are kept. `advance` is called with the
+        number of bytes of each block of weights that is there.
         """
 
     @abstractmethod
     def verify(self, staging: Path) -> str:
-        """Compare what was written with the source; return what was compared, in words."""
+        """Compare the written folder with the source, and return a sentence that says what was compared."""
 
     def run(
         self, *, resume: bool = False, verify: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> ConversionReport:
-        """Write the new folder, whole or not at all. For the arguments and errors see `convert_checkpoint`."""
+        """Write the new folder, either whole or not at all; see `convert_checkpoint` for the arguments and errors."""
         dst, size, written = Path(self.report.path), self.report.bytes, 0
 
         def advance(count: int) -> None:

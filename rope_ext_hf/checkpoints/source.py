@@ -1,4 +1,4 @@
-"""A checkpoint folder in Hugging Face's format: its files, its config and what rotates in it, checked once."""
+"""A checkpoint folder in Hugging Face's format: its files, its config and the tensors that rotate, checked once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.head_blocks import RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.checkpoints.weight_files import FORMATS, TORCH_DTYPES, TensorView, WeightFile
 from rope_ext_hf.downloads import WEIGHT_FILES, WEIGHT_SUFFIXES, mistral_format_files
 from rope_ext_hf.errors import CheckpointError
@@ -28,14 +29,33 @@ if TYPE_CHECKING:
 
 
 class Source:
-    """A folder of weights, read and checked as far as the headers."""
+    """A folder of weights, read and checked as far as the headers.
+
+    Attributes:
+        folder: the folder.
+        inputs: stamps of its files, taken before they were read.
+        files: the weight files by name, in the order of the index.
+        index: the index without its weight map; None: there is a single file.
+        is_adapter: the weights are those of an adapter.
+        adapter: the adapter, if they are.
+        config: the config of the model, or of the model that the adapter was trained on.
+        model: the model on the meta device; None: transformers has no class of its family.
+        rotary: the geometry of its RoPE.
+        tensors: the row layouts of its tensors.
+        expected: the modules that rotate, as `tensors.locate` names them; none for an adapter.
+        pairing: the pairing of the weights by the config or the family table; None: neither states one.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or contradicts another one.
+        UnsupportedModelError: a family that the table does not list.
+    """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         self.folder = folder
-        self.inputs: FileStamps = {}  # stamps of the files, taken before they were read
-        # the files by name, in the order of the index; and that without its weight map, None: there is a single file
+        self.inputs: FileStamps = {}
         self.files, self.index = _open_files(folder, self.inputs)
-        list_files(folder)  # refuses links that lead out of the folder; after the weights, which any large folder lacks
+        # Refuses links that lead out of the folder. After the weights, because of any large folder that holds none.
+        list_files(folder)
         self.is_adapter = _names_adapter(next(iter(self.files)))
         self.inputs |= file_stamps([resolve_inside(folder, ADAPTER_CONFIG if self.is_adapter else "config.json")])
         self.adapter = find_adapter(folder) if self.is_adapter else None
@@ -43,7 +63,7 @@ class Source:
         pairing = (self.adapter and self.adapter.pairing) or getattr(self.config, PAIRING_KEY, None)
         if pairing not in (None, *PAIRINGS):
             raise CheckpointError(f"{PAIRING_KEY} in {str(folder)!r} is {pairing!r}; known: {', '.join(PAIRINGS)}")
-        self.model: PreTrainedModel | None = None  # on the meta device; None: transformers has no class of its family
+        self.model: PreTrainedModel | None = None
         with loading(f"the model that the config of {str(folder)!r} describes"):
             text = self.config.get_text_config()
             if (pattern := family(text.model_type).remote_attention) is not None:
@@ -60,18 +80,23 @@ class Source:
                 self.rotary = checkpoint_geometry(self.model)
                 self.tensors = RotaryTensors(self.config, self.rotary.dim)
                 located = map(self.tensors.locate, self.model.state_dict())
-                modules = {each[1] for each in located if each is not None}
-        self.expected = set[str]() if self.is_adapter else modules  # that rotate, as `tensors.locate` names them
-        self.pairing = pairing or config_pairing(self.config)  # of the weights; None: it is stated nowhere
+                modules = {location[1] for location in located if location is not None}
+        self.expected = set[str]() if self.is_adapter else modules
+        self.pairing = pairing or config_pairing(self.config)
 
     @cached_property
     def view(self) -> TensorView:
+        """The tensors of all files."""
         return TensorView.from_files(self.files.values())
 
     def layouts(self) -> dict[str, RowLayout | ScaleBlocks]:
-        """The layout of every rotated tensor by its name; a CheckpointError for a missing or unknown one."""
+        """Return the layout of every rotated tensor by its name.
+
+        Raises:
+            CheckpointError: a tensor is missing, its layout is unknown, or its rows cannot be moved.
+        """
         layouts: dict[str, RowLayout | ScaleBlocks] = {}
-        stacks: dict[str, set[str]] = {}
+        stacks: dict[str, set[str]] = {}  # the modules that rotate, by the prefix of their stack of layers
         for name, info in self.view.tensors.items():
             layout = self.tensors.find(name, info.shape)
             if layout is None:
@@ -79,61 +104,72 @@ class Source:
             if info.dtype not in TORCH_DTYPES:
                 raise CheckpointError(f"{name!r} is {info.dtype}, which torch has no dtype for: rows cannot be moved")
             layouts[name] = layout
-            if (location := self.tensors.locate(name)) is not None:
-                stacks.setdefault(location[0], set()).add(location[1])
+            location = self.tensors.locate(name)
+            if location is not None:
+                prefix, module = location
+                stacks.setdefault(prefix, set()).add(module)
         if not stacks:
             raise CheckpointError(
                 f"no tensor in {str(self.folder)!r} has a name of a rotated module of {self.tensors.model_type!r}"
             )
         if len(stacks) > 1:
             raise CheckpointError(
-                f"there are rotated modules under {' and '.join(map(repr, stacks))} in {str(self.folder)!r}; which of "
-                "them is the language model is unknown"
+                f"there are rotated modules under {' and '.join(map(repr, stacks))} in {str(self.folder)!r}; it is "
+                "unknown which of them is the language model"
             )
-        stack, modules = next(iter(stacks.items()))
-        if missing := sorted(self.expected - modules):
-            raise CheckpointError(
-                f"{'.'.join([*filter(None, [stack]), missing[0]])!r} is missing in {str(self.folder)!r}"
-                + (f", and {len(missing) - 1} more" if missing[1:] else "")
-            )
+        [(prefix, modules)] = stacks.items()
+        missing = sorted(self.expected - modules)
+        if missing:
+            first = f"{prefix}.{missing[0]}" if prefix else missing[0]
+            more = f", and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(f"{first!r} is missing in {str(self.folder)!r}{more}")
         return layouts
 
 
 def copy_other_files(folder: Path, staging: Path, written: Collection[str]) -> tuple[str, ...]:
-    """Copy everything but weights, indexes, and files that are written anew; return the skipped weight files.
+    """Copy all files but weights, their indexes, and those that the conversion itself writes.
 
-    Files in Mistral's own format count as weights: the index of weights that are not copied would lead nowhere, and
-    some programs would read params.json in place of the new config.json.
+    Files in Mistral's own format count as weights: an index would name weights that are not copied, and some programs
+    would read params.json in place of the new config.json.
+
+    Args:
+        folder: the source.
+        staging: the new folder.
+        written: the names of files that the conversion writes.
+
+    Returns:
+        The names of the weight files that were skipped.
     """
-    apart = mistral_format_files(folder)
+    mistral_files = mistral_format_files(folder)
     left_out = {*written, *map(_index_name, chain(*WEIGHT_FILES))}
     names = [name for name in list_files(folder) if name not in left_out]
     skipped = [
         name
         for name in names
-        if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in apart
+        if Path(name).suffix in WEIGHT_SUFFIXES or Path(name).parts[0] == "original" or name in mistral_files
     ]
     copy_files(folder, [name for name in names if name not in skipped], staging)
     return tuple(skipped)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights that transformers would load."""
+    """Return whether a folder holds weights that transformers would load."""
     return any((folder / each).exists() for name in chain(*WEIGHT_FILES) for each in (name, _index_name(name)))
 
 
 def safetensors_name(name: str) -> str:
-    """Return `model-00001-of-00002.safetensors` for `pytorch_model-00001-of-00002.bin`."""
+    """Return the name of a weight file as safetensors: model-00001-of-00002.safetensors for pytorch_model-....bin."""
     path = Path(name)
     return name if path.suffix == ".safetensors" else f"{path.stem.replace('pytorch_model', 'model', 1)}.safetensors"
 
 
 def _names_adapter(file: str) -> bool:
+    """Return whether a weight file, by its name, is that of an adapter."""
     return file.startswith("adapter_model")
 
 
 def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool) -> Any:
-    """The config of the model, or of the model that an adapter was trained on."""
+    """Return the config of the model, or of the model that an adapter was trained on."""
     from transformers.configuration_utils import PreTrainedConfig
 
     where = folder
@@ -149,11 +185,15 @@ def _read_config(folder: Path, adapter: Adapter | None, trust_remote_code: bool)
 
 
 def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile], dict[str, Any] | None]:
-    """Open the weight files that transformers would load; add their stamps to `inputs`."""
+    """Open the weight files that transformers would load, and add their stamps to `inputs`.
+
+    Returns:
+        The files by name, in the order of the index; and the index without its weight map, None for a single file.
+    """
     known = list(chain(*WEIGHT_FILES))
     existing = [name for name in known if (folder / name).exists() or (folder / _index_name(name)).exists()]
     if not existing:
-        looked_for = ", ".join(each for name in known for each in (_index_name(name), name))
+        looked_for = ", ".join(candidate for name in known for candidate in (_index_name(name), name))
         raise CheckpointError(f"{str(folder)!r} holds no weights; looked for {looked_for}")
     if len(set(map(_names_adapter, existing))) > 1:
         raise CheckpointError(f"{str(folder)!r} holds a model and an adapter; give each a folder of its own")
@@ -176,7 +216,7 @@ def _open_files(folder: Path, inputs: FileStamps) -> tuple[dict[str, WeightFile]
 
 
 def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str], index_name: str) -> None:
-    """Check that every tensor is in one file, and in that which the index names."""
+    """Raise a CheckpointError unless every tensor is in one file, and in the file that the index names."""
     holders: dict[str, str] = {}
     for file_name, file in files.items():
         for tensor in file.tensors:
@@ -191,11 +231,12 @@ def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str],
 
 
 def _index_name(name: str) -> str:
+    """Return the name of the index of weight files that belong together."""
     return f"{name}.index.json"
 
 
 def _weight_map(index: dict[str, Any], index_name: str, folder: Path) -> dict[str, str]:
-    """Take the file of each tensor out of an index."""
+    """Remove the weight map from an index, and return it: the file of each tensor."""
     weight_map = index.pop("weight_map", None)
     if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(n, str) for n in weight_map.values()):
         raise CheckpointError(f"{index_name!r} has no weight_map from tensors to files")

@@ -1,8 +1,8 @@
-"""The pairing of the weights that a conversion reads, by the user, the config or the format, held to the weights.
+"""The pairing of the weights that a conversion reads: by the user, the config or the format, checked by the weights.
 
-A checkpoint can hold interleaved weights although its config does not say so, which means half. A conversion by the
-config would move their rows a second time. So every conversion first reads the queries and keys of a few layers, and
-stops where they contradict the config. A pairing that the user states goes before what the weights show.
+A checkpoint may hold interleaved weights although its config says nothing, which means half. A conversion by the config
+would then move their rows a second time. So every conversion first reads the queries and keys of a few layers, and
+stops if they contradict the config. A pairing that the user states is taken even if the weights contradict it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rope_ext_hf.checkpoints.detection import PairingReport, detect_weights, weights_from_source
+from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.meta_conversion import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.pairing_report import PairingReport
+from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.patches.config import PAIRING_KEY
@@ -22,63 +24,76 @@ from rope_ext_hf.rotary.pairing import other_pairing
 
 @dataclass(frozen=True)
 class _SourcePairing:
-    """The pairing that weights are converted from, and what their values show of it."""
+    """The pairing that weights are converted from, and what the weights show of it.
+
+    Attributes:
+        pairing: "half" or "interleaved".
+        basis: a clause that says whose statement it is.
+        detected: the pairing that was detected in the weights.
+    """
 
     pairing: str
-    basis: str  # a clause: who says so
-    shown: PairingReport
+    basis: str
+    detected: PairingReport
 
     @property
     def is_contradicted(self) -> bool:
-        return self.shown.pairing == other_pairing(self.pairing)
+        """Whether the weights show the other pairing."""
+        return self.detected.pairing == other_pairing(self.pairing)
 
     def __str__(self) -> str:
         return f"{self.pairing}: {self.reasons}"
 
     @property
     def reasons(self) -> str:
-        """What the pairing rests on, and what the weights show of it."""
+        """A sentence on whose statement the pairing is, and what the weights show of it."""
         if self.is_contradicted:
-            return f"{self.basis}, but the weights look {_with_score(self.shown)}"
-        if self.shown.pairing is None and self.shown.leaning == other_pairing(self.pairing):
+            return f"{self.basis}, but the weights look {_with_score(self.detected)}"
+        if self.detected.pairing is None and self.detected.leaning == other_pairing(self.pairing):
             return (
-                f"{self.basis}; the weights do not show it clearly, but look more like {_with_score(self.shown)}. "
+                f"{self.basis}; the weights do not show it clearly, but look more like {_with_score(self.detected)}. "
                 f"{self._unsure}"
             )
-        if self.shown.pairing is None:
-            return f"{self.basis}; the weights do not show it: {self.shown.reason}"
-        return f"{self.basis}, and the weights agree (score {_score(self.shown)})"
+        if self.detected.pairing is None:
+            return f"{self.basis}; the weights do not show it: {self.detected.reason}"
+        return f"{self.basis}, and the weights agree (score {_score(self.detected)})"
 
     @property
     def _unsure(self) -> str:
-        detect = command_line("detect", self.shown.path, text="FILE")
+        """A sentence that says how to find out."""
+        detect = command_line("detect", self.detected.path, text="FILE")
         return f"Unsure? `{detect}` compares the losses of both pairings on a text"
 
     def already(self, folder: str, instead: str) -> str:
-        """Return an error message for weights that need no conversion; `instead` is the call for the other pairing."""
+        """Return the error message for weights that need no conversion.
+
+        Args:
+            folder: the subject of the sentence.
+            instead: the call to make if they are in the other pairing after all.
+        """
         other, hint = other_pairing(self.pairing), ""
-        if self.shown.pairing is None and self._unsure not in self.reasons:
+        if self.detected.pairing is None and self._unsure not in self.reasons:
             hint = f"{self._unsure}. "
         return f"{folder} are {self.pairing} already: {self.reasons}. {hint}If they are {other} after all: {instead}"
 
     @property
     def warning(self) -> str:
-        """A warning of weights that contradict what the user states."""
+        """The warning about weights that contradict the user."""
         return (
-            f"the weights of {self.shown.path!r} look {_with_score(self.shown)}; they are read as {self.pairing}, "
-            "because you stated it"
+            f"the weights of {self.detected.path!r} look {_with_score(self.detected)}; they are read as "
+            f"{self.pairing}, because you stated it"
         )
 
     @property
     def limits(self) -> str:
-        """What a comparison under this pairing shows of the source."""
-        if self.shown.pairing == self.pairing:
+        """A clause on whether a verified copy says anything about the pairing of the source."""
+        if self.detected.pairing == self.pairing:
             return f"the weights agree that the source is {self.pairing}"
         return f"not verified: that the source is {self.pairing}; {self.basis}, and the weights do not show it"
 
 
 def settle_pairing(
-    shown: PairingReport,
+    detected: PairingReport,
     to: str,
     *,
     stated: str | None,
@@ -86,39 +101,54 @@ def settle_pairing(
     by: str = "the config or the model family",
     command: Callable[[str, str], str],
 ) -> _SourcePairing:
-    """Decide which pairing the weights are in, or raise a CheckpointError that names the call that is right.
+    """Decide which pairing the weights are in.
 
     Args:
-        shown: what the weights show.
-        to: the pairing to convert to; "meta" for Meta's format, which takes weights of either pairing.
+        detected: the pairing that was detected in the weights.
+        to: the pairing to convert to; "meta" for Meta's format, which weights of either pairing can be converted to.
         stated: the pairing by the user; None: not stated.
-        configured: the pairing that `by` says; None: it says none.
-        command: returns a call as it is typed, from what to convert to and the pairing to state.
+        configured: the pairing by the config, the model family or the format; None: none of them says one.
+        by: whose statement `configured` is, for messages.
+        command: returns the call to type, from the pairing to convert to and the pairing to state.
+
+    Raises:
+        CheckpointError: the weights contradict `configured`, or nothing tells their pairing; the message has the call
+            to type.
     """
     pairing, basis = (stated, "you stated it") if stated else (configured, f"{by} says so")
-    if stated is None and shown.pairing not in (None, configured):
-        says = f"but {by} says {configured}" if configured else "and neither the config nor the model family says one"
-        advice = _right_call(shown.pairing, to, command)
+    if stated is None and detected.pairing not in (None, configured):
+        if configured is None:
+            statement = "and neither the config nor the model family says one"
+        else:
+            statement = f"but {by} says {configured}"
+        advice = _right_call(detected.pairing, to, command)
         if configured is not None and configured != to:
             advice += f". If they are {configured} after all: {command(to, configured)}"
-        raise CheckpointError(f"the weights of {shown.path!r} look {_with_score(shown)}, {says}; {advice}")
+        raise CheckpointError(f"the weights of {detected.path!r} look {_with_score(detected)}, {statement}; {advice}")
     if pairing is None:
         raise CheckpointError(
-            f"the pairing of the weights of {shown.path!r} is unknown: neither the config nor the model family "
-            f"says one, and the weights do not show it ({shown.reason}); state it: {command(to, 'half')}, or "
+            f"the pairing of the weights of {detected.path!r} is unknown: neither the config nor the model family "
+            f"says one, and the weights do not show it ({detected.reason}); state it: {command(to, 'half')}, or "
             "interleaved"
         )
-    return _SourcePairing(pairing, basis, shown)
+    return _SourcePairing(pairing, basis, detected)
 
 
 def pairing_of_source(
     source: Source | MetaSource, src: str | Path, dst: Path, to: str, *, stated: str | None, force: bool, verify: bool
 ) -> _SourcePairing:
-    """Decide which pairing the weights of a folder are in, as `settle_pairing`.
+    """Decide which pairing the weights of a folder are in, by `settle_pairing`.
 
     Args:
-        force: the weights are taken for the other pairing than `to`, whatever the config says.
+        source: the opened folder.
+        src, dst: the source and the destination, as they were given.
+        to: the pairing to convert to, or "meta".
+        stated: the pairing by the user; None: not stated.
+        force: take the weights for the pairing that is not `to`, whatever the config says.
         verify: refuse a stated pairing that the weights contradict, because no comparison could verify the copy.
+
+    Raises:
+        CheckpointError: as of `settle_pairing`; or the weights are in the pairing `to` already.
     """
 
     def command(target: str, pairing: str) -> str:
@@ -133,31 +163,32 @@ def pairing_of_source(
     into_other = isinstance(source, Source) and to != "meta"
     if force and into_other and (stated or configured) == to:
         stated = other_pairing(to)
-    shown = _shown_by(source)
-    settled = settle_pairing(shown, to, stated=stated, configured=configured, by=by, command=command)
+    detected = _detect(source)
+    settled = settle_pairing(detected, to, stated=stated, configured=configured, by=by, command=command)
     if into_other and settled.pairing == to:
         raise CheckpointError(settled.already(f"the weights in {str(source.folder)!r}", command(to, other_pairing(to))))
     if verify and settled.is_contradicted:
         raise CheckpointError(
-            f"the copy could not be verified: the weights of {shown.path!r} look {_with_score(shown)}, but you stated "
-            f"{settled.pairing}; {_right_call(str(shown.pairing), to, command)}. To convert them as {settled.pairing} "
-            "all the same, leave out verify (--verify)"
+            f"the copy could not be verified: the weights of {detected.path!r} look {_with_score(detected)}, but you "
+            f"stated {settled.pairing}; {_right_call(str(detected.pairing), to, command)}. To convert them as "
+            f"{settled.pairing} all the same, leave out verify (--verify)"
         )
     return settled
 
 
-def _right_call(shown: str, to: str, command: Callable[[str, str], str]) -> str:
-    """Return what to type for weights that are in the pairing `shown`."""
-    if shown != to:
-        return f"to convert them: {command(to, shown)}"
+def _right_call(actual: str, to: str, command: Callable[[str, str], str]) -> str:
+    """Return what to do with weights that are in the pairing `actual`, with the call to type."""
+    if actual != to:
+        return f"to convert them: {command(to, actual)}"
     other = other_pairing(to)
     return (
         f'they need no conversion to {to}: write "{PAIRING_KEY}": "{to}" into their config.json; for code that runs '
-        f"{other}: {command(other, shown)}"
+        f"{other}: {command(other, actual)}"
     )
 
 
 def _with_score(report: PairingReport) -> str:
+    """Return the pairing that weights look like, with its score."""
     return f"{report.pairing or report.leaning} (score {_score(report)})"
 
 
@@ -165,17 +196,17 @@ def _score(report: PairingReport) -> str:
     return f"{report.score:+.3f} +- {report.error:.3f}"
 
 
-def _shown_by(source: Source | MetaSource) -> PairingReport:
-    """Detect the pairing of a source; that of an adapter is the pairing of the model beside which it was trained."""
+def _detect(source: Source | MetaSource) -> PairingReport:
+    """Detect the pairing of a source; the pairing of an adapter is that of the model that it was trained with."""
     path = str(source.folder)
     if isinstance(source, MetaSource) or source.adapter is None:
-        return detect_weights(weights_from_source(source, path))
+        return detect_in_weights(weights_from_source(source, path))
     base = source.adapter.base
-    if source.adapter.pairing is not None:  # the folder was converted, and the model that it names was perhaps not
+    if source.adapter.pairing is not None:  # the adapter was converted, and the model that it names perhaps not
         return PairingReport(path, reason="it is an adapter, which was converted apart from its model")
     if Path(base).is_dir():
         try:
-            return detect_weights(weights_from_source(open_checkpoint(base), base))
+            return detect_in_weights(weights_from_source(open_checkpoint(base), base))
         except RopeExtError as unreadable:
             return PairingReport(path, reason=f"it is an adapter, and its model cannot be read: {unreadable}")
     return PairingReport(path, reason=f"it is an adapter; `{command_line('detect', base)}` reads its model")

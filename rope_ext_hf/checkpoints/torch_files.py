@@ -1,14 +1,14 @@
 """Files of torch.save, read and written one tensor at a time, without unpickling any object.
 
-Such a file is a zip archive of data.pkl, in which every tensor names a storage, and of the storages. Before torch 1.6
+Such a file is a zip archive of the storages and of data.pkl, in which every tensor names its storage. Before torch 1.6
 it was a sequence of pickles (a magic number, a version, the machine, the object, the names of the storages), followed
 by the length and the numbers of each storage (torch/serialization.py, _legacy_save). Globals and calls in a pickle are
 kept as data; only the calls that rebuild tensors are interpreted.
 
-Why not torch.load(map_location="meta", weights_only=True) with each storage's _checkpoint_offset (torch 2.9 to 2.13)?
-It gives no offsets for files from before torch 1.6, of which many are still in use; it does not check offsets and sizes
-against the file; a hostile pickle of 1 kB (nested tuples as a key) or of 20 MB (one opcode) keeps it busy for more than
-30 seconds; and the attribute is private.
+torch.load(map_location="meta", weights_only=True) with the _checkpoint_offset of each storage (torch 2.9 to 2.13) is no
+substitute. It gives no offsets for files from before torch 1.6, many of which are still in use. It does not check
+offsets and sizes against the file. A hostile pickle of 1 kB (nested tuples as a key) or of 20 MB (one opcode) keeps it
+busy for more than 30 seconds. And the attribute is private.
 """
 
 from __future__ import annotations
@@ -51,30 +51,44 @@ _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.
 
 @dataclass(frozen=True)
 class _TensorLocation:
-    """Where a tensor is stored in its file: bytes that may hold numbers of other tensors between its own."""
+    """The place of a tensor in its file.
+
+    Attributes:
+        dtype, shape: those of the tensor.
+        stride: its strides in numbers; between its own numbers there may be those of other tensors.
+        begin, end: the byte of its first number, and the byte after its last number.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    stride: tuple[int, ...]  # in numbers, counted from `begin`
+    stride: tuple[int, ...]
     begin: int
     end: int
 
 
 def locate_tensors(path: Path) -> dict[str, _TensorLocation]:
-    """Return where the tensors of a file are stored; ValueError for other content, any error for damaged bytes."""
+    """Return the place of every tensor in a file, by its name.
+
+    Raises:
+        ValueError: the file holds anything else.
+        Exception: of any kind, for damaged bytes.
+    """
     storages: dict[str, _Storage] = {}
     with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\3\4"
+        is_zip = file.read(4) == b"PK\3\4"
         file.seek(0)
-        value = (_load_archive if zipped else _load_pickles)(file, storages)
+        value = _load_archive(file, storages) if is_zip else _load_pickles(file, storages)
         size = file.seek(0, os.SEEK_END)
     if any(storage.begin + storage.size > size for storage in storages.values()):
         raise ValueError(f"the file ends at byte {size}, in the middle of its tensors")
-    if type(value) is not dict or not all(
-        type(name) is str and isinstance(call, _ReduceCall) and "_rebuild_" in call.name for name, call in value.items()
-    ):
+    if type(value) is not dict or not all(map(_is_tensor_by_name, value.items())):
         raise ValueError("the file does not hold tensors by name")
     return {name: _locate(name, call) for name, call in value.items()}
+
+
+def _is_tensor_by_name(item: tuple[Any, Any]) -> bool:
+    name, call = item
+    return type(name) is str and isinstance(call, _ReduceCall) and "_rebuild_" in call.name
 
 
 class _GlobalName(str):
@@ -90,22 +104,34 @@ class _ReduceCall(NamedTuple):
 
 @dataclass
 class _Storage:
+    """A storage: the numbers that tensors are views of.
+
+    Attributes:
+        dtype: the dtype of its numbers.
+        count: how many they are.
+        begin: its first byte in the file.
+    """
+
     dtype: torch.dtype
     count: int
     begin: int = 0
 
     @property
     def size(self) -> int:
+        """The size in bytes."""
         return self.count * self.dtype.itemsize
 
 
 def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
+    """Return the object in a zip archive as plain data, and add its storages by their keys."""
     with zipfile.ZipFile(file) as archive:
         entries = {entry.filename: entry for entry in archive.infolist()}
         duplicates = len(entries) != len(archive.infolist())
 
     def begin(name: str, size: int) -> int:
-        if (entry := entries.get(name)) is None or not entry.file_size == entry.compress_size == size:
+        """Return the first byte of the content of an entry, which must have this size."""
+        entry = entries.get(name)
+        if entry is None or not entry.file_size == entry.compress_size == size:
             raise ValueError(f"the archive has no {name} of {size} bytes")
         # The central directory gives the offset of an entry's own header alone. That header is 30 bytes, a name and an
         # extra field of any length, by which torch aligns the numbers.
@@ -113,8 +139,10 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
         name_size, extra_size = struct.unpack("<HH", file.read(4))
         return int(entry.header_offset + 30 + name_size + extra_size)
 
-    def content(name: str) -> bytes:  # zipfile would verify a checksum, which torch does not always write
-        if (size := entries[name].file_size) > (most := limit("pickle_bytes")):
+    def content(name: str) -> bytes:
+        """Return the content of an entry; zipfile would verify a checksum, which torch does not always write."""
+        size, most = entries[name].file_size, limit("pickle_bytes")
+        if size > most:
             raise ValueError(f"its {name} has more than {most:,} bytes; {advice('pickle_bytes')}")
         file.seek(begin(name, size))
         return file.read(size)
@@ -133,6 +161,7 @@ def _load_archive(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
 
 
 def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
+    """Return the object in a file from before torch 1.6 as plain data, and add its storages by their keys."""
     size = file.seek(0, os.SEEK_END)
     most = min(limit("pickle_bytes"), size)
     with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as data:
@@ -160,17 +189,21 @@ def _load_pickles(file: IO[bytes], storages: dict[str, _Storage]) -> Any:
 
 
 def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
-    """Return the next pickle as plain data: the opcodes of torch's own weights_only unpickler that weights need."""
+    """Return the next pickle as plain data, and add the storages that it names.
+
+    It knows those opcodes of torch's weights_only unpickler that weights need.
+    """
     # A machine with a stack, as pickle's own, that builds numbers, texts and containers alone. A global stays a name
-    # and a call stays a record of itself, so that nothing a file says is ever imported or run.
+    # and a call stays a record of itself, so that nothing that a file names is ever imported or run.
     stack: list[Any] = []
     marks: list[int] = []  # heights of the stack at each MARK
     memo: dict[int, Any] = {}
 
-    def above(start: int) -> list[Any]:
-        taken = stack[start:]
+    def pop_from(start: int) -> list[Any]:
+        """Remove the stack from this height on, and return what was removed."""
+        removed = stack[start:]
         del stack[start:]
-        return taken
+        return removed
 
     argument: Any
     most = limit("pickle_opcodes")
@@ -194,16 +227,16 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
             case "EMPTY_TUPLE":
                 stack.append(())
             case "TUPLE1" | "TUPLE2" | "TUPLE3":
-                stack.append(tuple(above(-int(opcode.name[-1]))))
+                stack.append(tuple(pop_from(-int(opcode.name[-1]))))
             case "MARK":
                 marks.append(len(stack))
             case "TUPLE":
-                stack.append(tuple(above(marks.pop())))
+                stack.append(tuple(pop_from(marks.pop())))
             case "APPEND" | "APPENDS":
-                items = above(marks.pop() if opcode.name == "APPENDS" else -1)
+                items = pop_from(marks.pop() if opcode.name == "APPENDS" else -1)
                 _expect(stack[-1], list).extend(items)
             case "SETITEM" | "SETITEMS":
-                items = above(marks.pop() if opcode.name == "SETITEMS" else -2)
+                items = pop_from(marks.pop() if opcode.name == "SETITEMS" else -2)
                 for key in items[::2]:
                     if type(key) not in (str, int):  # hashing nested tuples may take forever
                         raise ValueError(f"its pickle has a key of type {type(key).__name__}")
@@ -218,10 +251,10 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
                     raise ValueError(f"its pickle names {name}")
                 stack.append(name)
             case "REDUCE":
-                name, arguments = above(-2)
+                name, arguments = pop_from(-2)
                 call = _ReduceCall(_expect(name, _GlobalName), _expect(arguments, tuple))
                 stack.append({} if call == ("collections.OrderedDict", ()) else call)
-            case "BUILD":  # attributes of a dict, as state_dict has: versions of modules
+            case "BUILD":  # sets attributes of a dict, as those of state_dict: the versions of modules
                 stack.pop()
                 _expect(stack[-1], dict)
             case "BINPERSID":
@@ -234,12 +267,14 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
 
 
 def _expect(value: Any, kind: type) -> Any:
+    """Return a value that must be of this type; raise a ValueError if it is not."""
     if type(value) is not kind:
         raise ValueError(f"its pickle has a {type(value).__name__} where a {kind.__name__} must be")
     return value
 
 
 def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
+    """Return the storage that a pickle refers to by its persistent id; add it if it is new."""
     kind, name, key, _, count, *view = _expect(persistent_id, tuple)
     if kind != "storage" or any(part is not None for part in view) or type(count) is not int or count < 0:
         raise ValueError("its pickle refers to something other than a storage")
@@ -252,8 +287,13 @@ def _storage(persistent_id: Any, storages: dict[str, _Storage]) -> _Storage:
 
 
 def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
+    """Return the place of a tensor by the call that would rebuild it.
+
+    Raises:
+        ValueError: it is not a plain tensor, or does not lie within its storage.
+    """
     plain = True
-    # A parameter is a call around the tensor, and a tensor with attributes another one: look inside them.
+    # The call of a parameter, or of a tensor with attributes, has that of the tensor as an argument.
     while call.name in (*_PARAMETERS, _WITH_ATTRIBUTES):
         if call.name in _PARAMETERS:
             call = _expect(call.arguments[0], _ReduceCall)
@@ -268,7 +308,7 @@ def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
     if call.name.endswith("_v3"):
         dtype = _expect(vars(torch).get(_expect(others.pop(2), _GlobalName).removeprefix("torch.")), torch.dtype)
     numbers = [offset, *_expect(shape, tuple), *_expect(stride, tuple)]
-    # Whole numbers of any size may stand in a pickle; beyond int64 they overflow what follows and torch itself.
+    # A pickle may have whole numbers of any size; those beyond int64 overflow here and in torch itself.
     if not all(type(n) is int and 0 <= n < 2**63 for n in numbers) or not len(shape) == len(stride) <= MAX_DIMS:
         raise ValueError(f"{name!r} has no valid shape")
     count, possible = math.prod(shape), math.prod(size or 1 for size in shape) < 2**63
@@ -287,9 +327,12 @@ def _locate(name: str, call: _ReduceCall) -> _TensorLocation:
 def open_writer(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], same: Mapping[str, str]
 ) -> Iterator[Callable[[str, memoryview], None]]:
-    """Write a new file; yield a function that writes the bytes of one tensor, given its name, in any order.
+    """Write a new file inside the with block; yield a function that writes the bytes of a tensor, given its name.
 
-    `same` has further names, each with the name in `tensors` whose storage it shares.
+    Args:
+        path: the file.
+        tensors: dtype and shape of each tensor, which are written in any order.
+        same: further names, each with the name in `tensors` whose storage it shares.
     """
     keys = {name: str(i) for i, name in enumerate(tensors)}
     new = {name: _NewTensor(keys[name], *tensor) for name, tensor in tensors.items()}
@@ -298,6 +341,7 @@ def open_writer(
     with path.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
 
         def write(name: str, data: bytes | memoryview) -> None:
+            """Write one entry of the archive."""
             entry = zipfile.ZipInfo(f"archive/{name}")
             # torch maps numbers at multiples of STORAGE_ALIGNMENT; a padding field in the header moves them there.
             begin = file.tell() + 30 + len(entry.filename) + 20 + 4  # header, name, zip64 sizes, padding header
@@ -324,6 +368,8 @@ class _StorageId(tuple[Any, ...]):
 
 
 class _Pickler(pickle.Pickler):
+    """A pickler that writes a `_NewTensor` as torch.save writes a tensor."""
+
     def persistent_id(self, value: Any) -> Any:
         return tuple(value) if isinstance(value, _StorageId) else None
 

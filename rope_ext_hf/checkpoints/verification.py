@@ -1,6 +1,6 @@
-"""Verify a conversion: the copy, under the rotation of its pairing, must attend as the source does under its own.
+"""Verify a conversion: the copy, rotated in its pairing, must attend as the source does, rotated in its own.
 
-Of a few attention modules the projections, biases, norms, scales and adapters of both sides are applied to the same
+For a few attention modules, the projections, biases, norms, scales and adapters of both sides are applied to the same
 random inputs and rotated by the same random angles. Then the scores q.k must agree, and all rows that do not rotate
 must be equal. No model is built: this takes the memory of a few rows. If two models fit into memory, both folders are
 loaded as well and must give the same logits.
@@ -17,8 +17,10 @@ import psutil
 import torch
 from torch import Tensor
 
+from rope_ext_hf.checkpoints.head_blocks import ScaleBlocks
 from rope_ext_hf.checkpoints.reordering import reorder
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, ScaleBlocks, evenly_spaced
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.weight_files import TensorView, equal_bytes
 from rope_ext_hf.errors import CheckpointError, one_line, size_text
 from rope_ext_hf.files import read_json
@@ -28,17 +30,17 @@ from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.patches.loading import class_to_load
 from rope_ext_hf.rotary.pairing import other_pairing, rotate
 
-_MAX_ATTENTIONS = 3  # modules compared
+_MAX_ATTENTIONS = 3  # attention modules that are compared
 _TOKENS = 4  # random inputs
-_ROWS = 1024  # of a weight that are in float64 at a time
+_ROWS = 1024  # rows of a weight that are in float64 at a time
 _SCORE_TOLERANCE = 1e-5  # in standard deviations of the scores
-_LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal to the bit
+_LOGIT_TOLERANCE = 1e-3  # in standard deviations of the logits; nearly always they are equal bit for bit
 _NOT_RENAMED = "the new folder did not get its name"
-_SCALES = re.compile("scale|magnitude|SCB")
+_SCALES = re.compile("scale|magnitude|SCB")  # parameters that multiply the output of others
 
 
 def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorView, before: str, after: str) -> str:
-    """Compare attention scores, or every tensor if the pairing is the same; return what was compared, in words."""
+    """Compare attention scores, or every tensor if both pairings are the same; return a clause on what was compared."""
     if before != after:
         return compare_scores(tensors, source, written, after)
     for name in written.tensors:
@@ -48,7 +50,14 @@ def compare_views(tensors: RotaryTensors, source: TensorView, written: TensorVie
 
 
 def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorView, to: str) -> str:
-    """Compare the attention scores of a few modules, written in the pairing `to`, with the source's; say which."""
+    """Compare the attention scores of a few modules that were written in the pairing `to` with those of the source.
+
+    Returns:
+        A clause that says what was compared, and the largest difference.
+
+    Raises:
+        CheckpointError: they differ.
+    """
     attentions: dict[str, dict[str, list[str]]] = {}  # names of tensors by attention and module
     for name, info in source.tensors.items():
         parts = tensors.split_name(name)
@@ -69,21 +78,28 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
         worst = max(worst, difference)
     return (
         f"q.k of {len(names)} of {len(attentions)} layers, {other_pairing(to)} on the source against {to} on the copy: "
-        f"{_at_most(worst)}"
+        f"{_difference_text(worst)}"
     )
 
 
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
-    """Compare the logits of both folders, loaded by transformers; return what was compared, or why nothing was.
+    """Compare the logits of both folders, loaded by transformers.
 
     Each model, with weights of `size` bytes, is converted in memory to the pairing that its class runs.
+
+    Returns:
+        A clause that says what was compared, or why nothing was.
+
+    Raises:
+        CheckpointError: the logits differ.
     """
     from transformers import AutoConfig
 
     model_type = str(read_json(source / "config.json").get("model_type"))
     if family(model_type).remote_attention is not None:
         return f"logits not compared: transformers has no class of {model_type!r}, and code in the folder is not run"
-    if (free := psutil.virtual_memory().available) < 2.5 * size:
+    free = psutil.virtual_memory().available
+    if free < 2.5 * size:
         return f"logits not compared: that takes {size_text(round(2.5 * size))} of memory, {size_text(free)} are free"
     logits: list[Tensor] = []
     # trust_remote_code=False: code in the folder is not run, and transformers does not ask about it.
@@ -103,31 +119,39 @@ def compare_logits(source: Path, before: str, written: Path, to: str, size: int)
         with torch.no_grad():
             logits.append(model(ids, use_cache=False).logits.float())
         del model
-    one, other = logits
-    if not one.isfinite().all():
+    expected, copied = logits
+    if not expected.isfinite().all():
         return "logits not compared: those of the source are not finite"
-    difference = float((one - other).abs().max() / one.std().clamp(min=1e-30))
+    difference = float((expected - copied).abs().max() / expected.std().clamp(min=1e-30))
     if not difference <= _LOGIT_TOLERANCE:
         raise CheckpointError(
             f"verification failed: the logits of the copy differ from the source's by {difference:.1e} standard "
             f"deviations; {_NOT_RENAMED}"
         )
-    return f"logits of both folders: {_at_most(difference)}"
+    return f"logits of both folders: {_difference_text(difference)}"
 
 
-def _at_most(difference: float) -> str:
-    """Return how far numbers differ, in words; in standard deviations of the source's."""
+def _difference_text(difference: float) -> str:
+    """Return a difference in words; it is in standard deviations of the source's numbers."""
     return f"largest difference {difference:.0e} standard deviations" if difference else "identical"
 
 
 def _scores(
     tensors: RotaryTensors, attention: str, modules: Mapping[str, list[str]], view: TensorView, pairing: str
 ) -> tuple[Tensor, Tensor]:
-    """Scores of one attention module in this pairing, and its rows that do not rotate."""
+    """Return the scores of one attention module, (heads, tokens, tokens), and its rows that do not rotate, flat.
+
+    Args:
+        tensors: the row layouts of the checkpoint.
+        attention: the name of the attention module.
+        modules: the names of its tensors, by the modules inside it.
+        view: the tensors.
+        pairing: the pairing that they are in.
+    """
     rotated: dict[str, Tensor] = {}  # by side ("q", "k", ...): (tokens, heads, rotated dims)
     unrotated: list[Tensor] = []
     layouts = tensors.layouts_in(attention)
-    for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales what its projection gave
+    for module in sorted(modules, key=lambda name: "norm" in name):  # a norm scales the output of its projection
         for block, rows in layouts[module].heads(_outputs(tensors, modules[module], view)):
             heads, end = rows.permute(2, 0, 1), block.start + block.rotary
             unrotated += [heads[..., : block.start], heads[..., end:]]
@@ -135,8 +159,9 @@ def _scores(
                 rotated[block.side] = heads[..., block.start : end] * rotated.get(block.side, 1.0)
     scores = []
     for pair in (("q", "k"), ("index_q", "index_k")):
-        if sides := [rotated[side] for side in pair if side in rotated]:
-            queries, keys = sides[0], sides[-1]  # an adapter of one side only is compared with itself
+        sides = [rotated[side] for side in pair if side in rotated]
+        if sides:
+            queries, keys = sides[0], sides[-1]  # an adapter may have one side only, which is compared with itself
             angles = _random("angles", _TOKENS, 1, queries.shape[-1] // 2) * torch.pi
             queries, keys = (rotate(x, angles, pairing) for x in (queries, keys))
             shared = max(1, queries.shape[1] // keys.shape[1])  # query heads per key head
@@ -146,7 +171,7 @@ def _scores(
 
 
 def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tensor:
-    """Apply the parameters of a module to random inputs, scales last; returns (rows, tokens)."""
+    """Apply the parameters of a module to random inputs, scales last; return the outputs, (rows, tokens) float64."""
     out: Tensor | None = None
     for name in sorted(names, key=lambda name: bool(_SCALES.search(name))):
         tensor = view.read(name)
@@ -156,15 +181,20 @@ def _outputs(tensors: RotaryTensors, names: list[str], view: TensorView) -> Tens
         elif layout is not None:
             tensor = tensor.reshape(layout.rows, tensor.numel() // layout.rows)
         inputs = _random(name, tensor[0].numel(), _TOKENS)
-        # NaN and infinities would make every score NaN: numbers in their place tell them apart.
+        # NaN and infinities would make every score NaN; with numbers in their place they are compared as well.
         blocks = (block.double().nan_to_num(nan=0.5, posinf=2.0, neginf=-2.0) for block in torch.split(tensor, _ROWS))
         applied = torch.cat([block @ inputs for block in blocks])
-        out = applied if out is None else out * applied if _SCALES.search(name) else out + applied
+        if out is None:
+            out = applied
+        elif _SCALES.search(name):
+            out = out * applied
+        else:
+            out = out + applied
     assert out is not None  # a module is listed because it has tensors
     return out
 
 
 def _random(name: str, *shape: int) -> Tensor:
-    """Normal float64 numbers that depend on the name alone."""
+    """Return normal float64 numbers that depend on the name alone."""
     draws = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.randn(*shape, generator=draws, dtype=torch.float64)

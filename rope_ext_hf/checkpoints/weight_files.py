@@ -1,10 +1,12 @@
 """Weight files, read one tensor at a time: safetensors, and the files of torch.save.
 
-A file format is a class with the members of `SafetensorsFile`, in `WeightFile` and in `FORMATS`; the names of its files
-stand in `downloads.WEIGHT_FILES`. The header of safetensors (https://huggingface.co/docs/safetensors: its length in 8
-bytes, JSON, then the tensors without gaps) is checked by the safetensors library, against itself and the file's size,
-and parsed here too, because the library gives neither the offsets, by which files are copied inside the kernel, nor a
-read that is not memory-mapped.
+A file format is a class with the members of `SafetensorsFile`, which is listed in `WeightFile` and in `FORMATS`; the
+names of its files are in `downloads.WEIGHT_FILES`.
+
+A safetensors file (https://huggingface.co/docs/safetensors) begins with the length of its header in 8 bytes and the
+header in JSON; the tensors follow without gaps. The safetensors library checks the header against itself and the size
+of the file. It is parsed here as well, because the library gives neither the offsets, by which files are copied inside
+the kernel, nor a read that is not memory-mapped.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rope_ext_hf.checkpoints.torch_files import MAX_DIMS, locate_tensors
 from rope_ext_hf.errors import CheckpointError, one_line
 from rope_ext_hf.files import parse_json_object
 
-# Names of https://github.com/huggingface/safetensors, Dtype.
+# By their names in safetensors, see Dtype in https://github.com/huggingface/safetensors.
 TORCH_DTYPES: dict[str, torch.dtype] = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16},
     **{"U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64},
@@ -37,11 +39,17 @@ _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the header of a file states about one tensor."""
+    """The description of one tensor in the header of a file.
 
-    dtype: str  # as safetensors names it; tensors of those that torch has no dtype for can be copied but not read
+    Attributes:
+        dtype: the dtype, as safetensors names it. If torch has none of that name, the tensor can be copied, not read.
+        shape: the shape.
+        begin, end: the first byte of the tensor in the file, and the one after the last.
+    """
+
+    dtype: str
     shape: tuple[int, ...]
-    begin: int  # the first byte of the file that holds it
+    begin: int
     end: int
 
     @classmethod
@@ -51,32 +59,47 @@ class TensorInfo:
 
     @property
     def size(self) -> int:
+        """The size in bytes."""
         return self.end - self.begin
 
 
 def size_of(tensors: Mapping[str, TensorInfo]) -> int:
+    """Return the size of several tensors together, in bytes."""
     return sum(info.size for info in tensors.values())
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Tensors by name, wherever they are stored; `read` returns one of them, in memory of its own."""
+    """Tensors by name, wherever they are stored.
+
+    Attributes:
+        tensors: the description of each tensor.
+        read: returns a tensor, given its name, in memory of its own.
+    """
 
     tensors: Mapping[str, TensorInfo]
     read: Callable[[str], Tensor]
 
     @classmethod
     def from_files(cls, files: Iterable[WeightFile]) -> TensorView:
+        """Return a view of the tensors of several files."""
         holders = {name: file for file in files for name in file.tensors}
         tensors = {name: file.tensors[name] for name, file in holders.items()}
         return cls(tensors, lambda name: holders[name].read(name))
 
 
 class SafetensorsFile:
-    """A safetensors file; a CheckpointError where it is none.
+    """A safetensors file.
 
-    `tensors` has what it holds, in the order of the file, `header` its first bytes, length included, which the tensors
-    follow without gaps, so that the file can be copied by ranges of bytes.
+    Attributes:
+        path: the path of the file.
+        header: its first bytes with the header and its length. The tensors follow without gaps, so that the file can be
+            copied by ranges of bytes.
+        metadata: the metadata in the header.
+        tensors: the description of each tensor, in the order of the file.
+
+    Raises:
+        CheckpointError: the file is not a valid safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -99,6 +122,7 @@ class SafetensorsFile:
         self.tensors = dict(sorted(infos.items(), key=lambda item: (item[1].begin, item[1].end)))
 
     def read(self, name: str) -> Tensor:
+        """Read one tensor into memory of its own."""
         info = self.tensors[name]
         if info.dtype not in TORCH_DTYPES:
             raise CheckpointError(f"{name!r} in {str(self.path)!r} is {info.dtype}, which torch has no dtype for")
@@ -108,11 +132,19 @@ class SafetensorsFile:
 def write_safetensors(
     path: Path, tensors: Mapping[str, TensorInfo], read: Callable[[str], Tensor], advance: Callable[[int], None]
 ) -> None:
-    """Write a new file of these tensors, in their order, with one of them in memory at a time."""
-    at, fields = 0, {}
+    """Write a new file of tensors, in their order, with one of them in memory at a time.
+
+    Args:
+        path: the file.
+        tensors: the description of each tensor.
+        read: returns a tensor, given its name.
+        advance: called with the bytes of each tensor that was written.
+    """
+    begin, fields = 0, {}
     for name, info in tensors.items():
-        fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.size]}
-        at += info.size
+        end = begin + info.size
+        fields[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
+        begin = end
     header = json.dumps({"__metadata__": {"format": "pt"}} | fields, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
@@ -126,7 +158,10 @@ def write_safetensors(
 class TorchFile:
     """A file of `torch.save` (.bin, .pth, .pt) that holds plain tensors by name; no code in it is run.
 
-    Without a header: it is written anew as safetensors. A CheckpointError if it is damaged or holds anything else.
+    It has no header: a conversion writes it anew as safetensors.
+
+    Raises:
+        CheckpointError: the file is damaged, or holds anything else.
     """
 
     header: bytes | None = None
@@ -140,16 +175,16 @@ class TorchFile:
                 f"{str(path)!r} cannot be read as tensors alone (weights_only): {one_line(error)}"
             ) from error
         self.tensors = {}
-        for name, where in self._locations.items():
-            if where.dtype not in _DTYPE_NAMES:
-                raise CheckpointError(f"{name!r} is {where.dtype}, which safetensors has no name for")
-            self.tensors[name] = TensorInfo.from_shape(_DTYPE_NAMES[where.dtype], where.shape)
+        for name, location in self._locations.items():
+            if location.dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name!r} is {location.dtype}, which safetensors has no name for")
+            self.tensors[name] = TensorInfo.from_shape(_DTYPE_NAMES[location.dtype], location.shape)
 
     def read(self, name: str) -> Tensor:
         """Read one tensor, with the strides that it was saved with, into memory of its own."""
-        where = self._locations[name]
-        numbers = _read_numbers(self.path, where.begin, where.end, where.dtype)
-        return numbers.as_strided(where.shape, where.stride)
+        location = self._locations[name]
+        numbers = _read_numbers(self.path, location.begin, location.end, location.dtype)
+        return numbers.as_strided(location.shape, location.stride)
 
 
 WeightFile = SafetensorsFile | TorchFile
@@ -168,28 +203,40 @@ def file_matches(
     open_file: Callable[[Path], WeightFile] = SafetensorsFile,
     header: bytes | None = None,
 ) -> bool:
-    """Whether a file exists, is valid, and holds exactly these tensors, bit for bit, after this header where given."""
+    """Return whether a file exists, is valid, and holds exactly these tensors, bit for bit.
+
+    Args:
+        path: the file.
+        tensors: the description of each tensor.
+        read: returns a tensor, given its name.
+        open_file: opens the file in its format.
+        header: the header that the file must have; None: any.
+    """
     try:
         file = open_file(path)
     except CheckpointError:
         return False
-    there, wanted = ({n: (info.dtype, info.shape) for n, info in each.items()} for each in (file.tensors, tensors))
-    if there != wanted or (header is not None and file.header != header):
+    if header is not None and file.header != header:
+        return False
+    if {name: (info.dtype, info.shape) for name, info in file.tensors.items()} != {
+        name: (info.dtype, info.shape) for name, info in tensors.items()
+    }:
         return False
     return all(equal_bytes(read(name), file.read(name)) for name in tensors)
 
 
-def equal_bytes(one: Tensor, other: Tensor) -> bool:
+def equal_bytes(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors hold the same bytes, NaN included."""
-    return torch.equal(_as_bytes(one), _as_bytes(other))
+    return torch.equal(_as_bytes(tensor), _as_bytes(other))
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, in the order of its shape."""
+    """Return the bytes of a tensor, in the order of its shape."""
     return memoryview(_as_bytes(tensor).numpy().data)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as a vector of uint8."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -77,7 +77,7 @@ class _Command(TyperCommand):
 
     def _split(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
         takes_value = {
-            name: not parameter.is_flag
+            name: not getattr(parameter, "is_flag", False)  # arguments have no flags
             for parameter in self.get_params(ctx)
             for name in (*parameter.opts, *parameter.secondary_opts)
             if name.startswith("-")  # an option, and no argument

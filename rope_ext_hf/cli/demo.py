@@ -18,9 +18,9 @@ from rope_ext_hf.terminal import wrapped
 
 if TYPE_CHECKING:
     from rope_ext_hf.reading.documents import Document
+    from rope_ext_hf.runs.comparison import Comparison
+    from rope_ext_hf.runs.findings import Findings
     from rope_ext_hf.runs.measures import Measure
-    from rope_ext_hf.runs.report import Comparison
-    from rope_ext_hf.runs.verdicts import Findings
 
 _METHODS = ("yarn", "dynamic-yarn", "rerope", "self-extend")
 _DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -48,7 +48,7 @@ def demo(
     from rope_ext_hf.files import json_text
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.patches.geometry import patch_geometry
-    from rope_ext_hf.runs.report import Comparison
+    from rope_ext_hf.runs.comparison import Comparison
 
     model = load_model("reference", dtype="float32", device=device)
     trained = patch_geometry(model).context_length
@@ -147,7 +147,7 @@ class Demonstration:
 
     def table(self) -> str:
         """Return both measures at both lengths as text; the best values at the longer one have a mark."""
-        from rope_ext_hf.runs.verdicts import BEST_MARK
+        from rope_ext_hf.runs.tables import BEST_NOTE
 
         known, (short, long) = self.findings, (self.short, self.long)
         width = max(map(len, known.names.values())) + 1
@@ -164,7 +164,7 @@ class Demonstration:
                 f" {name:{width}} {values[0]:>8} {values[1]:>8}{marks[0]}  {counts[0]:>9} {counts[1]:>9}{marks[1]}"
             )
         if any(stars):
-            lines.append(f" {BEST_MARK}")
+            lines.append(f" {BEST_NOTE}")
         return "\n".join(line.rstrip() for line in lines)
 
     @property
@@ -173,7 +173,7 @@ class Demonstration:
         return [self._sentence_on_the_unpatched_model(), self._sentence_on_the_best(), *self._sentences_on_portable()]
 
     def _sentence_on_the_unpatched_model(self) -> str:
-        from rope_ext_hf.runs.verdicts import Outcome
+        from rope_ext_hf.runs.outcomes import Outcome
 
         known, key = self.findings, self.findings.loaded
         if known.outcome_against_short(self.perplexity, key, self.long) is not Outcome.WORSE:
@@ -186,7 +186,7 @@ class Demonstration:
 
     def _sentence_on_the_best(self) -> str:
         """Name the methods that read the longer length as well as the unpatched model reads the trained length."""
-        from rope_ext_hf.runs.verdicts import listed
+        from rope_ext_hf.runs.wording import listed
 
         known = self.findings
         best = [key for key in known.names if key != known.loaded and known.reads_as_well(key, self.long)]

@@ -29,8 +29,9 @@ from rope_ext_hf.terminal import wrapped
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from rope_ext_hf.reading.preflight import Forecast
-    from rope_ext_hf.runs.kinds import Measurement, Run, RunPlan
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.runs.measurement import Measurement, RunPlan
+    from rope_ext_hf.runs.run import Run
     from rope_ext_hf.runs.run_file import RunFile
     from rope_ext_hf.runs.runner import Progress
     from rope_ext_hf.runs.workers import Workers
@@ -183,8 +184,9 @@ def report(
 
     Example: `rope-ext report rope-ext-results/reference-perplexity-0123456789`
     """
+    from rope_ext_hf.runs.comparison import compare_runs
     from rope_ext_hf.runs.folder import read_run
-    from rope_ext_hf.runs.report import compare_runs, write_files
+    from rope_ext_hf.runs.report import write_files
 
     if len(folders) == 1:
         if out is not None:
@@ -272,15 +274,15 @@ def _with_key_tokens(
 
     evaluator = replace(load, revision=None)  # --revision is one of the measured model
 
-    def measure_with(name: str, plan_of: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
-        empty = evaluator.empty_model(name)
-        key_plan = plan_of(empty, evaluator.tokenizer(name))
+    def measure_with(source: str, make: Callable[[Any, Any], RunPlan[Any]]) -> Run[Any] | None:
+        empty = evaluator.empty_model(source)
+        key_plan = make(empty, evaluator.tokenizer(source))
         if options.dry_run:
             print_forecast(_forecast(empty, evaluator, key_plan, workers, options.out), options.as_json)
             return None
         _check_memory(empty, evaluator, key_plan, workers)
         run = carry_out(
-            evaluator.model(name),
+            evaluator.model(source),
             key_plan,
             out=options.out,
             workers=workers,
@@ -299,7 +301,7 @@ def _check_memory(
 ) -> None:
     """Raise an error if a measurement does not fit into memory; print the memory and the time that it needs."""
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.preflight import check_memory
+    from rope_ext_hf.reading.memory import check_memory
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes = plan.measurement.passes
@@ -325,7 +327,8 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
     import torch
 
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.preflight import Forecast, estimate_memory
+    from rope_ext_hf.reading.forecast import Forecast
+    from rope_ext_hf.reading.memory import estimate_memory
     from rope_ext_hf.runs.labels import label
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
@@ -352,7 +355,7 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], workers: Workers) -> float:
     """Return about how many seconds a measurement takes, by the speed of the device, which is measured."""
     from rope_ext_hf.hub import find_device, loaded_dtype
-    from rope_ext_hf.reading.preflight import measure_flops
+    from rope_ext_hf.reading.operations import measure_flops
 
     operations = max(1, len(plan.methods)) * _work(empty, plan.measurement, *plan.measurement.passes)
     return operations / workers.count / measure_flops(find_device(load.device), loaded_dtype(empty, load.dtype))
@@ -360,7 +363,7 @@ def _seconds(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], work
 
 def _work(model: PreTrainedModel, measurement: Measurement, *passes: int) -> float:
     """Return the floating-point operations of passes of so many tokens, and of the answers that follow each pass."""
-    from rope_ext_hf.reading.preflight import estimate_flops
+    from rope_ext_hf.reading.operations import estimate_flops
 
     after = [1] * (measurement.after_each_pass * len(passes))
     scored = measurement.scored * len(passes) // len(measurement.passes)

@@ -50,7 +50,7 @@ def lm_eval(
 
     Example: `rope-ext lm-eval reference --method yarn --factor 8 --tasks niah_single_1 --limit 4`
     """
-    from rope_ext_hf.patches.patching import apply_choice
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
     if batch_size != "auto" and not (batch_size.isdecimal() and int(batch_size)):

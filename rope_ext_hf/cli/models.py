@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rope_ext_hf.methods.base import RopeMethod
     from rope_ext_hf.patches.describing import Description
-    from rope_ext_hf.runs.kinds import Run
+    from rope_ext_hf.runs.run import Run
 
 
 @command("Patch a model")
@@ -64,7 +64,7 @@ def methods(as_json: Json = False) -> None:
         table.add_column()
         for row in rows:
             if row["group"] == group:
-                table.add_row(row["method"], Text(_method_text(row)))  # in a string, "factors[i]" would be markup
+                table.add_row(str(row["method"]), Text(_method_text(row)))  # in a string, "factors[i]" would be markup
         print_table(table)
 
 
@@ -106,7 +106,7 @@ _GROUPS = (_STATIC, _BY_LENGTH, _REMAPPING, _OTHERS)
 
 def _group(method: type[RopeMethod]) -> str:
     """Return the title under which a method is listed."""
-    from rope_ext_hf.methods import RopeMethod as BaseMethod
+    from rope_ext_hf.methods.base import RopeMethod as BaseMethod
     from rope_ext_hf.methods.remapping import RemappingMethod
     from rope_ext_hf.methods.static import Default
 
@@ -126,7 +126,7 @@ def describe(model: Model, methods: LayerChoice, source: SourceOptions, as_json:
     Example: `rope-ext describe reference --method yarn --factor 8`
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     methods.check_single()
     empty = source.empty_model(model)
@@ -190,8 +190,8 @@ def write_patched(
     """
     from rope_ext_hf.downloads import mistral_format_files
     from rope_ext_hf.hub import folder_and_hub_id, foreign_errors
-    from rope_ext_hf.patches.patching import apply_choice
-    from rope_ext_hf.patches.saving import save_patched_folder
+    from rope_ext_hf.patches.folder_copies import save_patched_folder
+    from rope_ext_hf.runs.chosen_methods import apply_choice
 
     empty = source.empty_model(model)
     with foreign_errors(f"the model {short(model)!r} could not be patched"):
@@ -313,9 +313,10 @@ def detect(
 
     Example: `rope-ext detect reference`
     """
-    from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS, detect_pairing
+    from rope_ext_hf.checkpoints.detection import detect_pairing
+    from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
     from rope_ext_hf.hub import foreign_errors, model_source
-    from rope_ext_hf.reading.documents import read_beginning
+    from rope_ext_hf.reading.text_files import read_beginning
 
     sample = None
     if text is not None:

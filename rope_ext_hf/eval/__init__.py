@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rope_ext_hf.eval.retrieval_runs import Retrieval as Retrieval
     from rope_ext_hf.method_choice import MethodChoice as MethodChoice
     from rope_ext_hf.reading.documents import Document as Document
+    from rope_ext_hf.runs.comparison import Comparison as Comparison
+    from rope_ext_hf.runs.comparison import compare_runs as compare_runs
     from rope_ext_hf.runs.folder import read_run as read_run
-    from rope_ext_hf.runs.kinds import Results as Results
-    from rope_ext_hf.runs.kinds import Run as Run
-    from rope_ext_hf.runs.report import Comparison as Comparison
-    from rope_ext_hf.runs.report import compare_runs as compare_runs
+    from rope_ext_hf.runs.results import Results as Results
+    from rope_ext_hf.runs.run import Run as Run
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

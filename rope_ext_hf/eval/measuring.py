@@ -19,7 +19,9 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.questions import forward
 from rope_ext_hf.reading.documents import Corpus
-from rope_ext_hf.runs.kinds import Results, Run, RunPlan
+from rope_ext_hf.runs.measurement import RunPlan
+from rope_ext_hf.runs.results import Results
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress, carry_out
 

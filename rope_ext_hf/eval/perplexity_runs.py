@@ -21,19 +21,22 @@ from rope_ext_hf.eval.questions import DEFAULT_METHODS, LOSS_UNITS, Perplexity, 
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.patches.geometry import patch_geometry
-from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.pictures.charts import Chart
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.protocols import PROTOCOLS, check_lengths
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
+from rope_ext_hf.runs.charts import line_chart
+from rope_ext_hf.runs.chosen_methods import resolve_choice
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
+from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import Evidence, Measure, exponential, perplexity_text
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate
-from rope_ext_hf.runs.tables import beyond_mark, length_table
-from rope_ext_hf.runs.verdicts import BEST_MARK, capital
+from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
+from rope_ext_hf.runs.wording import capital
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -226,7 +229,7 @@ class PerplexityRuns(RunKind):
         unit = f" in {loss.unit}" if loss.unit else ""
         title = f"{capital(loss.name)}{unit} by context length; the model is for {run.meant_for}"
         notes = {
-            BEST_MARK: any(stars.values()),
+            BEST_NOTE: any(stars.values()),
             "in parentheses: 95% confidence interval over documents": detailed,
             f"LongPPL: perplexity of key tokens ({run.results[0].setting.keys})": keyed,
         }
@@ -243,7 +246,7 @@ class PerplexityRuns(RunKind):
         return view
 
     def chart(self, run: Run[Result]) -> Chart:
-        return run.findings.chart(next(m for m in run.findings.ordered if m.evidence is Evidence.LOSS))
+        return line_chart(run.findings, next(m for m in run.findings.ordered if m.evidence is Evidence.LOSS))
 
     def measures(self, run: Run[Result]) -> Sequence[Measure]:
         """The perplexity, or the loss in the run's unit, and LongPPL first where key tokens were looked for."""

@@ -24,7 +24,8 @@ from rope_ext_hf.reading.protocols import protocol_help, resolve_protocol
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rope_ext_hf.runs.kinds import Run, RunPlan
+    from rope_ext_hf.runs.measurement import RunPlan
+    from rope_ext_hf.runs.run import Run
 
 
 class MeasureWith(Protocol):
@@ -110,9 +111,9 @@ class Perplexity(LengthsQuestion):
     data: Any = argument(
         "stdlib",
         "The text that is read. 'stdlib' (modules of Python's library that the bundled model was not trained on), a "
-        "text, JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Settings follow a question "
-        "mark, with & between them: column=.., min_bytes=.., max_documents=.., seed=.., join=true, or join=CHARACTERS "
-        "per document.",
+        "text, JSON lines or parquet file, a folder, a pattern, or hf:OWNER/NAME. Options follow a question mark, with "
+        "& between them: column=NAME of the text, join=CHARACTERS (documents are joined until each has so many), and "
+        "for the Hub config=NAME and split=NAME.",
         parse=anything,
         metavar="TEXT",
     )

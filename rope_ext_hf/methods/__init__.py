@@ -1,9 +1,10 @@
-"""Which angles: every RoPE method, as pure formulas, independent of any model.
+"""Every RoPE method as pure formulas, independent of any model.
 
     >>> frequencies("ntk", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8).inv_freq[-1]
     tensor(1.4435e-05, dtype=torch.float64)
 
-Every file of this folder is imported, so that a class decorated with `register_method` is known wherever methods are.
+Every file of this folder is imported here, so that a class decorated with `register_method` is known as soon as one
+method is.
 """
 
 import importlib

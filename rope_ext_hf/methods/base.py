@@ -1,9 +1,9 @@
-"""The ground that every method builds on: the rotary embedding of a model (`Rotary`), the base class, and its result.
+"""The rotary embedding of a model (`Rotary`), the base class of all methods (`RopeMethod`), and its result.
 
-Symbols as in the papers: d = `Rotary.dim`, b = `Rotary.theta`, L0 = `Rotary.trained_length`, L = length, s = factor,
-theta_i = b^(-2i/d), wavelength_i = 2 pi / theta_i. A model that was trained under a scaling has frequencies w_i and an
-attention factor a of its own, and is for C = `Rotary.context_length` tokens: every method extends from there. For a
-plain model w_i = theta_i, a = 1 and C = L0. Everything is float64.
+Symbols as in the papers: d = `Rotary.dim`, b = `Rotary.theta`, L0 = `Rotary.trained_length`, L = the length of the
+input, s = `factor`, theta_i = b^(-2i/d) for pair i = 0 ... d/2 - 1. A model that was trained under a scaling has
+frequencies w_i and an attention factor a of its own, and is for C = `Rotary.context_length` tokens: every method starts
+from these. For a plain model w_i = theta_i, a = 1 and C = L0. All frequencies are float64.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import Field, dataclass, fields
-from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from functools import cache, lru_cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from rope_ext_hf.bounds import MOST_TOKENS
 from rope_ext_hf.errors import MethodError, did_you_mean
 
 UNBOUNDED = 2**62  # a length in tokens that no input reaches
-SHORT_AND_LONG = (1, UNBOUNDED)  # lengths that get the two lists of frequencies, where a scaling has two
+SHORT_AND_LONG = (1, UNBOUNDED)  # lengths in tokens that get the first and the second list of a scaling with two lists
 TWO_PI = 2 * math.pi
 
 
@@ -31,7 +32,7 @@ class TrainedScaling:
     """A scaling that a model was trained with."""
 
     method: RopeMethod  # a frequency method
-    rotary: Rotary  # what the method was applied to
+    rotary: Rotary  # the rotary embedding that the method was applied to
     context_length: int  # tokens that the model is for under this scaling
 
     def __post_init__(self) -> None:
@@ -39,6 +40,7 @@ class TrainedScaling:
             raise MethodError(f"context_length must be at least 1 token, got {self.context_length}")
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the scaling in a form for JSON."""
         return {"method": self.method.to_dict(), "rotary": self.rotary.to_dict(), "context_length": self.context_length}
 
 
@@ -52,7 +54,10 @@ class Rotary:
         trained_length: L0 in tokens, the length that RoPE without any scaling is for.
         rotated_pairs: how many of the dim // 2 pairs rotate; the rest have inverse frequency 0 (Gemma 4's
             "proportional" embedding). None: all of them.
-        own: the scaling that the model was trained with; None: none. Build it with `scaled`.
+        own: the scaling that the model was trained with; None: it has none. Build it with `scaled`.
+
+    Raises:
+        MethodError: an odd dim, a theta not above 1, or another impossible value.
     """
 
     dim: int
@@ -60,7 +65,7 @@ class Rotary:
     trained_length: int
     rotated_pairs: int | None = None
     own: TrainedScaling | None = None
-    _underneath: ClassVar[tuple[tuple[float, ...], float]]  # of `own`: its frequencies and attention factor
+    _underneath: ClassVar[tuple[tuple[float, ...], float]]  # the frequencies and the attention factor of `own`
 
     def __post_init__(self) -> None:
         if self.dim < 2 or self.dim % 2:
@@ -75,7 +80,8 @@ class Rotary:
             )
         if self.own is not None and self.own.rotary.plain_geometry != self.plain_geometry:
             raise MethodError(f"the scaling underneath belongs to another rotary embedding: {self.own.rotary}")
-        if self.own is not None:  # numbers that no trace could compute; no field, since they follow from `own`
+        if self.own is not None:
+            # Computed now, because a trace cannot turn tensors into numbers; not a field, because `own` determines it.
             object.__setattr__(self, "_underneath", _underneath(self))
 
     @property
@@ -89,19 +95,21 @@ class Rotary:
         return Rotary(*self.plain_geometry)
 
     def scaled(self, method: RopeMethod, *, context_length: int) -> Rotary:
-        """This rotary embedding in a model that was trained under a method, for `context_length` tokens.
+        """Return this rotary embedding in a model that was trained under a method, for `context_length` tokens.
 
         Raises:
-            MethodError: a method that does not fit this rotary embedding.
+            MethodError: a method that does not fit this rotary embedding, or that nothing can be applied over.
         """
         method.check(self)
         if not method.composable:
-            raise MethodError(f"no method can be applied over {method.name}: its frequencies follow every input")
+            raise MethodError(
+                f"no method can be applied over {method.name}: its frequencies change with the length of the input"
+            )
         return Rotary(*self.plain_geometry, own=TrainedScaling(method, self, context_length))
 
     @property
     def context_length(self) -> int:
-        """C, the length in tokens that the model as loaded is for."""
+        """C, the length in tokens that the unpatched model is for."""
         return self.trained_length if self.own is None else self.own.context_length
 
     @property
@@ -111,39 +119,44 @@ class Rotary:
 
     @property
     def own_frequencies(self) -> tuple[float, ...]:
-        """`inv_freq` of a rotary embedding with a scaling, as numbers, which a trace keeps as they are."""
+        """Inverse frequencies of a rotary embedding with a scaling, as numbers, which a trace takes as constants."""
         return self._underneath[0]
 
     @property
     def attention_factor(self) -> float:
-        """a, the attention factor underneath; 1 for a plain model."""
+        """a, the attention factor of the model's own scaling; 1 for a plain model."""
         return 1.0 if self.own is None else self._underneath[1]
 
     def inv_freq(self, device: torch.device | str = "cpu") -> Tensor:
-        """w_i in radians per position, (dim // 2,) float64: the frequencies that a method changes.
+        """Return w_i in radians per position, (dim // 2,) float64: the frequencies that a method changes.
 
-        Where those depend on the length of the input, the ones of long inputs.
+        Where they depend on the length of the input, these are the frequencies of long inputs.
         """
-        return self.theta_inv_freq(device=device) if self.own is None else constant(self.own_frequencies, device)
+        if self.own is None:
+            return self.theta_inv_freq(device=device)
+        return constant(self.own_frequencies, device)
 
     def theta_inv_freq(self, theta: float | Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """theta_i = b^(-2i/d), (..., dim // 2) float64, for this base or for bases (..., 1)."""
+        """Return theta_i = b^(-2i/d) in radians per position, (..., dim // 2) float64.
+
+        `theta`: the base b, one number or a tensor (..., 1); None: the model's own.
+        """
         dims = torch.arange(0, self.dim, 2, dtype=torch.float64, device=device)
         inv_freq = (self.theta if theta is None else theta) ** (-dims / self.dim)
         return inv_freq if self.rotated_pairs is None else inv_freq * (dims < 2 * self.rotated_pairs)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, without the fields that are not set. `rotary_from_dict` reads it back."""
+        """Return the rotary embedding in a form for JSON, without fields that are None. `rotary_from_dict` reads it."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["own"] = None if self.own is None else self.own.to_dict()
         return {name: value for name, value in values.items() if value is not None}
 
 
 class Frequencies(NamedTuple):
-    """The frequencies that a method gives, and its attention factor.
+    """Frequencies and attention factor of a method.
 
     Attributes:
-        inv_freq: radians per position, float64, shape (dim // 2,).
+        inv_freq: (dim // 2,) float64, radians per position.
         attention_factor: the factor of cos and sin.
     """
 
@@ -153,25 +166,25 @@ class Frequencies(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _underneath(rotary: Rotary) -> tuple[tuple[float, ...], float]:
-    """The frequencies and the attention factor of the scaling underneath, for long inputs."""
+    """Return the frequencies and the attention factor of the model's own scaling, for long inputs."""
     assert rotary.own is not None
     length = rotary.own.context_length
-    if rotary.length_dependent:  # past the length at which its second list begins, whatever the context length is
+    if rotary.length_dependent:  # the second list begins above the trained length, whatever the context length is
         length = max(length, rotary.trained_length + 1)
     inv_freq, attention_factor = rotary.own.method.frequencies(rotary.own.rotary, length)
     return tuple(inv_freq.tolist()), attention_factor
 
 
 def _as_tensor(number: Tensor | float, device: torch.device) -> Tensor:
-    """Return a number as a float64 tensor; `torch.as_tensor` takes none that a trace with dynamic shapes computed."""
+    """Return a number as a float64 tensor; `torch.as_tensor` refuses a number computed in a trace of dynamic shapes."""
     return number if isinstance(number, Tensor) else torch.full((), number, dtype=torch.float64, device=device)
 
 
 def constant(numbers: tuple[float, ...], device: torch.device | str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Numbers as a tensor (len(numbers),) on a device, which nobody may write to.
+    """Return numbers as a tensor (len(numbers),) on a device. The tensor is shared: do not write to it.
 
-    Kept between calls, because the host waits for the device when it copies; made anew inside a trace, an export or a
-    fake mode, whose tensors must not reach a later call.
+    It is kept between calls, because the host waits for the device at every copy. Inside a trace, an export or a fake
+    mode, whose tensors must not reach a later call, it is made anew.
     """
     if may_keep_tensors():
         return _kept(numbers, dtype, torch.device(device))
@@ -196,64 +209,133 @@ def is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-# Annotation of a parameter -> what its value must be, for the error message, and the type of it or of each in a tuple.
-_PARAMETER_TYPES: dict[str, tuple[str, Any]] = {
-    "float": ("a number", (int, float)),
-    "float | None": ("a number", (int, float)),
-    "int | None": ("a whole number", int),
-    "bool": ("True or False", bool),
-    "tuple[float, ...]": ("a list of numbers", (int, float)),
-}
+class ParameterType(NamedTuple):
+    """The values that a parameter of a method may have, by its annotation."""
+
+    number: type | None = None  # float, int or bool; None: another type, which the method itself checks
+    several: bool = False  # whether it is a tuple of them
+    optional: bool = False  # whether it may be None
+    choices: tuple[str, ...] = ()  # the texts that are allowed; empty: it is no choice
+
+    @property
+    def text(self) -> str:
+        """The type in words, for an error message."""
+        if self.number is bool:
+            return "a list of True and False" if self.several else "True or False"
+        whole = "whole " if self.number is int else ""
+        return f"a list of {whole}numbers" if self.several else f"a {whole}number"
+
+    def allows(self, value: object) -> bool:
+        """Whether a value, not None, is of this type."""
+        if not self.several:
+            return self._allows_number(value)
+        return isinstance(value, tuple) and all(self._allows_number(number) for number in value)
+
+    def _allows_number(self, value: object) -> bool:
+        if self.number is bool:
+            return isinstance(value, bool)
+        return is_number(value) and (self.number is float or isinstance(value, int))
+
+
+def _parameter_type(annotation: object) -> ParameterType:
+    """Read float, int, bool, tuple[float, ...] or Literal["a", "b"], each also with `| None`, from an annotation."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    others = [member for member in members if member is not NoneType]
+    optional = len(others) < len(members)
+    if len(others) != 1:
+        return ParameterType(optional=optional)
+    (kind,) = others
+    if get_origin(kind) is Literal:
+        return ParameterType(optional=optional, choices=get_args(kind))
+    several = get_origin(kind) is tuple
+    number = get_args(kind)[0] if several else kind
+    return ParameterType(number if number in (float, int, bool) else None, several, optional)
+
+
+@cache
+def _annotations(method: type[RopeMethod]) -> dict[str, Any]:
+    """Return the annotations of a method's fields as types; none where one of them exists for type checkers alone."""
+    try:
+        return get_type_hints(method)
+    except NameError:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeMethod(ABC):
-    """Base of all methods; a subclass adds its parameters as fields, and its formula as `compute`."""
+    """Base of all methods: a subclass has its parameters as fields, and its formula as `compute`.
+
+    Parameters are checked by their types: `float`, `int`, `bool`, `tuple[float, ...]` and `Literal[...]`, each with or
+    without `| None`. Numbers must be finite, a parameter named `factor` at least 1, and one named `attention_factor`
+    above 0. A subclass with further limits checks them in its `__post_init__`, after `super().__post_init__()`, and
+    those that depend on the model in `check`.
+
+    `compute` is all that a method must define. Overriding others tells more about it: `length_dependent`,
+    `piecewise_constant` and `next_change`, `extended_length`, `takes_factor`, `sticky_length`, and
+    `plain_rope_parameters` where transformers has a rope type for the method.
+    """
 
     name: ClassVar[str] = ""
+    """The name that the method is registered under; `register_method` sets it and the next two."""
     aliases: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Other names of the method, each with the parameters that it implies."""
     parameters: ClassVar[Mapping[str, Field[Any]]] = {}
-    """The fields by name, of a method that is registered."""
-
-    unlabelled: ClassVar[frozenset[str]] = frozenset()
-    """Parameters that `label` leaves out."""
+    """The fields by name."""
     trainable: ClassVar[str] = ""
-    """The parameter with one number for each pair that is trained in a rotary module; empty: none is."""
-    least: ClassVar[Mapping[str, int]] = {"factor": 1}
-    """The smallest value of parameters, by name."""
-    above_zero: ClassVar[tuple[str, ...]] = ("attention_factor",)
-    """Parameters that must be above 0."""
-    choices: ClassVar[Mapping[str, Collection[str]]] = {}
-    """What parameters may be, by name."""
+    """The parameter, one number for each pair, that is trained in a rotary module; empty: no parameter is trained."""
 
     def __post_init__(self) -> None:
+        """Raise MethodError for parameters of another type or beyond the limits that hold for every method."""
+        annotations = _annotations(type(self))
         for item in fields(self):
             value = getattr(self, item.name)
             if isinstance(value, list):  # so that a method read from JSON is hashable and equals one written in Python
-                object.__setattr__(self, item.name, value := tuple(value))
-            what, kind = _PARAMETER_TYPES.get(str(item.type), ("", object))
-            given, several = value is not None or item.default is not None, str(item.type).startswith("tuple")
-            fits = isinstance(value, tuple) or not several
-            for each in value if fits and several else (value,):
-                fits = fits and isinstance(each, kind) and isinstance(each, bool) is (kind is bool)
-            if what and given and not fits:
-                raise MethodError(f"{self.name}: {item.name} must be {what}, got {value!r}")
-            numbers = [each for each in value if isinstance(each, float)] if isinstance(value, tuple) else ()
-            if not all(map(math.isfinite, (value,) if isinstance(value, float) else numbers)):
+                value = tuple(value)
+                object.__setattr__(self, item.name, value)
+            kind = _parameter_type(annotations.get(item.name))
+            if value is None and (kind.optional or item.default is None):
+                continue
+            if kind.number is not None and not kind.allows(value):
+                raise MethodError(f"{self.name}: {item.name} must be {kind.text}, got {value!r}")
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
                 raise MethodError(f"{self.name}: {item.name} must be finite, got {value}")
-            number = isinstance(value, (int, float))
-            if number and value < (least := self.least.get(item.name, -math.inf)):
-                raise MethodError(f"{self.name}: {item.name} must be at least {least}, got {value:g}")
-            if item.name in self.above_zero and number and value <= 0:
-                raise MethodError(f"{self.name}: {item.name} must be above 0, got {value:g}")
-            allowed = self.choices.get(item.name)
-            if allowed and given and value not in allowed:
-                near = did_you_mean(str(value), allowed)
-                raise MethodError(f"{self.name}: {item.name} must be one of {', '.join(allowed)}; got {value!r}.{near}")
+            if kind.choices:
+                self.check_choice(item.name, kind.choices)
+        self.check_least(1, "factor")
         factor = getattr(self, "factor", None)
         if factor is not None and factor > MOST_TOKENS:
             raise MethodError(f"{self.name}: factor must be at most {MOST_TOKENS:,}, got {factor:g}")
+        self.check_above_zero("attention_factor")
+
+    def check_least(self, least: int, *parameters: str) -> None:
+        """Raise MethodError for a parameter below `least`; those that are no number, or not there, are left alone."""
+        for name in parameters:
+            value: Any = getattr(self, name, None)
+            if is_number(value) and value < least:
+                raise MethodError(f"{self.name}: {name} must be at least {least}, got {value:g}")
+
+    def check_above_zero(self, *parameters: str) -> None:
+        """Raise MethodError for a parameter that is not above 0; those that are no number are left alone."""
+        for name in parameters:
+            value: Any = getattr(self, name, None)
+            if is_number(value) and value <= 0:
+                raise MethodError(f"{self.name}: {name} must be above 0, got {value:g}")
+
+    def check_choice(self, parameter: str, choices: Collection[str]) -> None:
+        """Raise MethodError for a parameter that is none of these texts; the message names the nearest one."""
+        value = getattr(self, parameter)
+        if value not in choices:
+            near = did_you_mean(str(value), choices)
+            raise MethodError(f"{self.name}: {parameter} must be one of {', '.join(choices)}; got {value!r}.{near}")
+
+    @classmethod
+    def method_parameter(cls) -> str | None:
+        """Return the name of the parameter that is itself a method, such as `frequency` of remapping methods."""
+        for item in fields(cls):
+            if RopeMethod in get_args(_annotations(cls).get(item.name)):
+                return item.name
+        return None
 
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
@@ -266,11 +348,11 @@ class RopeMethod(ABC):
         return False
 
     def depends_on_length(self, rotary: Rotary) -> bool:
-        """Whether the frequencies depend on the length of the input, by the method or by what is underneath."""
+        """Whether the frequencies depend on the length of the input, by the method or by the model's own scaling."""
         return self.length_dependent or rotary.length_dependent
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
-        """The frequencies for one input of `length` tokens; None: the context length.
+        """Return the frequencies for one input of `length` tokens; None: of the context length.
 
         Raises:
             MethodError: parameters that do not fit `rotary`, or a length below 1.
@@ -283,10 +365,15 @@ class RopeMethod(ABC):
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The frequencies of each row, on the device of `lengths`, (...) float64; no value is read on the host.
+        """Return the frequencies of each row, without reading a value on the host.
+
+        Args:
+            rotary: the rotary embedding of the model.
+            lengths: tokens of each row, (...) float64.
 
         Returns:
-            inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64.
+            inv_freq (..., dim // 2) float64 and the attention factor, one number or (..., 1) float64, on the device of
+            `lengths`.
         """
         length = lengths.unsqueeze(-1)
         inv_freq, attention_factor = self.compute(rotary, length)
@@ -295,34 +382,39 @@ class RopeMethod(ABC):
         attention_factor = attention_factor * rotary.attention_factor
         if not rotary.length_dependent:
             return inv_freq, attention_factor
-        # Inputs up to the original length run as loaded; the step of the scaling underneath stays where it was.
+        # The model's own scaling has two lists. Inputs up to the trained length keep the first, as in the unpatched
+        # model; the method extends the second.
         own_inv_freq, own_factor = rotary.own.method.at_lengths(rotary.own.rotary, lengths)
         long = length > rotary.trained_length
         if isinstance(attention_factor, Tensor) or attention_factor != own_factor:
-            new, old = (_as_tensor(factor, lengths.device) for factor in (attention_factor, own_factor))
-            attention_factor = torch.where(long, new, old)
+            new, own = _as_tensor(attention_factor, lengths.device), _as_tensor(own_factor, lengths.device)
+            attention_factor = torch.where(long, new, own)
         return torch.where(long, inv_freq, own_inv_freq), attention_factor
 
     @abstractmethod
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The formula.
+        """Return the frequencies and the attention factor of each row: the formula of the method.
 
         Args:
-            rotary: `inv_freq()` has the frequencies that the method changes, `context_length` where it counts from.
+            rotary: `inv_freq()` has the frequencies that the method changes, and `context_length` is the length that it
+                extends.
             length: tokens of each row, (..., 1) float64.
 
         Returns:
-            inv_freq (..., dim // 2) and the method's own attention factor, (..., 1) or one number; that of a scaling
-            underneath is multiplied in by `at_lengths`.
+            inv_freq (..., dim // 2), radians per position, and the method's own attention factor, (..., 1) or one
+            number. `at_lengths` multiplies the factor by that of the model's own scaling.
         """
 
     def trained_inv_freq(self, rotary: Rotary, values: Tensor) -> Tensor:
-        """`compute` with other `values` of `trainable`, (dim // 2,), through which gradients flow, in their dtype."""
+        """Return the inverse frequencies for these `values` of the trainable parameter; gradients flow through them.
+
+        `values`: (dim // 2,). The result has their shape and dtype.
+        """
         raise TypeError(f"{self.name} has no parameter that is trained")
 
     @property
     def composable(self) -> bool:
-        """Whether another method can be applied on top: `compute` gives one set of frequencies for long inputs."""
+        """Whether another method can extend a model trained under this one: all long inputs have equal frequencies."""
         return not self.length_dependent
 
     @property
@@ -332,26 +424,26 @@ class RopeMethod(ABC):
 
     @property
     def piecewise_constant(self) -> bool:
-        """Whether the frequencies, where the method makes them depend on the length, change at a few lengths only."""
+        """Whether the frequencies of a length-dependent method change at a few lengths only, not with every token."""
         return False
 
     def changes_in_steps(self, rotary: Rotary) -> bool:
-        """Whether the frequencies change at a few lengths only, by the method and by what is underneath."""
+        """Whether the frequencies change at a few lengths only, by the method or by the model's own scaling."""
         return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)
 
     def constant_until(self, rotary: Rotary, length: int) -> int:
-        """The longest input with the frequencies of an input of `length` tokens, in tokens."""
+        """Return the length in tokens of the longest input with the frequencies of an input of `length` tokens."""
         if rotary.length_dependent and length <= rotary.trained_length:
             return rotary.trained_length
         return self.next_change(rotary, length) if self.length_dependent else UNBOUNDED
 
     def next_change(self, rotary: Rotary, length: int) -> int:
-        """`constant_until` by the method alone, where it depends on the length."""
+        """Return what `constant_until` does, by the method alone; called for length-dependent methods only."""
         return max(length, rotary.context_length)
 
     def unchanged_length(self, rotary: Rotary) -> int:
-        """The longest input whose output is known to stay as it is, in tokens; 0: none, the method changes all."""
-        # Over two lists, `at_lengths` runs inputs up to the original length under the scaling underneath.
+        """Return the length in tokens of the longest input whose output the method leaves as it is; 0: none."""
+        # Over a scaling with two lists, `at_lengths` leaves inputs up to the trained length as they are.
         kept = rotary.trained_length if rotary.length_dependent else 0
         inv_freq, attention_factor = self.frequencies(rotary, kept + 1)
         same = torch.allclose(inv_freq, rotary.inv_freq(), rtol=1e-12, atol=0)
@@ -360,36 +452,39 @@ class RopeMethod(ABC):
         return self.constant_until(rotary, kept + 1)
 
     def cautions(self, rotary: Rotary) -> tuple[str, ...]:
-        """The unusual effects of the method on this rotary embedding, a sentence each."""
+        """Return the unusual effects of the method on this rotary embedding, a sentence each."""
         return ()
 
     def check(self, rotary: Rotary) -> None:  # noqa: B027 - most methods fit every rotary embedding
         """Raise MethodError where the parameters do not fit a rotary embedding."""
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """`rope_parameters` with which plain transformers computes the same, or None.
+        """Return the `rope_parameters` of a config with which plain transformers computes the same; None if none do.
 
-        longrope's divisors per dim can write any static frequencies, so every static method can be saved natively.
+        transformers' longrope has a divisor for each pair, so it can state any static frequencies. Override
+        `plain_rope_parameters` to give a better form; this function adds the model's own scaling.
         """
         if rotary.rotated_pairs is not None or self.length_dependent:
             return None
         if rotary.length_dependent:
-            factors = (self.frequencies(rotary, length).attention_factor for length in SHORT_AND_LONG)
-            return self.longrope_parameters(rotary, SHORT_AND_LONG) if math.isclose(*factors, rel_tol=1e-12) else None
+            short, long = [self.frequencies(rotary, length).attention_factor for length in SHORT_AND_LONG]
+            if not math.isclose(short, long, rel_tol=1e-12):  # longrope has one attention factor for both lists
+                return None
+            return self.longrope_parameters(rotary, SHORT_AND_LONG)
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)
         return self.longrope_parameters(rotary)
 
     def plain_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """`rope_parameters` for a model without a scaling of its own."""
+        """Return the `rope_parameters` for a model without a scaling of its own."""
         return self.longrope_parameters(rotary)
 
     def longrope_parameters(
         self, rotary: Rotary, lengths: tuple[int | None, int | None] = (None, None)
     ) -> dict[str, Any]:
-        """Frequencies as transformers' longrope, with explicit divisors of theta_i.
+        """Return the `rope_parameters` of transformers' longrope, whose divisors of theta_i give these frequencies.
 
-        `lengths`: those of the inputs that get the short and the long list; None: the context length.
+        `lengths`: the lengths in tokens whose frequencies become the short and the long list; None: the context length.
         """
         theta = rotary.theta_inv_freq()
         short, long = [self.frequencies(rotary, length) for length in lengths]
@@ -404,39 +499,51 @@ class RopeMethod(ABC):
         }
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """`rope_parameters` for something near, known to behave otherwise; used only where the user asks for it."""
+        """Return `rope_parameters` for something similar in transformers; None if there is nothing similar.
+
+        They are used only where the user asks for an approximation.
+        """
         return None
 
     def extended_length(self, rotary: Rotary) -> int | None:
-        """The length in tokens that the method is meant for, by its parameters; None: it follows the input."""
+        """Return the length in tokens that the method is set for by its parameters; None: it is set for no length."""
         factor = getattr(self, "factor", None)
         return round(rotary.context_length * factor) if factor else None
 
     def label(self) -> str:
-        """The name in tables and plots: the method, its factor, and the parameters that differ from their defaults."""
-        words, numbers, below = [self.name], [], []
+        """Return the name in tables and plots: the method, its factor, and parameters that differ from their defaults.
+
+        A field with the metadata {"in_label": False} is left out.
+        """
+        words, settings, methods = [self.name], [], []
         for item in fields(self):
             value = getattr(self, item.name)
+            differs = value != item.default
             if isinstance(value, RopeMethod):
-                below.append(f"on {value.label()}")
-            elif isinstance(value, str):
-                words += [value] if value != item.default else []
+                methods.append(f"on {value.label()}")
             elif item.name == "factor" and value is not None:
                 words.append(f"x{value:g}")
-            elif item.name == self.name and is_number(value):
+            elif item.name == self.name and is_number(value):  # theta
                 words.append(f"{value:g}")
-            elif item.name not in self.unlabelled and value != item.default and is_number(value):
-                numbers.append(f"{item.name}={value:g}")
-            elif value is True and item.default is not True:
-                numbers.append(item.name)
-        return " ".join([*words, *numbers, *below])
+            elif not differs or not item.metadata.get("in_label", True):
+                continue
+            elif isinstance(value, str):
+                words.append(value)
+            elif is_number(value):
+                settings.append(f"{item.name}={value:g}")
+            elif value is True:
+                settings.append(item.name)
+        return " ".join([*words, *settings, *methods])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: the name and every parameter that is set. `method_from_dict` reads it back."""
+        """Return the name and every parameter that is not None in a form for JSON. `method_from_dict` reads it."""
         saved: dict[str, Any] = {"method": self.name}
         for item in fields(self):
             value = getattr(self, item.name)
-            value = value.to_dict() if isinstance(value, RopeMethod) else value
+            if isinstance(value, RopeMethod):
+                value = value.to_dict()
+            elif isinstance(value, tuple):
+                value = list(value)
             if value is not None:
-                saved[item.name] = list(value) if isinstance(value, tuple) else value
+                saved[item.name] = value
         return saved

@@ -1,11 +1,11 @@
-"""Frequency methods whose frequencies follow the length of the input."""
+"""Frequency methods whose frequencies depend on the length of the input."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,21 +21,19 @@ _Growth = Literal["paper", "hf", "even", "pow2"]
 @register_method("dynamic-ntk", aliases={"dynamic": {"growth": "hf"}})
 @dataclass(frozen=True, kw_only=True)
 class DynamicNTK(RopeMethod):
-    """NTK-aware scaling whose alpha follows the length L of the input (emozilla 2023).
+    """NTK-aware scaling whose alpha grows with the length L of the input (emozilla 2023; YaRN paper, sec. 3.3).
 
-    `growth` names the rule, with ratio = L / C:
-        paper   max(1, ratio)                                     YaRN paper, sec. 3.3
-        hf      s ratio - (s - 1), 1 while L <= C                 transformers' "dynamic", s = factor
-        even    `initial` while ratio <= initial, then the smallest even k >= ratio
+    The base is b' = b alpha^(d/(d-2)), as in `ntk`. With ratio = L / C, `growth` is the rule for alpha:
+        paper   max(1, ratio)                                     YaRN paper, arXiv 2309.00071, sec. 3.3
+        hf      s ratio - (s - 1), and 1 while L <= C             transformers' "dynamic", s = factor
+        even    `initial` while ratio <= initial, then the smallest even number k >= ratio
         pow2    max(1, 2^ceil(log2(ratio) + 1) - 1)               Qwen, lmdeploy
 
-    `sticky` keeps the largest k of "even" ever met by the module until it is reset: an explicit choice against purity.
+    `sticky`: under "even", the rotary module keeps the largest k that it has met until it is reset. Then cos and sin
+    depend on earlier calls.
     """
 
     length_dependent = True
-
-    least: ClassVar = {"factor": 1, "initial": 1}
-    choices: ClassVar = {"growth": get_args(_Growth)}
 
     growth: _Growth = "paper"
     factor: float | None = None
@@ -44,6 +42,7 @@ class DynamicNTK(RopeMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_least(1, "initial")
         if self.growth == "hf" and self.factor is None:
             raise MethodError("dynamic-ntk: growth='hf' needs factor (or target_length)")
         if self.growth != "hf" and self.factor is not None:
@@ -60,7 +59,7 @@ class DynamicNTK(RopeMethod):
         return self.sticky
 
     def label(self) -> str:
-        """The growth rule stands in the label even where it is the default."""
+        """Return the label with the rule of growth, also where it is the default."""
         rest = super().label().removeprefix(self.name).removeprefix(f" {self.growth}")
         return f"{self.name} {self.growth}{rest}"
 
@@ -81,6 +80,7 @@ class DynamicNTK(RopeMethod):
         check_at_least_four_dims(self.name, rotary)
 
     def alpha(self, rotary: Rotary, length: Tensor) -> Tensor:
+        """Return alpha for inputs of these lengths, in the shape of `length`."""
         ratio = length / rotary.context_length
         grown = ratio.clamp(min=1)
         if self.growth == "hf":
@@ -96,7 +96,7 @@ class DynamicNTK(RopeMethod):
         return ntk_inv_freq(rotary, self.alpha(rotary, length), length.device), 1.0
 
     def approximate_rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        """transformers' "dynamic": the same rule, with a memory of earlier calls and one length for a whole batch."""
+        """Return transformers' "dynamic": this rule, but with a memory of earlier calls and one length for a batch."""
         if self.growth != "hf" or rotary.own is not None:
             return None
         return {"rope_type": "dynamic", "rope_theta": rotary.theta, "factor": self.factor}
@@ -105,7 +105,11 @@ class DynamicNTK(RopeMethod):
 @register_method("dynamic-yarn")
 @dataclass(frozen=True, kw_only=True)
 class DynamicYarn(RampedMethod):
-    """YaRN with s = max(1, L / L0) (YaRN paper, arXiv 2309.00071, sec. 3.3); the attention factor follows s."""
+    """YaRN with s = max(1, L / C) (YaRN paper, arXiv 2309.00071, sec. 3.3 and 3.4).
+
+    Pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`; cos and sin are multiplied by
+    0.1 ln s + 1.
+    """
 
     length_dependent = True
 
@@ -117,12 +121,11 @@ class DynamicYarn(RampedMethod):
 @register_method("longrope", aliases=["su"])
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(RopeMethod):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors per pair.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753, sec. 3): a divisor for each pair, which a search has found.
 
-    One list of divisors is for inputs of up to C tokens, another for longer ones.
-
-    cos and sin are multiplied by `attention_factor` if given, else by sqrt(1 + ln s / ln C) with s = `factor`, at every
-    length. C is the context length of the model as loaded; for a plain model the trained length L0.
+    The frequency of pair i is w_i / short_factor[i] for inputs of up to C tokens, and w_i / long_factor[i] for longer
+    ones. At every length, cos and sin are multiplied by `attention_factor`; default: sqrt(1 + ln s / ln C) with
+    s = `factor`. C is the context length of the unpatched model; for a plain model the trained length L0.
     """
 
     composable = True
@@ -166,7 +169,9 @@ class LongRoPE(RopeMethod):
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
         if not self.length_dependent:
             return super().rope_parameters(rotary)
-        if rotary.rotated_pairs is not None or rotary.length_dependent:  # three lists, where two lie underneath
+        if rotary.rotated_pairs is not None:
+            return None
+        if rotary.length_dependent:  # over the model's own two lists there are three, and transformers has two
             return None
         if rotary.own is None:
             return self.plain_rope_parameters(rotary)

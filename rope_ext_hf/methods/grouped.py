@@ -1,11 +1,11 @@
-"""Remapping methods that see far keys in groups: several neighbouring keys at one relative position.
+"""Remapping methods that show far keys in groups, several neighbouring keys at one relative position.
 
     >>> method = JetLong(window=2, max_distance=8)
     >>> method.distance(torch.tensor(15), torch.arange(16)).int().tolist()    # 16 tokens: groups of 2
     [7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 2, 1, 0]
 
-The group is one number, or "length": the smallest group that the present length of each row needs, and none up to
-`max_distance`, where the model runs as loaded. Symbols as in remapping.py.
+The size of the groups is a number, or "length": the smallest size that the present length of each row needs. Rows of up
+to `max_distance` tokens then need none, and are read as by the unpatched model. Symbols as in remapping.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -29,10 +28,10 @@ _BY_LENGTH = "length"
 
 @dataclass(frozen=True, kw_only=True)
 class _Grouped(WindowedRemapping):
-    """Keys at distances below `window` are seen where they are, those beyond by floor(m / G) and floor(n / G).
+    """Base of the methods with groups: a far key at n is placed at floor(n / G), and a query at floor(m / G) + a shift.
 
-    `group`: G, keys that are seen at one place; "length": the smallest that the present length of a row needs;
-    default: as small as the target length allows, 16 where there is none.
+    `group`: G, the number of keys at one place; "length": the smallest that the present length of a row needs; default:
+    the smallest with which the target length fits, 16 where none is stated.
     """
 
     group: int | str | None = None
@@ -48,7 +47,10 @@ class _Grouped(WindowedRemapping):
 
     def at_length(self, length: int) -> Self | None:
         rule = super().at_length(length)
-        return rule and (_with_group(rule, rule.smallest_group(length)) if self.group == _BY_LENGTH else rule)
+        if rule is None or self.group != _BY_LENGTH:
+            return rule
+        sized: Self = _with_group(rule, rule.smallest_group(length))
+        return sized
 
     @property
     def size(self) -> int:
@@ -58,20 +60,22 @@ class _Grouped(WindowedRemapping):
 
     @abstractmethod
     def shift(self, group: int) -> float:
-        """The distance in tokens that a query is moved by for far keys in groups of this size."""
+        """Return the number of tokens that is added to the position of a query, for far keys in groups of this size."""
 
     def farthest(self, length: int, group: int) -> float:
-        """The relative position of the first of `length` keys, seen by the last of them."""
+        """Return the relative position at which the last of `length` tokens sees the first one."""
         return (length - 1) // group + self.shift(group)
 
     def smallest_group(self, length: int) -> int:
-        """The smallest group that keeps rows of `length` tokens within `max_distance`; `length` where none does."""
+        """Return the smallest group that keeps rows of `length` tokens within `max_distance`; `length` if none does."""
         assert self.max_distance is not None
-        # Two floors stand in the farthest place, so the smallest group is searched for, from below, and not solved for.
-        near = self.shift(length)
-        least = max(1, math.ceil((length - near) / max(1, self.max_distance - near + 1)) - 1)
-        fits = (size for size in count(least) if size >= length or self.farthest(length, size) <= self.max_distance - 1)
-        return next(fits)
+        # `farthest` contains two floors, so the smallest group is searched for from a lower bound, not solved for.
+        largest_shift = self.shift(length)
+        bound = math.ceil((length - largest_shift) / max(1, self.max_distance - largest_shift + 1)) - 1
+        for size in range(max(1, bound), length):
+            if self.farthest(length, size) <= self.max_distance - 1:
+                return size
+        return max(1, bound, length)
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = super().with_defaults(limit, target_length)
@@ -80,7 +84,7 @@ class _Grouped(WindowedRemapping):
         if method.group is None:
             method = replace(method, group=method.smallest_group(target_length) if target_length else DEFAULT_GROUP)
         if target_length is not None:
-            what = f"with group={method.group} the farthest place"
+            what = f"with group={method.group} the relative position of the first key"
             method.check_reach(limit - 1, what, method.farthest(target_length, method.size))
         return method
 
@@ -93,14 +97,14 @@ class _Grouped(WindowedRemapping):
         return RemappedPosition(n // self.size)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        # The floors of query and key are taken apart, so that cached keys need no other rotation for another query. The
-        # place is then one off for some pairs, as in the papers.
+        # The floors of query and key are taken separately, so that a cached key has one place for all queries. Relative
+        # positions are then off by one for some pairs, as in the papers.
         return RemappedPosition(m // self.size, offset=self.shift(self.size))
 
 
 @lru_cache(maxsize=256)
 def _with_group(method: Any, group: int) -> Any:
-    # Every forward of a row asks: a rule that was made once is not checked again.
+    # Cached, because every forward asks for it, and making a method checks its parameters.
     return replace(method, group=group, beyond_only=True)
 
 
@@ -109,13 +113,14 @@ def _with_group(method: Any, group: int) -> Any:
 class SelfExtend(_Grouped):
     """Self-Extend (Jin et al. 2024, arXiv 2401.01325): beyond the window keys are seen in groups.
 
-    A query m sees a far key n at distance floor(m / G) - floor(n / G) + w - floor(w / G). `window`: default a quarter
-    of the limit; `group`: a number, or "length" (dynamic-self-extend); `floor_window`: False for w / G in place of
-    floor(w / G), as the authors' code has it for Llama and Gemma (datamllab/LongLM).
+    A query at m sees a key at n at m - n within the window w, and at floor(m / G) - floor(n / G) + w - floor(w / G)
+    beyond it. `window`: w, default a quarter of `max_distance`; `group`: G, a number, or "length" (as in
+    dynamic-self-extend); `floor_window`: False for w / G in place of floor(w / G), as in the authors' code for Llama
+    and Gemma (datamllab/LongLM).
     """
 
     window_share = 4
-    left_out: ClassVar = {**RemappingMethod.left_out, "floor_window": True}
+    omitted_values: ClassVar = {**RemappingMethod.omitted_values, "floor_window": True}
 
     floor_window: bool = True
 
@@ -124,17 +129,18 @@ class SelfExtend(_Grouped):
 
     @property
     def exact_length(self) -> int:
-        whole = self.floor_window or self.exact_window % self.size == 0  # else the first far key is seen below w
-        return super().exact_length if whole else self.exact_window
+        if self.floor_window or self.exact_window % self.size == 0:
+            return super().exact_length
+        return self.exact_window  # the first far key is seen nearer than w
 
 
 @register_method("dynamic-self-extend")
 @dataclass(frozen=True, kw_only=True)
 class DynamicSelfExtend(SelfExtend):
-    """Self-Extend with the smallest group that the present length of each row needs, and none up to the context length.
+    """Self-Extend (arXiv 2401.01325) with the smallest group that each row needs at its present length, as Jet-Long.
 
-    The shift of Self-Extend (arXiv 2401.01325) with the group of Jet-Long: short rows are read by the model as loaded,
-    bit for bit, and no extended length has to be chosen.
+    Rows of up to `max_distance` tokens need no groups: they are read as by the unpatched model, bit for bit. There is
+    no extended length to choose.
     """
 
     group: int | str | None = _BY_LENGTH
@@ -145,11 +151,11 @@ class DynamicSelfExtend(SelfExtend):
 class JetLong(_Grouped):
     """Jet-Long (NVIDIA 2026, github.com/jet-ai-projects/Jet-Long): groups of the smallest size that a row needs.
 
-    A query m sees keys at distances up to w where they are, and farther ones at floor(m / G) - floor(n / G), with
-    G = ceil(L / C) for a row of L tokens; rows of up to C tokens are read by the model as loaded. There is no shift, so
-    that a key just beyond w is seen nearer than one just inside. There the longest row of a batch decides for all; here
-    each row has a G of its own. `window`: w, default a sixteenth of the limit, as published; `group`: "length", or a
-    number.
+    A query at m sees keys at distances up to w where they are, and farther ones at floor(m / G) - floor(n / G), with
+    G = ceil(L / C) for a row of L tokens; rows of up to C tokens are read as by the unpatched model. There is no shift,
+    so that a key just beyond w is seen nearer than one just inside. In the authors' code the longest row of a batch
+    decides for all rows; here each row has a G of its own. `window`: w, default a sixteenth of `max_distance`, as
+    published; `group`: "length", or a number.
     """
 
     default_temperature = "none"  # the authors have none
@@ -159,11 +165,11 @@ class JetLong(_Grouped):
 
     @property
     def exact_window(self) -> int:
-        return super().exact_window + 1  # the key at the distance w is near, where others see it as far
+        return super().exact_window + 1  # the key at the distance w is near; in other methods it is far
 
     def shift(self, group: int) -> float:
         return 0.0
 
     @property
     def exact_length(self) -> int:
-        return self.exact_window  # the key behind is already seen nearer
+        return self.exact_window  # the next key is already seen nearer than it is

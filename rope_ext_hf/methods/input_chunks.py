@@ -22,13 +22,16 @@ from rope_ext_hf.methods.tiles import Tile
 @register_method("dca", aliases=["dual-chunk-attention"])
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(RemappingMethod):
-    """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463).
+    """Dual Chunk Attention (An et al. 2024, arXiv 2402.17463, sec. 3): zones are chunks of the input.
 
-    The input is cut into chunks of s tokens, and a key n stands at n mod s. A query m stands at m mod s for keys of
-    its own chunk, at min(m mod s + s, s + w - 1) for those of the chunk before, so that the last w tokens are where
-    they are, and at s + w - 1 for all older ones. (The paper's ceiling c is s + w.) `chunk`: default three quarters of
-    the limit; `window`: default what is left of the limit, and one larger for the authors' code, which stops queries
-    at s + w.
+    The input is cut into chunks of s tokens, and a key at n is placed at n mod s. A query at m is placed
+
+    - at m mod s for keys of its own chunk;
+    - at min(m mod s + s, s + w - 1) for keys of the previous chunk, so that the last w tokens are seen where they are;
+    - at s + w - 1 for all older keys. (The paper's ceiling c is s + w.)
+
+    `chunk`: s, default three quarters of `max_distance`; `window`: w, default the rest of `max_distance`. The authors'
+    code stops queries at s + w: give a window one larger for the same numbers.
     """
 
     local_zone_exact = False
@@ -37,12 +40,17 @@ class DualChunk(RemappingMethod):
     window: int | None = None
 
     def as_stated(self, config: Any, limit: int) -> Self:
-        """The sizes of `dual_chunk_attention_config` (Qwen2.5-1M): chunks of chunk_size less local_size tokens."""
+        """Return the method with the sizes of `dual_chunk_attention_config` (Qwen2.5-1M).
+
+        Its chunk_size counts the window, its local_size, in.
+        """
         stated = getattr(config, "dual_chunk_attention_config", None)
-        size, local = (stated.get(key) if isinstance(stated, Mapping) else None for key in ("chunk_size", "local_size"))
-        if self.chunk is not None or self.window is not None or type(size) is not int or type(local) is not int:
+        if self.chunk is not None or self.window is not None or not isinstance(stated, Mapping):
             return self
-        return replace(self, chunk=size - local, window=local) if 0 < local < size <= limit else self
+        size, local = stated.get("chunk_size"), stated.get("local_size")
+        if type(size) is not int or type(local) is not int or not 0 < local < size <= limit:
+            return self
+        return replace(self, chunk=size - local, window=local)
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         chunk = self.chunk or 3 * limit // 4
@@ -52,15 +60,17 @@ class DualChunk(RemappingMethod):
 
     @property
     def exact_length(self) -> int:
-        return self.farthest + 1  # keys of the chunk before are where they are until the query reaches the ceiling
+        return self.farthest + 1  # keys of the previous chunk are where they are until the query reaches the ceiling
 
     @property
     def size(self) -> int:
+        """s, which `bind` has filled in."""
         assert self.chunk is not None
         return self.chunk
 
     @property
     def farthest(self) -> int:
+        """s + w - 1, the position of queries for keys before the previous chunk."""
         assert self.window is not None
         return self.size + self.window - 1
 
@@ -68,7 +78,7 @@ class DualChunk(RemappingMethod):
         return RemappedPosition(n % self.size)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        # In zone 0 the query stands at m mod s, as a key there does: no second rotation of the cache.
+        # In zone 0 the query is placed at m mod s, as keys are stored: no second rotation of the cache is needed.
         if zone == 1:
             return RemappedPosition((m % self.size + self.size).clamp(max=self.farthest))
         return RemappedPosition(offset=self.farthest)
@@ -77,7 +87,7 @@ class DualChunk(RemappingMethod):
         return (m // self.size - n // self.size).clamp(0, 2)
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        # A distance alone leaves the zone open: two tokens of neighbouring chunks may be 1 or 2s - 1 apart.
+        # They overlap: two tokens of neighbouring chunks may be 1 or 2s - 1 apart.
         return (0, self.size), (1, 2 * self.size), (self.size + 1, UNBOUNDED)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:

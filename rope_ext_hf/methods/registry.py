@@ -1,4 +1,4 @@
-"""Find a method by name, read it from a dict, register a new one."""
+"""The registry of methods: registering one, finding it by name, and making it from what a user or a file states."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _S = TypeVar("_S", bound=RopeMethod)
 def register_method(
     name: str, *, aliases: Iterable[str] | Mapping[str, Mapping[str, Any]] = ()
 ) -> Callable[[type[_S]], type[_S]]:
-    """Register a method under its name.
+    """Return a decorator that registers a method class under its name.
 
     Args:
+        name: the name of the method.
         aliases: other names of it; as a mapping, each with the parameters that it implies.
 
     Raises:
@@ -36,9 +37,9 @@ def register_method(
     implied: Mapping[str, Mapping[str, Any]] = aliases if isinstance(aliases, Mapping) else {key: {} for key in aliases}
 
     def register(cls: type[_S]) -> type[_S]:
-        for each in (name, *implied):
-            if folded(each) in map(folded, (*_METHODS, *_ALIASES)):
-                raise TypeError(f"the method name {each!r} is taken")
+        for new in (name, *implied):
+            if _spelling(new) is not None:
+                raise TypeError(f"the method name {new!r} is taken")
         cls.name, cls.aliases = name, implied
         cls.parameters = {item.name: item for item in fields(cls)}
         _METHODS[name] = cls
@@ -58,12 +59,13 @@ def registered_name(name: str) -> str:
 
 
 def _spelling(name: str) -> str | None:
-    return next((each for each in (*_METHODS, *_ALIASES) if folded(each) == folded(name)), None)
+    """Return the spelling under which a method or an alias is registered so far; None: no such name."""
+    return next((known for known in (*_METHODS, *_ALIASES) if folded(known) == folded(name)), None)
 
 
 @cache
 def _load_plug_ins() -> None:
-    """Load the methods that other packages add; a warning for one that cannot be loaded, which stops no other."""
+    """Load the methods that other packages add; warn of one that cannot be loaded, and go on with the others."""
     for name in plug_in_names("methods"):
         try:
             plug_in("methods", name)
@@ -85,14 +87,17 @@ def resolve_method(
     target_length: Length | None = None,
     **params: Any,
 ) -> RopeMethod:
-    """A method object from what a user may write: a name and parameters, or an object and nothing beside it.
+    """Return a method object from what a user may write: a name and parameters, or an object and nothing beside it.
 
     Args:
         method: a name of `list_methods()` or an alias of one ("NTK-aware", "dynamic"), in any case and with any
             separators, or a method object.
-        rotary: the geometry that turns target_length into a factor and that list lengths are checked against.
-        factor: how many times the context length; where the method has no factor it only states the extended length.
-        target_length: the same in tokens; where the method has no factor it only states the extended length.
+        rotary: the rotary embedding of the model, with which target_length becomes a factor and parameters are checked;
+            None: it is not known yet.
+        factor: the extended length as a multiple of the context length. A method without a factor is not changed by it.
+        target_length: the extended length in tokens. A method without a factor is not changed by it.
+        **params: the other parameters of the method, and those of a method that one of them names ("frequency" of
+            remapping methods).
 
     Raises:
         MethodError: unknown name or parameter (with the nearest one), both factor and target_length, or a value the
@@ -100,72 +105,86 @@ def resolve_method(
         TypeError: parameters beside a method object.
     """
     if isinstance(method, RopeMethod):
-        given = {"factor": factor, "target_length": target_length} | params
-        if extra := sorted(key for key, value in given.items() if value is not None):
-            raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
-        if rotary is not None:
-            method.check(rotary)
-        return method
-    if not isinstance(method, str):
+        _check_alone(method, {"factor": factor, "target_length": target_length} | params)
+        resolved = method
+    elif isinstance(method, str):
+        resolved = _from_name(method, rotary, factor, parse_length(target_length), params)
+    else:
         raise TypeError(f"method must be a name or a method object, got {type(method).__name__}")
-    target_length = parse_length(target_length)
-    cls, implied = _find(method)
-    name = cls.name
-    accepted = cls.parameters
-    values = implied | params
-    if "frequency" in accepted and isinstance(values.get("frequency"), str):  # with parameters of its own
-        below = {key: values.pop(key) for key in list(values) if key not in accepted}
-        shared = cls.takes_factor(values)
-        if shared and factor is None and target_length is not None:
-            factor, target_length = _factor_for(rotary, target_length), None
-        values["frequency"] = resolve_method(values["frequency"], rotary, factor=factor, **below)
-        factor = factor if shared else None
-    elif isinstance(values.get("frequency"), Mapping):
-        values["frequency"] = method_from_dict(values["frequency"])
-    if not values.keys() <= accepted.keys():
-        _check_known(name, values, accepted)
-    takes_factor = cls.takes_factor(values)
-    if factor is not None and target_length is not None:
-        raise MethodError(f"factor={factor} and target_length={target_length} both state the extended length; give one")
-    if target_length is not None:
-        reached = _factor_for(rotary, target_length)
-        factor = reached if takes_factor else None
-    if factor is not None and takes_factor:
-        values["factor"] = float(factor) if is_number(factor) else factor
-    elif factor is not None and not (is_number(factor) and 1 <= factor <= MOST_TOKENS):
-        raise MethodError(f"{name}: factor must be a number of at least 1 and at most {MOST_TOKENS:,}, got {factor!r}")
-    missing = [k for k, item in accepted.items() if item.default is MISSING and k not in values]
-    if missing:
-        hint = " (or target_length)" if "factor" in missing else ""
-        raise MethodError(f"{name} needs {', '.join(missing)}{hint}")
-    resolved = cls(**values)
     if rotary is not None:
         resolved.check(rotary)
     return resolved
 
 
+def _check_alone(method: RopeMethod, beside: Mapping[str, Any]) -> None:
+    extra = sorted(key for key, value in beside.items() if value is not None)
+    if extra:
+        raise TypeError(f"{', '.join(extra)} given beside a {type(method).__name__} object; put it into the object")
+
+
+def _from_name(
+    method: str, rotary: Rotary | None, factor: float | None, target_length: int | None, params: Mapping[str, Any]
+) -> RopeMethod:
+    cls, implied = _find(method)
+    values = {**implied, **params}
+    inner = cls.method_parameter()
+    if inner is not None and isinstance(values.get(inner), str):
+        # The parameters that this method lacks are those of the inner one, and both may have the factor.
+        of_inner = {key: values.pop(key) for key in list(values) if key not in cls.parameters}
+        shared = cls.takes_factor(values)
+        if shared and factor is None and target_length is not None:
+            factor, target_length = _factor_for(rotary, target_length), None
+        values[inner] = resolve_method(values[inner], rotary, factor=factor, **of_inner)
+        if not shared:
+            factor = None
+    elif inner is not None and isinstance(values.get(inner), Mapping):
+        values[inner] = method_from_dict(values[inner])
+    _check_known(cls.name, values, cls.parameters)
+    if factor is not None and target_length is not None:
+        raise MethodError(f"factor={factor} and target_length={target_length} both state the extended length; give one")
+    if target_length is not None:
+        factor = _factor_for(rotary, target_length)
+    if factor is not None and cls.takes_factor(values):
+        values["factor"] = float(factor) if is_number(factor) else factor
+    elif factor is not None and target_length is None and not (is_number(factor) and 1 <= factor <= MOST_TOKENS):
+        raise MethodError(
+            f"{cls.name}: factor must be a number of at least 1 and at most {MOST_TOKENS:,}, got {factor!r}"
+        )
+    missing = [key for key, item in cls.parameters.items() if item.default is MISSING and key not in values]
+    if missing:
+        hint = " (or target_length)" if "factor" in missing else ""
+        raise MethodError(f"{cls.name} needs {', '.join(missing)}{hint}")
+    return cls(**values)
+
+
 def split_parameters(
-    method: str | RopeMethod | None, given: Mapping[str, Any]
+    method: str | RopeMethod | None, arguments: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments that are parameters of methods, also misspelt ones of this method, and all others."""
-    own = () if method is None or isinstance(method, RopeMethod) else [*_find(method)[0].parameters]
-    known = {name for each in list_methods().values() for name in each.parameters}
-    near = [key for key in given if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
-    params = {key: value for key, value in given.items() if key in known or key in near}
-    if own and "frequency" not in own:  # else they may be of the method inside
-        _check_known(_find(str(method))[0].name, params, own)
-    return params, {key: value for key, value in given.items() if key not in params}
+    """Divide arguments into the parameters of methods, misspelt ones of this method among them, and all others.
+
+    Raises:
+        MethodError: a parameter that other methods have, and the named one does not.
+    """
+    cls = _find(method)[0] if isinstance(method, str) else None
+    own = () if cls is None else [*cls.parameters]
+    known = {name for registered in list_methods().values() for name in registered.parameters}
+    misspelt = [key for key in arguments if difflib.get_close_matches(key, own, n=1, cutoff=0.8)]
+    params = {key: value for key, value in arguments.items() if key in known or key in misspelt}
+    if cls is not None and own and cls.method_parameter() is None:  # else they may be those of the inner method
+        _check_known(cls.name, params, own)
+    return params, {key: value for key, value in arguments.items() if key not in params}
 
 
-def _check_known(name: str, given: Iterable[str], accepted: Collection[str]) -> None:
-    for key in given:
+def _check_known(name: str, keys: Iterable[str], accepted: Collection[str]) -> None:
+    """Raise MethodError for a key that is not among the accepted parameters of a method."""
+    for key in keys:
         if key not in accepted:
             parameters = ", ".join(["factor", "target_length", *(k for k in accepted if k != "factor")])
             raise MethodError(f"{name} has no parameter {key!r}.{did_you_mean(key, accepted)} It takes: {parameters}")
 
 
 def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
-    """The class of a name or an alias, and the parameters that an alias implies."""
+    """Return the class of a name or an alias, and the parameters that an alias implies."""
     registered = registered_name(method)
     name, implied = _ALIASES.get(registered, (registered, {}))
     if name not in _METHODS:
@@ -181,7 +200,7 @@ def accepts_factor(name: str) -> bool:
 
 
 def _factor_for(rotary: Rotary | None, target_length: int) -> float:
-    """target_length as a factor."""
+    """Return a target length in tokens as a multiple of the context length."""
     whole("target_length", target_length, least=-math.inf)
     if rotary is None:
         raise MethodError("target_length needs a model or a Rotary to be measured against; give factor")
@@ -193,7 +212,7 @@ def _factor_for(rotary: Rotary | None, target_length: int) -> float:
 
 
 def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
-    """The inverse of `RopeMethod.to_dict`."""
+    """Return the method that `RopeMethod.to_dict` has saved."""
     values = dict(saved)
     if not isinstance(name := values.pop("method", None), str):
         raise MethodError(f"no method in {dict(saved)}")
@@ -201,7 +220,7 @@ def method_from_dict(saved: Mapping[str, Any]) -> RopeMethod:
 
 
 def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
-    """The inverse of `Rotary.to_dict`; MethodError for anything else."""
+    """Return the rotary embedding that `Rotary.to_dict` has saved; raise MethodError for anything else."""
     try:
         values = dict(saved)
         own = values.pop("own", None)
@@ -218,7 +237,7 @@ def rotary_from_dict(saved: Mapping[str, Any]) -> Rotary:
 
 
 def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
-    """Raise MethodError for a saved size that is no whole number from 0 to its limit; one may be missing or None."""
+    """Raise MethodError for a saved size that is not a whole number from 0 to its limit; a size may be missing."""
     for key, limit_ in most.items():
         value = saved.get(key)
         if value is not None:
@@ -228,11 +247,11 @@ def _check_whole(saved: Mapping[str, Any], **most: int) -> None:
 def frequencies(
     method: str | RopeMethod, rotary: Rotary, *, length: Length | None = None, **params: Any
 ) -> Frequencies:
-    """A method's frequencies, no model needed.
+    """Return the frequencies of a method, without a model.
 
     Args:
         method: a name of `list_methods()`, or a method object.
-        rotary: the geometry they are for.
+        rotary: the rotary embedding that the method is applied to.
         length: tokens in the input, for length-dependent methods; None: the context length.
         **params: the method's parameters, `factor` or `target_length` among them.
 

@@ -1,12 +1,13 @@
-"""Remapping methods: no key is seen at a relative position beyond those of training; far keys are seen at trained ones.
+"""Remapping methods, which show far keys to a query at relative positions that the model was trained at.
 
-A method divides the keys before a query into zones, nearest first. In each zone the query is rotated to one position
-and the keys to theirs, and the difference is the relative position. The cache holds keys rotated to `key_position`;
-that is their position in every zone, except the nearest of methods whose local zone is exact, where keys keep their
-own.
+A method divides the keys before a query into zones, numbered from 0, the nearest. In each zone the query is rotated to
+one position and the keys to theirs; the difference is the relative position. The cache holds keys rotated to
+`key_position`, which is where every zone sees them, with one exception: if the local zone is exact
+(`local_zone_exact`), the nearest zone sees keys at their own positions.
 
-Some rules depend on the length of a row (`beyond_only`, and a group "length"): short rows are read by the model as
-loaded. Their keys are cached at their own positions, whatever the length is, and turned to `key_position` when read.
+Some rules depend on the length of a row (`beyond_only`, and a group "length"): short rows are read as by the unpatched
+model. Under such a rule keys are cached at their own positions, whatever the length is, and rotated to `key_position`
+when they are read.
 
 Symbols as in the papers: m and n, the positions of a query and a key; w = `window`, G = `group`, s = `chunk`.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -29,9 +30,12 @@ from rope_ext_hf.methods.static import Default
 from rope_ext_hf.methods.tiles import Tile
 
 ScoreBias = Callable[[Tensor, Tensor], Tensor]
-"""(m, n) -> the addition to scores, (rows or 1, heads or 1, queries, keys), for positions m (rows or 1, queries) of
-queries and n (rows or 1, keys) of keys."""
-DEFAULT_GROUP = 16  # `group` and `k` where no target length is given: enough for about 8 to 12 times the context length
+"""(m, n) -> a number to add to each score, (rows or 1, heads or 1, queries, keys).
+
+m, (rows or 1, queries), and n, (rows or 1, keys), are the positions of queries and keys.
+"""
+DEFAULT_GROUP = 16
+"""`group` and `k` where no target length is given: enough for about 8 to 12 times the context length."""
 
 _TEMPERATURES: dict[str, Callable[[Tensor, int], Tensor] | None] = {
     "none": None,
@@ -53,15 +57,19 @@ class RemappedPosition(NamedTuple):
     offset: float = 0.0
 
     def tokens(self) -> Tensor:
+        """Return the position in tokens, float64."""
         whole = torch.zeros(()) if self.positions is None else self.positions
         return whole.double() / self.divisor + self.offset
 
 
 class AttentionRule:
-    """The keys that a query sees, and at which relative positions: as it stands here, all before it, where they are."""
+    """The keys that a query sees, and the relative positions at which it sees them.
+
+    This base class is the rule of a model without a remapping method: a query sees all keys before it, where they are.
+    """
 
     local_zone_exact: ClassVar[bool] = True
-    """Whether keys and queries stand where they are in the nearest zone, not where they are stored."""
+    """Whether the nearest zone sees keys and queries at their own positions; False: where they are stored."""
 
     @property
     def by_length(self) -> bool:
@@ -70,27 +78,30 @@ class AttentionRule:
 
     @property
     def window_size(self) -> int | None:
-        """Keys by index that a query sees, itself included; None: all before it."""
+        """The number of keys that a query sees, itself included; None: all before it."""
         return None
 
     def key_position(self, n: Tensor) -> RemappedPosition:
-        """Where keys stand for queries of every zone but the nearest."""
+        """Return the place of keys for every zone but the nearest."""
         return RemappedPosition(n)
 
     def stored_position(self, n: Tensor) -> RemappedPosition:
-        """Where keys stand in the cache, and queries before a zone is chosen: one place for rows of every length."""
+        """Return the place of keys in the cache, which is the same for rows of every length.
+
+        Queries are rotated to the same place before a zone is chosen.
+        """
         return RemappedPosition(n) if self.by_length else self.key_position(n)
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
-        """Where queries stand in a zone from 1 on; in the nearest, 0, they stand as its keys do."""
+        """Return the place of queries in a far zone, 1 and up; in the nearest, 0, they are placed as its keys are."""
         return self.key_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """The factor of queries at positions m, float32; None: 1."""
+        """Return the factor of queries at positions m, float32; None: 1."""
         return None
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
-        """The function that adds to the scores of an input of `length` tokens; None: nothing.
+        """Return the function that gives the additions to scores of an input of `length` tokens; None: there are none.
 
         Raises:
             MethodError: parameters for another number of heads.
@@ -98,26 +109,33 @@ class AttentionRule:
         return None
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
-        """The zone of each pair; of those with n > m anything."""
+        """Return the zone of each pair of a query at m and a key at n <= m; the value of other pairs is not used."""
         return torch.zeros_like(m - n)
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        """The zones of an input of `length` tokens, nearest first: the smallest distance in each, and a bound above.
+        """Return the smallest distance in each zone of an input of `length` tokens, and a bound above the largest.
 
-        Zones may overlap; a pair of a query and a key is at a distance of its `zone`.
+        The nearest zone comes first. The ranges of distances may overlap: the `zone` of a pair decides.
         """
         return ((0, self.window_size or UNBOUNDED),)
 
     def tiles(self, first: int, last: int) -> Iterator[Tile]:
-        """All keys that the queries first..last see, each once; where zones overlap, not by distance alone."""
+        """Yield tiles that cover all keys which the queries at first ... last - 1 see, each pair once.
+
+        A rule whose zones overlap in distance overrides it.
+        """
         for zone, (near, far) in enumerate(self.zone_distances(last)):
             yield Tile.band(zone, near, far, first, last)
 
     def for_queries(self, first: int, count: int) -> tuple[AttentionRule, int, int]:
-        """The rule in a form in which fewer rotations take the queries from position `first` on.
+        """Return an equal rule that needs fewer rotations for many queries, and where to begin blocks of them.
 
-        `count`: queries, those of all heads that share a key. Also returned: where blocks of queries are best begun, a
-        position and the step from there.
+        Args:
+            first: the position of the first query.
+            count: the number of queries, those of all heads that share a key.
+
+        Returns:
+            The rule; a position at which a block of queries is best begun; and the step from there to the next.
         """
         return self, 0, 1
 
@@ -128,51 +146,57 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     Attributes:
         max_distance: the longest relative position that is used, in tokens; default: the model's context length, or
-            what `frequency` extends it to.
-        temperature: how the softmax gets sharper with the position of a query, see `_TEMPERATURES`, also in
-            full-attention layers without RoPE; default: `default_temperature`, and "none" for models whose attention
-            does so by itself.
-        frequency: a static frequency method underneath; default: the model's own frequencies.
-        beyond_only: rows of at most `max_distance` tokens are read by the model as loaded, bit for bit, also rows that
-            grow longer later. A token then costs one more rotation of the keys, except in `stairs`.
+            the length that `frequency` extends it to.
+        temperature: the factor of queries that makes the softmax sharper as their position grows: "none", "log-n" or
+            "llama4", see `_TEMPERATURES`. Full-attention layers without RoPE get it as well. Default:
+            `default_temperature`, and "none" for models whose attention has such a factor of its own.
+        frequency: a static frequency method for the rotations; default: the model's own frequencies.
+        beyond_only: rows of at most `max_distance` tokens are read as by the unpatched model, bit for bit, also rows
+            that grow longer later. A token then costs one more rotation of the keys, except in `stairs`.
     """
 
-    left_out: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
-    """Values that `to_dict` leaves out, because folders of before have no such keys."""
+    omitted_values: ClassVar[Mapping[str, Any]] = {"beyond_only": False}
+    """Parameters that `to_dict` leaves out at these values; folders saved before the parameters existed mean them."""
     moves_keys: ClassVar[bool] = True
-    """Whether any key is seen at another relative position than its own."""
-    unlabelled = frozenset({"max_distance"})  # follows from the model; where it was given, the other parameters follow
+    """Whether any key is seen at a relative position other than its own."""
     default_temperature: ClassVar[str] = "llama4"
-    least: ClassVar = dict.fromkeys(("max_distance", "window", "group", "chunk"), 1)
-    choices: ClassVar = {"temperature": tuple(_TEMPERATURES)}
+    """The temperature where none is given."""
     composable = False
 
-    max_distance: int | None = None
+    # Not in the label: it follows from the model, and where it was given, the other parameters follow from it.
+    max_distance: int | None = field(default=None, metadata={"in_label": False})
     temperature: str | None = None
     frequency: RopeMethod | None = None
     beyond_only: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        of_frequencies = isinstance(self.frequency, RopeMethod) and not isinstance(self.frequency, RemappingMethod)
-        if self.frequency is not None and (not of_frequencies or self.frequency.length_dependent):
+        self.check_least(1, "max_distance", "window", "group", "chunk")
+        if self.temperature is not None:
+            self.check_choice("temperature", tuple(_TEMPERATURES))
+        if self.frequency is not None:
+            self._check_frequency(self.frequency)
+
+    def _check_frequency(self, frequency: RopeMethod) -> None:
+        is_frequency_method = isinstance(frequency, RopeMethod) and not isinstance(frequency, RemappingMethod)
+        if not is_frequency_method or frequency.length_dependent:
             raise MethodError(
                 f"{self.name}: frequency must be a frequency method that does not depend on the length of the input, "
-                f"got {self.frequency!r}"
+                f"such as yarn; got {frequency!r}"
             )
-        if self.frequency is not None and self.by_length:
+        if self.by_length:
             raise MethodError(
-                f"{self.name}: short rows are read by the model as loaded, and {self.frequency.name} would change "
-                "their frequencies; leave frequency out, or have every row remapped"
+                f"{self.name}: short rows are read by the model as loaded, and {frequency.name} would change their "
+                "frequencies. Leave frequency out, or remap rows of every length (no beyond_only, a number as group)"
             )
 
     def bind(self, rotary: Rotary, target_length: int | None, *, own_temperature: bool = False) -> Self:
-        """The method with every parameter that was not given filled in.
+        """Return the method with values for a model in place of every parameter that is None.
 
         Args:
             rotary: the rotary embedding of the model.
-            target_length: the length in tokens that was asked for.
-            own_temperature: whether the model's attention has a temperature that depends on the position by itself.
+            target_length: the length in tokens to extend to; None: none is stated.
+            own_temperature: whether the model's attention has a temperature by position of its own.
 
         Raises:
             MethodError: parameters that lead to relative positions beyond `max_distance`, or frequencies underneath
@@ -181,8 +205,8 @@ class RemappingMethod(RopeMethod, AttentionRule):
         if rotary.length_dependent:
             assert rotary.own is not None
             raise MethodError(
-                f"{self.name} needs frequencies that do not change, and those of this model's own "
-                f"{rotary.own.method.name} depend on the length of the input; replace them with over='original'"
+                f"{self.name} needs frequencies that do not change, and this model's own {rotary.own.method.name} has "
+                "frequencies that depend on the length of the input; replace them with over='original'"
             )
         length = rotary.context_length if self.frequency is None else self.frequency.extended_length(rotary)
         temperature = self.temperature or ("none" if own_temperature else self.default_temperature)
@@ -193,16 +217,18 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return bound.with_defaults(max_distance, target_length)
 
     def as_stated(self, config: Any, limit: int) -> Self:
-        """The method with parameters that the config of a model states for it, which `limit` tokens allow."""
+        """Return the method with the parameters that a model's config states for it, unless they go beyond `limit`."""
         return self
 
     @abstractmethod
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
-        """The method with its own parameters filled in; `max_distance` and `temperature` are filled in already.
+        """Return the method with values in place of its own parameters that are None.
+
+        `bind` calls it, and has filled in `max_distance` and `temperature`.
 
         Args:
             limit: the longest relative position that may be used, in tokens.
-            target_length: the length in tokens that was asked for; None: none.
+            target_length: the length in tokens to extend to; None: none is stated.
 
         Raises:
             MethodError: parameters that lead beyond `limit`, see `check_reach`.
@@ -225,7 +251,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return self.by_length or super().depends_on_length(rotary)
 
     def at_length(self, length: int) -> Self | None:
-        """The rule of rows of `length` tokens, one that no longer depends on it; None: the model as loaded."""
+        """Return the rule of rows of `length` tokens, which no longer depends on it; None: they are not remapped."""
         if not self.by_length:
             return self
         assert self.max_distance is not None
@@ -245,8 +271,11 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        missing = object()
-        return {key: value for key, value in super().to_dict().items() if self.left_out.get(key, missing) != value}
+        saved = super().to_dict()
+        for key, value in self.omitted_values.items():
+            if saved.get(key) == value:
+                del saved[key]
+        return saved
 
     def unchanged_length(self, rotary: Rotary) -> int:
         if self.by_length:
@@ -257,13 +286,13 @@ class RemappingMethod(RopeMethod, AttentionRule):
         if formula is None:
             return self.exact_length
         assert self.max_distance is not None
-        # Up to max_distance itself: there every formula is above 1, so that argmax has a first place to name.
-        sharper = formula(torch.arange(self.max_distance + 1, dtype=torch.float32), self.max_distance) != 1
-        return min(self.exact_length, int(sharper.to(torch.int8).argmax()))
+        # The first position whose factor is not 1. There is one: at max_distance every formula is above 1.
+        scaled = formula(torch.arange(self.max_distance + 1, dtype=torch.float32), self.max_distance) != 1
+        return min(self.exact_length, int(scaled.to(torch.int8).argmax()))
 
     @property
     def exact_length(self) -> int:
-        """The longest input, in tokens, whose scores are known to stay as they are, but for the temperature."""
+        """The length in tokens of the longest input whose scores stay as they are, apart from the temperature."""
         return 0
 
     @property
@@ -283,31 +312,32 @@ class RemappingMethod(RopeMethod, AttentionRule):
         return formula(m.to(torch.float32), self.max_distance)
 
     def distance(self, m: Tensor, n: Tensor) -> Tensor:
-        """The relative position at which a query at m sees a key at n <= m, in tokens; float64, shapes broadcast.
+        """Return the relative position in tokens at which a query at m sees a key at n <= m, float64.
 
-        `bind` must have filled in every parameter. Where the rule depends on the length of the row, the largest m is
-        the last token of the row.
+        m and n broadcast against each other. `bind` must have filled in every parameter. Where the rule depends on the
+        length of the row, the largest m is taken as the last token of the row.
         """
         rule = self.at_length(int(m.max()) + 1)
         if rule is not self:
             return (m.double() - n) if rule is None else rule.distance(m, n)
         # float64: positions are divided (Leaky ReRoPE), and float32 holds whole numbers up to 2^24 only.
         key = self.key_position(n).tokens()
-        near = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
+        distance = m.double() - n if self.local_zone_exact else self.key_position(m).tokens() - key
         zones = self.zone(m, n)
         for zone in range(1, len(self.zone_distances(int((m - n).max()) + 1))):
-            near = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, near)
-        return near
+            distance = torch.where(zones == zone, self.query_position(m, zone).tokens() - key, distance)
+        return distance
 
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedRemapping(RemappingMethod):
-    """Keys at distances below w = `window` are seen where they are, those beyond at one further place each.
+    """Base of methods with two zones: keys at distances below w = `window` are seen where they are, others remapped.
 
-    `window`: default the limit over `window_share`.
+    `window`: default `max_distance` / `window_share`.
     """
 
     window_share: ClassVar[int] = 2
+    """`max_distance` over the default window."""
 
     window: int | None = None
 
@@ -321,7 +351,7 @@ class WindowedRemapping(RemappingMethod):
 
     @property
     def exact_window(self) -> int:
-        """`window`, which `bind` has filled in."""
+        """The smallest distance of the far zone, which is `window`; `bind` has filled it in."""
         assert self.window is not None
         return self.window
 
@@ -338,11 +368,11 @@ class WindowedRemapping(RemappingMethod):
 class ReRoPE(WindowedRemapping):
     """ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window every key is seen at distance w.
 
-    `window`: default half the limit.
+    A query at m sees a key at n at min(m - n, w). `window`: w, default half of `max_distance`.
     """
 
     def key_position(self, n: Tensor) -> RemappedPosition:
-        # All far keys are at one distance, so the query alone rotates, by w: keys are stored as if at position 0.
+        # All far keys are at one distance: they are stored as if at position 0, and the query is rotated to w.
         return RemappedPosition(torch.zeros_like(n))
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
@@ -354,23 +384,26 @@ class ReRoPE(WindowedRemapping):
 class LeakyReRoPE(WindowedRemapping):
     """Leaky ReRoPE (Su 2023, https://kexue.fm/archives/9708): beyond the window distances grow k times as slowly.
 
-    `window`: default half the limit; `k`: default as small as the target length allows, 16 where there is none.
+    A query at m sees a key at a distance m - n >= w at w + (m - n - w) / k. `window`: w, default half of
+    `max_distance`; `k`: default the smallest whole number with which the target length fits, 16 where none is stated.
     """
 
-    least: ClassVar = RemappingMethod.least | {"k": 1}
-
     k: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_least(1, "k")
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
         method = super().with_defaults(limit, target_length)
         window = method.exact_window
-        fitted = DEFAULT_GROUP
+        default = DEFAULT_GROUP
         if target_length is not None and window < limit:  # the smallest with w + (target - w) / k <= limit
-            fitted = max(1, math.ceil((target_length - window) / (limit - window)))
-        k = self.k or float(fitted)
+            default = max(1, math.ceil((target_length - window) / (limit - window)))
+        k = self.k or float(default)
         method = replace(method, k=k)
         if target_length is not None:
-            what = f"with k={k:g} the place of a key {target_length} tokens back"
+            what = f"with k={k:g} the relative position of a key {target_length} tokens back"
             method.check_reach(limit, what, window + (target_length - window) / k)
         return method
 

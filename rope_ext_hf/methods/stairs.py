@@ -1,18 +1,18 @@
-"""A remapping method whose far keys stay as they are cached, and are seen by queries that are turned back.
+"""Stairs, a remapping method that leaves cached keys as every engine has them, and rotates queries back.
 
     >>> method = Stairs(window=4, start=2, chunk=3, max_distance=8)
     >>> method.distance(torch.tensor(9), torch.arange(10)).int().tolist()
     [4, 3, 2, 4, 3, 2, 3, 2, 1, 0]
 
-A zone of far keys is a band of distances. In it every query is turned by one angle, whatever its position: keys are
-rotated once, to their own positions, as every engine has them in its cache, and are never rotated again.
+A zone of far keys is a band of distances. In a zone every query is rotated back by the same number of tokens, whatever
+its position: keys are rotated once, to their own positions, as every engine has them in its cache, and never again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -25,17 +25,16 @@ from rope_ext_hf.methods.tiles import Tile
 @register_method("stairs")
 @dataclass(frozen=True, kw_only=True)
 class Stairs(RemappingMethod):
-    """Beyond the window distances climb from `start` again and again: W + ((d - S) mod B).
+    """Beyond the window, distances climb from `start` again and again.
 
-    The zones of dual chunk attention, counted from each query: no boundary moves through the input, and no key is
-    stored twice. `window`: S, default three quarters of the limit; `start`: W, default a quarter of it; `chunk`: B,
-    default half of it. S and W as in STRING (An et al. 2024, arXiv 2410.18745), of which this is the form without an
-    end. Keys at distances below S are seen where they are.
+    A key at a distance d below S is seen where it is, and a farther one at W + ((d - S) mod B). The zones are those of
+    dual chunk attention, counted back from each query, so that no boundary moves through the input and no key is stored
+    twice. S and W are as in STRING (An et al. 2024, arXiv 2410.18745), whose distances climb once; here they climb
+    without end. `window`: S, default three quarters of `max_distance`; `start`: W, default a quarter of it; `chunk`: B,
+    default half of it.
     """
 
-    # keys are cached at their own positions, which is where they stand in the nearest zone
-    local_zone_exact = False
-    least: ClassVar = RemappingMethod.least | {"start": 1}
+    local_zone_exact = False  # keys are cached at their own positions, so the nearest zone needs no rotation
 
     window: int | None = None
     start: int | None = None
@@ -43,19 +42,20 @@ class Stairs(RemappingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_least(1, "start")
         if self.start is not None and self.window is not None and self.start > self.window:
             raise MethodError(f"{self.name}: start must be at most window = {self.window}, got {self.start}")
 
     @property
     def edges(self) -> tuple[int, int]:
-        """`window` and `start`, which `bind` has filled in."""
+        """S and W, which `bind` has filled in."""
         assert self.window is not None
         assert self.start is not None
         return self.window, self.start
 
     @property
     def band(self) -> int:
-        """Return how many distances each zone of far keys spans."""
+        """B, the number of distances that each zone of far keys spans; `bind` has filled it in."""
         assert self.chunk is not None
         return self.chunk
 
@@ -66,7 +66,7 @@ class Stairs(RemappingMethod):
 
     def query_position(self, m: Tensor, zone: int) -> RemappedPosition:
         window, start = self.edges
-        return RemappedPosition(m, offset=start - window - (zone - 1) * self.band if zone > 1 else start - window)
+        return RemappedPosition(m, offset=start - window - (zone - 1) * self.band)
 
     def zone(self, m: Tensor, n: Tensor) -> Tensor:
         window, _ = self.edges
@@ -74,7 +74,7 @@ class Stairs(RemappingMethod):
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
         window, _ = self.edges
-        far = range(window, max(window + 1, length), self.band)  # the far zones an input of this length has
+        far = range(window, max(window + 1, length), self.band)  # the far zones of an input of this length
         return (0, window), *((smallest, smallest + self.band) for smallest in far)
 
     def with_defaults(self, limit: int, target_length: int | None) -> Self:
@@ -86,20 +86,20 @@ class Stairs(RemappingMethod):
         return replace(self, window=window, start=start, chunk=chunk)
 
     def for_queries(self, first: int, count: int) -> tuple[AttentionRule, int, int]:
-        if count < self.band:  # they are rotated faster than the keys
+        if count < self.band:  # so few queries are rotated faster than the keys
             return super().for_queries(first, count)
         names = ("window", "start", "chunk", "max_distance", "temperature")
         values: dict[str, Any] = {name: getattr(self, name) for name in names}
-        grid = max(first, self.edges[0])  # queries before see no far key
+        grid = max(first, self.edges[0])  # earlier queries see no far key
         return _StairsInBands(first=grid, **values), grid, self.band
 
 
 @dataclass(frozen=True, kw_only=True)
 class _StairsInBands(Stairs):
-    """`Stairs` for many queries from position `first` on: keys are rotated once, to n mod B, and queries to m mod B.
+    """`Stairs` for many queries from position `first` on: keys are rotated to n mod B, and queries to m mod B.
 
-    A band of B keys, counted from `first`, meets B queries in two zones, the same in all bands: 1 on and below
-    the diagonal of their square, at W + ((d - S) mod B), and 2 above it, B further.
+    Counted from `first`, B queries and a band of B keys meet in two zones, the same in all bands: zone 1 on and below
+    the diagonal of their square, and zone 2 above it, where the distance is B larger.
     """
 
     by_length = True
@@ -121,5 +121,5 @@ class _StairsInBands(Stairs):
             for key in range(begin - window, -self.band, -self.band):
                 yield Tile(1, (start, stop), (max(0, key), key + stop - begin), begin - key)
                 if key < begin - window:
-                    above = begin - key - self.band  # keys above the diagonal of the square, all that are there
+                    above = begin - key - self.band  # all keys above the diagonal of the square
                     yield Tile(2, (start, stop), (max(0, key), key + self.band), above, self.band)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,13 +19,16 @@ from rope_ext_hf.methods.registry import register_method
 @register_method("default")
 @dataclass(frozen=True, kw_only=True)
 class Default(RopeMethod):
-    """RoPE as the model was trained with it (Su et al. 2021, arXiv 2104.09864)."""
+    """RoPE as the model was trained with it: theta_i = b^(-2i/d) (Su et al. 2021, arXiv 2104.09864, sec. 3.2.2).
+
+    In a model with a scaling of its own, that scaling stays.
+    """
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
         return rotary.inv_freq(length.device), 1.0
 
     def rope_parameters(self, rotary: Rotary) -> dict[str, Any] | None:
-        if rotary.own is not None:  # the scaling underneath, as it was
+        if rotary.own is not None:
             return rotary.own.method.rope_parameters(rotary.own.rotary)
         return _theta_parameters(rotary, rotary.theta)
 
@@ -36,7 +39,10 @@ class Default(RopeMethod):
 @register_method("linear", aliases=["position-interpolation", "linear-interpolation", "pi"])
 @dataclass(frozen=True, kw_only=True)
 class Linear(RopeMethod):
-    """Position Interpolation (Chen et al. 2023, arXiv 2306.15595): positions divided by the factor."""
+    """Position Interpolation (Chen et al. 2023, arXiv 2306.15595, sec. 2.3): positions divided by the factor.
+
+    All frequencies become w_i / s, which is the same as positions m / s.
+    """
 
     factor: float
 
@@ -48,7 +54,7 @@ class Linear(RopeMethod):
         if rotary.own is not None:
             if not isinstance(rotary.own.method, Linear) or rotary.own.rotary.own is not None:
                 return super().rope_parameters(rotary)
-            factor *= rotary.own.method.factor  # linear over linear
+            factor *= rotary.own.method.factor  # linear over linear is linear by the product of both factors
         rope_type = "linear" if rotary.rotated_pairs is None else "proportional"
         return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": factor}
 
@@ -56,7 +62,10 @@ class Linear(RopeMethod):
 @register_method("theta", aliases=["adjusted-base-frequency", "abf"])
 @dataclass(frozen=True, kw_only=True)
 class Theta(RopeMethod):
-    """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base, given."""
+    """Adjusted base frequency (Code Llama, Roziere et al. 2023, arXiv 2308.12950, sec. 2.4): another base b.
+
+    Frequencies become theta^(-2i/d). `theta`: the new base, such as 1e6 for Code Llama.
+    """
 
     theta: float
 
@@ -69,7 +78,7 @@ class Theta(RopeMethod):
         if rotary.own is not None:
             raise MethodError(
                 f"theta: this model was trained under {rotary.own.method.name}, and another base cannot be put "
-                "underneath it; use ntk, or replace the scaling with over='original'"
+                "underneath it; use ntk, which goes over it, or replace the scaling with over='original'"
             )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
@@ -80,16 +89,25 @@ class Theta(RopeMethod):
 
 
 def _theta_parameters(rotary: Rotary, theta: float) -> dict[str, Any]:
+    """Return the `rope_parameters` of plain RoPE with a base."""
     return {"rope_type": "default" if rotary.rotated_pairs is None else "proportional", "rope_theta": theta}
 
 
 def ntk_theta(rotary: Rotary, alpha: Any) -> Any:
-    """b' = b alpha^(d/(d-2)): leaves the highest frequency alone and divides the lowest by exactly alpha."""
+    """Return b' = b alpha^(d/(d-2)), which keeps the highest frequency and divides the lowest by exactly alpha."""
     return rotary.theta * alpha ** (rotary.dim / (rotary.dim - 2))
 
 
 def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
-    """theta_i with the base b'; over a scaling w_i alpha^(-2i/(d-2)), which is the same where w_i = theta_i."""
+    """Return theta_i with the base b' of `ntk_theta`, (..., dim // 2).
+
+    Over a scaling of the model's own it is w_i alpha^(-2i/(d-2)), which is the same where w_i = theta_i.
+
+    Args:
+        rotary: the rotary embedding of the model.
+        alpha: one number, or a tensor (..., 1).
+        device: the device of the result.
+    """
     if rotary.own is None:
         return rotary.theta_inv_freq(ntk_theta(rotary, alpha), device)
     dims = torch.arange(0, rotary.dim, 2, dtype=torch.float64, device=device)
@@ -98,6 +116,7 @@ def ntk_inv_freq(rotary: Rotary, alpha: Any, device: torch.device) -> Tensor:
 
 
 def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
+    """Raise MethodError where the exponent d/(d-2) of NTK-aware scaling is infinite."""
     if rotary.dim < 4:
         raise MethodError(f"{name} needs at least 4 rotated dims (its exponent is d/(d-2)), got {rotary.dim}")
 
@@ -105,7 +124,10 @@ def check_at_least_four_dims(name: str, rotary: Rotary) -> None:
 @register_method("ntk", aliases=["ntk-aware"])
 @dataclass(frozen=True, kw_only=True)
 class NTK(RopeMethod):
-    """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): a larger base, alpha = factor."""
+    """NTK-aware scaling (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.1): the base b' = b s^(d/(d-2)).
+
+    The fastest pair keeps its frequency, the slowest is divided by s.
+    """
 
     factor: float
 
@@ -122,16 +144,19 @@ class NTK(RopeMethod):
 
 
 def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
-    """The index, not a whole one, of the pair that rotates so many full cycles over the context length.
+    """Return the index i, a fraction in general, of the pair that completes `cycles` cycles over the context length.
 
-    Over a scaling: where ln(C w_i / 2 pi), piecewise linear in i, first falls to ln(cycles); outside the pairs there
-    are, it falls as it does for a plain model, by 2 ln(b) / d from one pair to the next.
+    For a plain model it solves C b^(-2i/d) / 2 pi = cycles (YaRN authors' code, find_correction_dim). Over a scaling it
+    is where ln(C w_i / 2 pi), taken as piecewise linear in i, first falls to ln(cycles). Before the first and after the
+    last pair it falls as in a plain model, by 2 ln(b) / d from one pair to the next.
     """
     if rotary.own is None:
         return rotary.dim * math.log(rotary.trained_length / (TWO_PI * cycles)) / (2 * math.log(rotary.theta))
     slope = 2 * math.log(rotary.theta) / rotary.dim
-    turns = [rotary.context_length * w / TWO_PI for w in rotary.own_frequencies[: rotary.rotated_pairs]]
-    excess = [math.log(each / cycles) if each > 0 else -math.inf for each in turns]
+    excess = []  # ln(C w_i / 2 pi) - ln(cycles) of each pair
+    for w in rotary.own_frequencies[: rotary.rotated_pairs]:
+        completed = rotary.context_length * w / TWO_PI
+        excess.append(math.log(completed / cycles) if completed > 0 else -math.inf)
     if excess[0] <= 0:
         return excess[0] / slope
     for index, (before, after) in enumerate(pairwise(excess)):
@@ -141,7 +166,11 @@ def _index_of_cycles(rotary: Rotary, cycles: float) -> float:
 
 
 def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq: Tensor) -> Tensor:
-    """0 (keep) to 1 (interpolate), linear in the cycles over the context length (YaRN paper, Def. 2); (dim // 2,)."""
+    """Return the interpolated share of each pair, (dim // 2,), linear in its cycles over the context length.
+
+    It is 1 - gamma(r) with the ramp gamma of the YaRN paper (arXiv 2309.00071, Def. 2): 0 from `beta_fast` cycles up,
+    1 from `beta_slow` cycles down.
+    """
     cycles = rotary.context_length * inv_freq / TWO_PI
     if beta_fast == beta_slow:  # a step
         return (cycles < beta_fast).to(torch.float64)
@@ -149,27 +178,30 @@ def _ramp_by_cycles(rotary: Rotary, beta_fast: float, beta_slow: float, inv_freq
 
 
 def _check_descending(method: RopeMethod, high: str, low: str) -> None:
-    a, b = getattr(method, high), getattr(method, low)
-    if not a >= b > 0:
+    """Raise MethodError where the parameter named `high` is below the one named `low`, or one is not above 0."""
+    higher, lower = getattr(method, high), getattr(method, low)
+    if not higher >= lower > 0:
         raise MethodError(
-            f"{method.name}: {high} must be at least {low} and both above 0, got {high}={a:g}, {low}={b:g}"
+            f"{method.name}: {high} must be at least {low} and both above 0, got {high}={higher:g}, {low}={lower:g}"
         )
 
 
 def _interpolate(inv_freq: Tensor, factor: float | Tensor, ramp: Tensor) -> Tensor:
+    """Return w_i (1 - ramp_i) + w_i / s ramp_i (YaRN paper, arXiv 2309.00071, Def. 2)."""
     return inv_freq * (1 - ramp) + inv_freq / factor * ramp
 
 
 _MANY_CYCLES = 8
-"""Where pairs are dense, the ramp of YaRN (32 to 1 cycles) keeps more than half of such a pair's frequency."""
+"""Cycles over the context length of a pair that is usually kept: with enough pairs, YaRN's ramp from 32 to 1 cycles
+interpolates less than half of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BandedMethod(RopeMethod):
-    """Base of the methods that treat fast, slow and other pairs apart, by their full cycles over the context length.
+    """Base of the methods that distinguish fast and slow pairs by their cycles over the context length, C w_i / 2 pi.
 
-    A pair that completes `beta_fast` cycles or more keeps its frequency, a pair that completes `beta_slow` or fewer is
-    interpolated.
+    A pair that completes `beta_fast` cycles or more keeps its frequency; a pair that completes `beta_slow` cycles or
+    fewer is interpolated; a subclass says what happens to pairs between them.
     """
 
     beta_fast: float = 32.0
@@ -182,31 +214,31 @@ class BandedMethod(RopeMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class RampedMethod(BandedMethod):
-    """Base of by-parts, yarn and dynamic-yarn: between the two kinds of pairs, a share is interpolated.
+    """Base of by-parts, yarn and dynamic-yarn: pairs between the fast and the slow ones are interpolated by a share.
 
-    `ramp` names what the share is linear in: the "dimension" index (the authors' code and transformers; `truncate`
-    rounds its ends to whole indices) or the number of cycles ("cycles", the paper's text). Equal betas make a step
-    (Kimi K2).
+    Pair i gets w_i (1 - r_i) + w_i / s r_i, with r_i = 0 for fast pairs and 1 for slow ones. `ramp` says what r_i is
+    linear in between: the index of the pair ("dimension", the YaRN authors' code and transformers; `truncate` rounds
+    the ends of the ramp to whole indices), or its number of cycles ("cycles", the text of the paper). Equal betas make
+    a step (Kimi K2).
     """
-
-    choices: ClassVar = {"ramp": ("dimension", "cycles")}
 
     ramp: Literal["dimension", "cycles"] = "dimension"
     truncate: bool = True
 
     def interpolate(self, rotary: Rotary, factor: float | Tensor, device: torch.device) -> Tensor:
+        """Return the interpolated frequencies, (..., dim // 2), for a factor s, one number or a tensor (..., 1)."""
         inv_freq = rotary.inv_freq(device)
         return _interpolate(inv_freq, factor, self._ramp(rotary, inv_freq))
 
     def _ramp(self, rotary: Rotary, inv_freq: Tensor) -> Tensor:
-        """0 (keep) to 1 (interpolate), (dim // 2,); linear in the dim index as in the YaRN authors' code."""
+        """Return r_i, (dim // 2,), from 0 (keep) to 1 (interpolate)."""
         if self.ramp == "cycles":
             return _ramp_by_cycles(rotary, self.beta_fast, self.beta_slow, inv_freq)
         low, high = _index_of_cycles(rotary, self.beta_fast), _index_of_cycles(rotary, self.beta_slow)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, rotary.dim - 1)
-        if low == high:
+        if low == high:  # as in the authors' code, so that the ramp has a slope
             high += 0.001
         index = torch.arange(rotary.dim // 2, dtype=torch.float64, device=inv_freq.device)
         return ((index - low) / (high - low)).clamp(0, 1)
@@ -218,8 +250,8 @@ class RampedMethod(BandedMethod):
         if not slowed.any():
             return ()
         return (
-            f"At least half of the interpolation falls on {int(slowed.sum())} of {len(cycles)} pairs that complete "
-            f"{_MANY_CYCLES} cycles or more within the context length; a smaller beta_fast leaves them as they are. "
+            f"{int(slowed.sum())} of {len(cycles)} pairs complete {_MANY_CYCLES} cycles or more within the context "
+            "length, and are interpolated by at least half all the same; a smaller beta_fast leaves them as they are. "
             "Models differ in whether that helps: compare the two on your own text.",
         )
 
@@ -227,7 +259,10 @@ class RampedMethod(BandedMethod):
 @register_method("by-parts", aliases=["ntk-by-parts"])
 @dataclass(frozen=True, kw_only=True)
 class ByParts(RampedMethod):
-    """NTK-by-parts (YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones."""
+    """NTK-by-parts (bloc97 2023; YaRN paper, arXiv 2309.00071, sec. 3.2): interpolate slow pairs, keep fast ones.
+
+    Pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`.
+    """
 
     factor: float
 
@@ -246,9 +281,15 @@ class ByParts(RampedMethod):
 class Yarn(RampedMethod):
     """YaRN (Peng et al. 2023, arXiv 2309.00071, sec. 3.4): by-parts interpolation plus attention temperature scaling.
 
-    The temperature t of the softmax is applied to cos and sin: they are multiplied by sqrt(1/t), which is
-    `attention_factor` if given; else g(s, mscale) / g(s, mscale_all_dim) if both are set (DeepSeek); else g(s, 1),
-    where g(s, m) = 0.1 m ln s + 1. Over a scaling the model was trained with, its attention factor is multiplied in.
+    Pair i gets w_i (1 - r_i) + w_i / s r_i, with the ramp r_i of `RampedMethod`. The temperature t of the softmax goes
+    into cos and sin, which are multiplied by sqrt(1/t). That factor is
+
+    - `attention_factor` where it is set;
+    - g(s, mscale) / g(s, mscale_all_dim) where both are set (DeepSeek);
+    - else g(s, 1) = 0.1 ln s + 1, as in the paper,
+
+    with g(s, m) = 0.1 m ln s + 1. In a model that was trained under a scaling, it multiplies the attention factor of
+    that scaling.
     """
 
     factor: float
@@ -273,21 +314,30 @@ class Yarn(RampedMethod):
 
 
 def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Return g(s, m) = 0.1 m ln s + 1, the factor of cos and sin in YaRN."""
     return 0.1 * mscale * math.log(factor) + 1
 
 
 def _counted_parameters(rope_type: str, rotary: Rotary, method: RopeMethod, **rest: float) -> dict[str, Any]:
-    """Settings of a rope type that is counted from the original length, and has the parameters of a method."""
-    given = {key: value for key, value in method.to_dict().items() if key not in ("method", "ramp")} | rest
-    given = {key: value if isinstance(value, bool) else float(value) for key, value in given.items()}
-    original = {"original_max_position_embeddings": rotary.trained_length}
-    return {"rope_type": rope_type, "rope_theta": rotary.theta, "factor": given.pop("factor"), **given, **original}
+    """Return the `rope_parameters` of a rope type that has the parameters of a method, and the trained length.
+
+    `rest`: further parameters of the rope type.
+    """
+    parameters = {"rope_type": rope_type, "rope_theta": rotary.theta}
+    for key, value in (method.to_dict() | rest).items():
+        if key not in ("method", "ramp"):
+            parameters[key] = value if isinstance(value, bool) else float(value)
+    return parameters | {"original_max_position_embeddings": rotary.trained_length}
 
 
 @register_method("llama3")
 @dataclass(frozen=True, kw_only=True)
 class Llama3(RopeMethod):
-    """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783): by-parts with the ramp in cycles, 1 to 4."""
+    """Llama 3.1's scaling (Dubey et al. 2024, arXiv 2407.21783, and its code): by-parts with a ramp from 1 to 4 cycles.
+
+    Pair i gets w_i (1 - r_i) + w_i / s r_i. With c_i = C w_i / 2 pi cycles over the context length, r_i is 0 for
+    c_i >= `high_freq_factor`, 1 for c_i <= `low_freq_factor`, and linear in c_i between them.
+    """
 
     factor: float
     low_freq_factor: float = 1.0
@@ -311,13 +361,14 @@ class Llama3(RopeMethod):
 class MrRoPE(BandedMethod):
     """MrRoPE (arXiv 2601.22181, ICLR 2026, eq. 13-16): divisors that grow by a factor from each pair to the next.
 
-    With lo the last pair of more than `beta_fast` cycles over the context length, hi the first of fewer than
-    `beta_slow`, N = hi - lo, and t = i - lo within 0 and N: pair i is divided by s^(t/N) (radix "uniform"), or by
-    s^(t(t+1)/(N(N+1))), so that the factors grow as well ("progressive"). cos and sin are multiplied by
-    `attention_factor`, YaRN's 0.1 ln s + 1 unless given.
-    """
+    Let lo be the last pair of more than `beta_fast` cycles over the context length, hi the first pair of fewer than
+    `beta_slow`, N = hi - lo, and t = i - lo, limited to 0 ... N. Then the frequency of pair i is w_i divided by
 
-    choices: ClassVar = {"radix": ("progressive", "uniform")}
+    - s^(t/N) with the radix "uniform": each divisor is the same multiple of the one before;
+    - s^(t(t+1)/(N(N+1))) with the radix "progressive": the multiples grow as well.
+
+    cos and sin are multiplied by `attention_factor`; default: YaRN's 0.1 ln s + 1.
+    """
 
     factor: float
     radix: Literal["progressive", "uniform"] = "progressive"
@@ -327,28 +378,31 @@ class MrRoPE(BandedMethod):
         self._band(rotary)
 
     def _band(self, rotary: Rotary) -> tuple[int, int]:
-        """lo and hi."""
+        """Return lo and hi."""
         cycles = (rotary.context_length * rotary.inv_freq()[: rotary.rotated_pairs] / TWO_PI).tolist()
-        fast = [index for index, each in enumerate(cycles) if each > self.beta_fast]
-        slow = [index for index, each in enumerate(cycles) if each < self.beta_slow]
+        fast = [index for index, completed in enumerate(cycles) if completed > self.beta_fast]
+        slow = [index for index, completed in enumerate(cycles) if completed < self.beta_slow]
         if fast and slow and fast[-1] < slow[0]:
             return fast[-1], slow[0]
         raise MethodError(
             f"{self.name} needs pairs that complete more than beta_fast={self.beta_fast:g} cycles over the context "
-            f"length and, after them, pairs of fewer than beta_slow={self.beta_slow:g}; the {len(cycles)} here "
-            f"complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}; give other betas, or use yarn"
+            f"length and, after them, pairs that complete fewer than beta_slow={self.beta_slow:g}. The {len(cycles)} "
+            f"pairs of this model complete {max(cycles, default=0):.4g} to {min(cycles, default=0):.4g}: give other "
+            "betas, or use yarn"
         )
 
     def compute(self, rotary: Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        first, last = self._band(rotary)
-        count, pairs = last - first, torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
-        step = (pairs - first).clamp(0, count)
+        low, high = self._band(rotary)
+        count = high - low
+        pairs = torch.arange(rotary.dim // 2, dtype=torch.float64, device=length.device)
+        step = (pairs - low).clamp(0, count)
         share = step / count if self.radix == "uniform" else step * (step + 1) / (count * (count + 1))
         attention_factor = self.attention_factor or _yarn_magnitude(self.factor)
         return rotary.inv_freq(length.device) / self.factor**share, attention_factor
 
 
 def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None) -> None:
+    """Raise MethodError for lists of divisors that are not positive or, given `rotary`, not one for each pair."""
     for key in keys:
         divisors: Sequence[float] = getattr(method, key)
         if rotary is not None and len(divisors) != rotary.dim // 2:
@@ -363,7 +417,10 @@ def check_divisors(method: RopeMethod, *keys: str, rotary: Rotary | None = None)
 @register_method("factors")
 @dataclass(frozen=True, kw_only=True)
 class Factors(RopeMethod):
-    """Any static scaling, spelled out: the inverse frequency of pair i divided by factors[i]."""
+    """Any static scaling, written out: the inverse frequency of pair i divided by factors[i].
+
+    Pair i gets w_i / factors[i]. `attention_factor`: the factor of cos and sin.
+    """
 
     factors: tuple[float, ...]
     attention_factor: float = 1.0
@@ -382,10 +439,10 @@ class Factors(RopeMethod):
 @register_method("learnable")
 @dataclass(frozen=True, kw_only=True)
 class Learnable(RopeMethod):
-    """Frequencies that are trained with the model: theta_i exp(a_i), a = 0 at first (Su 2021, kexue.fm/archives/8265).
+    """Frequencies that are trained with the model: w_i exp(a_i), a_i = 0 at first (Su 2021, kexue.fm/archives/8265).
 
-    In a rotary module the a_i are a `torch.nn.Parameter`, one number for each pair. `log_scales`: where they begin;
-    none: all at 0, where nothing changes.
+    In a rotary module the a_i are a `torch.nn.Parameter`, one number for each pair. `log_scales`: their values before
+    training; empty: all 0, which changes nothing.
     """
 
     trainable = "log_scales"
@@ -394,7 +451,7 @@ class Learnable(RopeMethod):
     def check(self, rotary: Rotary) -> None:
         if self.log_scales and len(self.log_scales) != rotary.dim // 2:
             raise MethodError(
-                f"{self.name}: log_scales needs one number for each of {rotary.dim // 2} pairs, got "
+                f"{self.name}: log_scales needs one number for each of the {rotary.dim // 2} pairs of this model, got "
                 f"{len(self.log_scales)}"
             )
         if rotary.length_dependent:

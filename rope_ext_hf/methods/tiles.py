@@ -1,4 +1,4 @@
-"""Tiles: the keys that a block of queries sees under a remapping method, as ranges of positions."""
+"""Tiles: ranges of keys that a block of queries sees in one zone of a remapping method."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from typing import NamedTuple
 from rope_ext_hf.methods.base import UNBOUNDED
 
 Mask = str | int
-"""The keys of a rectangle that its queries see. "full": all. "causal", "anticausal": there are as many keys as queries,
-and the i-th query sees the first i + 1, or all but the first i. A number: the last query sees the last so many keys,
-and every query before as many, which end one key earlier."""
+"""The keys of a rectangle that its queries see.
+
+- "full": every query sees all keys.
+- "causal": there are as many keys as queries, and query i sees the keys 0 ... i.
+- "anticausal": there are as many keys as queries, and query i sees the keys from i on.
+- A number w: the last query sees the last w keys, the query before it the w keys that end one key earlier, and so on.
+"""
 
 
 class _Rectangle(NamedTuple):
@@ -24,7 +28,7 @@ class _Rectangle(NamedTuple):
 class Tile(NamedTuple):
     """Queries and keys of one zone, as ranges of positions.
 
-    A query m of them sees the keys n with m - `diagonal` - `width` < n <= m - `diagonal`.
+    A query at m sees those of the keys n with m - `diagonal` - `width` < n <= m - `diagonal`.
     """
 
     zone: int
@@ -35,13 +39,15 @@ class Tile(NamedTuple):
 
     @classmethod
     def band(cls, zone: int, near: int, far: int, first: int, last: int) -> Tile:
-        """The keys at the distances near..far (exclusive) of the queries first..last."""
+        """Return the tile of the queries first ... last - 1 and the keys at distances near ... far - 1 from them."""
         return cls(zone, (first, last), (max(0, first - far + 1), last - near), near, far - near)
 
     def rectangles(self, low: int, windows: bool = False) -> Iterator[_Rectangle]:
-        """The visible pairs of query and key, each in one rectangle; keys below position `low` are left out.
+        """Yield rectangles that cover the visible pairs of query and key, each pair once.
 
-        `windows`: whether masks may be numbers, which mostly makes one rectangle of a tile.
+        Args:
+            low: keys below this position are left out.
+            windows: whether masks may be numbers; then most tiles are one rectangle.
         """
         near, far = self.diagonal, self.diagonal + self.width
         (q0, q1), (k0, k1) = self.queries, self.keys
@@ -58,9 +64,11 @@ class Tile(NamedTuple):
             for start in range(q0, q1, self.width):
                 yield from self._replace(queries=(start, min(start + self.width, q1))).rectangles(low)
         else:
+            # Queries see different keys: a triangle is cut off at the near edge of the band, and one at the far edge.
             middle = q0 - near  # the last key that the first query sees
-            below = q0 + max(0, k1 - middle)  # queries until here see some of the keys from there on
-            above, end = min(q1, k0 + far - 1), min(k1, middle)  # queries from here on do not see all keys before
+            below = q0 + max(0, k1 - middle)  # queries before this one see some of the keys from `middle` on
+            end = min(k1, middle)
+            above = min(q1, k0 + far - 1)  # queries from this one on do not see the first of the keys before `end`
             size = min(q1 - above, end - k0)
             parts = (
                 _Rectangle((q0, below), (middle, k1), "causal"),
@@ -69,4 +77,6 @@ class Tile(NamedTuple):
                 _Rectangle((above, above + size), (k0, k0 + size), "anticausal"),
                 _Rectangle((above, above + size), (k0 + size, end), "full"),
             )
-            yield from (p for p in parts if p.queries[0] < p.queries[1] and p.keys[0] < p.keys[1])
+            for part in parts:
+                if part.queries[0] < part.queries[1] and part.keys[0] < part.keys[1]:
+                    yield part

@@ -1,6 +1,7 @@
-"""PEFT adapters of patched models: what their folders record, and loading them.
+"""PEFT adapters of patched models: the record of the patch in their folders, and loading them.
 
-The patch that an adapter was trained under is recorded in adapter_config.json, in a key that PEFT warns of by name:
+An adapter fits the model that it was trained on, its patch included. The patch is recorded in adapter_config.json,
+under a key that tells what to do, because PEFT warns of every key that it does not know, by name:
 
     "rope_ext_hf: load with rope_ext_hf.from_pretrained": {"method": {...}, "rotary": {...}, ...}
 """
@@ -21,9 +22,10 @@ from torch import nn
 
 from rope_ext_hf.errors import CheckpointError, short
 from rope_ext_hf.files import read_json
-from rope_ext_hf.patches.config import PAIRING_KEY, PATCH_KEY, checked_specs
+from rope_ext_hf.patches.config import PAIRING_KEY
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.fingerprint import FINGERPRINT_KEY, fingerprint_record
+from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.slots import patch_state
 from rope_ext_hf.questions import command_line
 
@@ -33,53 +35,67 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_KEY = f"{PATCH_KEY}: load with rope_ext_hf.from_pretrained"
+"""The key of adapter_config.json that holds the record of a patch."""
 SAVE_ROUTE = f"a record in {ADAPTER_CONFIG}; load with rope_ext_hf.from_pretrained"
+"""The words of `describe` for the way in which an adapter is saved."""
 _RECORDED_KEYS = ("method", "rotary", "target_length", "native", "below", FINGERPRINT_KEY)
 _HUB_ARGUMENTS = ("revision", "token", "cache_dir", "local_files_only")
+"""Arguments of from_pretrained that say where on the Hub, or in its cache, a file is."""
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-# What a task of PEFT is loaded with where the architectures of the base model do not have it.
+"""Names of files that hold the weights of a whole model."""
+_EVENTS = ("gated_repo", "missing_entries", "connection_errors")
+"""Events in which `cached_file` of transformers raises an error, unless it is told not to."""
 _CLASSES = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
     "QUESTION_ANS": "AutoModelForQuestionAnswering",
     "FEATURE_EXTRACTION": "AutoModel",
 }
+"""The class that loads the base model for a task of PEFT. The config of a base model names its own class only, which is
+mostly one for language modelling; a task that is missing here is loaded with that one."""
 
 
 # --- saving --------------------------------------------------------------------------------------------------------
 
 
 def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an adapter as PEFT saves them, with a record; it stands in for their `to_dict`."""
     return with_record(type(settings).to_dict(settings), record)
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an adapter, with the record in the config of its patched base model in place of any other."""
+    """Return the settings of an adapter with the record of a patch, in place of a record that they may hold.
+
+    `record`: as the config of the patched base model holds it.
+    """
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
     return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
 
 def _is_record(key: str) -> bool:
+    """Return whether a key of adapter_config.json is that of a record, whatever it says after the colon."""
     return key.partition(":")[0] == PATCH_KEY
 
 
 def record_patch(model: nn.Module) -> None:
-    """Record the patch of a model with the adapters that it lists, whose settings are about to be saved."""
-    if (state := patch_state(model)) is not None:
-        record = state.record | fingerprint_record(model)
-        for settings in getattr(model, "peft_config", {}).values():
-            settings.__dict__["to_dict"] = partial(_to_dict, settings, record)
+    """Have the adapters that a model lists saved with a record of its patch, if it has one, from now on."""
+    state = patch_state(model)
+    if state is None:
+        return
+    record = state.record | fingerprint_record(model)
+    for settings in getattr(model, "peft_config", {}).values():
+        settings.__dict__["to_dict"] = partial(_to_dict, settings, record)
 
 
 def stop_recording(model: nn.Module) -> None:
-    """Save the adapters of a model without a record again."""
+    """Undo `record_patch`: the adapters of a model are saved without a record again."""
     for module in modules_with_adapters(model):
         for settings in module.peft_config.values():
             settings.__dict__.pop("to_dict", None)
 
 
 def modules_with_adapters(model: nn.Module) -> list[Any]:
-    """The modules, of PEFT or inside PEFT, that list settings of adapters by name as `peft_config`."""
+    """Return the modules of a model that list settings of adapters, by name, as `peft_config`."""
     if "peft" not in sys.modules:  # without it nothing can have added an adapter
         return []
     return [module for module in model.modules() if isinstance(getattr(module, "peft_config", None), dict)]
@@ -90,25 +106,42 @@ def modules_with_adapters(model: nn.Module) -> list[Any]:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter in a folder or on the Hub."""
+    """An adapter in a folder or on the Hub.
 
-    path: str  # the folder or Hub id
-    base: str  # the folder or Hub id of the model that it was trained on
-    settings: dict[str, Any]  # those of PEFT, without the keys of this package
-    record: Mapping[str, Any] | None  # the patch of that model; None: the folder of the base model decides
-    pairing: str | None  # of the adapter's weights, where they were converted
-    hub: dict[str, Any]  # arguments that find `path` on the Hub
-    subfolder: str  # inside `path`; empty: `path` itself
+    Attributes:
+        path: its folder or Hub id.
+        base: the folder or Hub id of the model that it was trained on.
+        settings: its adapter_config.json, without the keys of this package.
+        record: the patch of the model that it was trained on; None: the folder of that model tells.
+        pairing: the pairing of the dims in its weights, where they were converted; else None.
+        hub: arguments that find `path` on the Hub.
+        subfolder: where in `path` it is; empty: in `path` itself.
+    """
+
+    path: str
+    base: str
+    settings: dict[str, Any]
+    record: Mapping[str, Any] | None
+    pairing: str | None
+    hub: dict[str, Any]
+    subfolder: str
 
     def for_base(self, hub: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments that find the adapter on the Hub, as those for its base model: of the revision that it states."""
+        """Return the arguments that find the base model on the Hub.
+
+        `hub`: those that found the adapter. A revision and a subfolder of the adapter are not those of the base model,
+        whose revision the adapter may state.
+        """
         revision = self.settings.get("revision")
         others = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
         return others | ({"revision": revision} if isinstance(revision, str) else {})
 
     @property
     def auto_class(self) -> str | None:
-        """The class of transformers that the adapter's task asks for; None: the one that the base model names."""
+        """The class of transformers that loads the base model for the adapter's task.
+
+        None: the class that the config of the base model names.
+        """
         import transformers
 
         name = _CLASSES.get(str(self.settings.get("task_type")))
@@ -118,24 +151,35 @@ class Adapter:
         return name if name is not None and hasattr(transformers, name) else None
 
     def load_onto(self, base: PreTrainedModel, **arguments: Any) -> Any:
-        """Load the weights onto the base model, which is patched already; a peft.PeftModel with the adapter's name.
+        """Load the weights onto the base model, and return a `peft.PeftModel` with the adapter's name.
 
-        `arguments` are those of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
+        Args:
+            base: patched already, where the adapter was trained under a patch.
+            arguments: of `peft.PeftModel.from_pretrained`: adapter_name, is_trainable.
+
+        Raises:
+            CheckpointError: the adapter and the base model pair the dims of a head differently, PEFT is missing, or it
+                does not know this type of adapter.
         """
-        runs = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
-        if self.pairing is not None and runs not in (None, self.pairing):
+        pairing = getattr(base.config, PAIRING_KEY, None) or class_pairing(base.config)
+        if self.pairing is not None and pairing not in (None, self.pairing):
             raise CheckpointError(
-                f"the adapter {short(self.path)!r} is {self.pairing}, its base model {short(self.base)!r} {runs}; "
-                f"convert one of them: {command_line('convert', short(self.path), 'NEW', to=runs)}"
+                f"the adapter {short(self.path)!r} is {self.pairing}, its base model {short(self.base)!r} {pairing}; "
+                f"convert one of them: {command_line('convert', short(self.path), 'NEW', to=pairing)}"
             )
         try:
             from peft import PeftConfig, PeftModel
             from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
         except ImportError as error:
-            raise CheckpointError(f"{short(self.path)!r} is a PEFT adapter; install peft to load it") from error
+            raise CheckpointError(
+                f"{short(self.path)!r} is a PEFT adapter, and PEFT is not installed: pip install peft"
+            ) from error
         kind = self.settings.get("peft_type")
         if kind not in list(PEFT_TYPE_TO_CONFIG_MAPPING):
-            raise CheckpointError(f"{short(self.path)!r} is an adapter of type {short(str(kind))!r}, unknown to PEFT")
+            raise CheckpointError(
+                f"{short(self.path)!r} is an adapter of type {short(str(kind))!r}, which the installed PEFT does not "
+                "know: correct peft_type, or install a newer PEFT"
+            )
         settings = PeftConfig.from_peft_type(**PeftConfig.check_kwargs(**self.settings))
         folder = self._folder()
         _resize_embeddings(base, folder)
@@ -144,38 +188,36 @@ class Adapter:
         return model
 
     def _folder(self) -> Path:
+        """Return the folder of the weights on this machine, after a download where they are on the Hub."""
         from transformers.utils import cached_file
 
         where = {"subfolder": self.subfolder, "_raise_exceptions_for_missing_entries": False, **self.hub}
         for name in ("adapter_model.safetensors", "adapter_model.bin"):
-            if (file := cached_file(self.path, name, **where)) is not None:
+            file = cached_file(self.path, name, **where)
+            if file is not None:
                 return Path(file).parent
         raise CheckpointError(f"the adapter {short(self.path)!r} has no weights: no adapter_model.safetensors or .bin")
 
 
 def _resize_embeddings(base: PreTrainedModel, folder: Path) -> None:
-    """Give a model as many token embeddings as the adapter brings along: it may have been trained with tokens added."""
+    """Give a model as many token embeddings as its adapter holds, which may be trained with tokens added."""
     embeddings, file = base.get_input_embeddings(), folder / "adapter_model.safetensors"
     if not file.is_file():
         return
     name = next((name for name, module in base.named_modules() if module is embeddings), "")
+    key = f"base_model.model.{name}.weight"
     with safe_open(file, "pt") as tensors:
-        key = f"base_model.model.{name}.weight"
-        brought = tensors.get_slice(key).get_shape()[0] if key in list(tensors.keys()) else None
-    if brought not in (None, len(embeddings.weight)):
-        base.resize_token_embeddings(brought)
+        if key not in list(tensors.keys()):
+            return
+        rows = tensors.get_slice(key).get_shape()[0]
+    if rows != len(embeddings.weight):
+        base.resize_token_embeddings(rows)
 
 
-def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
-    """The adapter in a folder or Hub repository; None where there is none.
-
-    A folder that also holds a whole model counts as that model, as in transformers. `hub`: revision, token, cache_dir,
-    local_files_only, as transformers takes them; others are left alone.
-    """
+def _config_file(name: str, subfolder: str, hub: Mapping[str, Any]) -> Path | None:
+    """Return the adapter_config.json of a folder or Hub repository that holds no whole model as well, or None."""
     from transformers.utils import find_adapter_config_file
 
-    name = str(path)
-    hub = {key: hub[key] for key in _HUB_ARGUMENTS if key in hub}
     try:
         file = find_adapter_config_file(name, subfolder=subfolder, **hub)
     except (OSError, ValueError):  # neither a folder nor a Hub id: loading the config reports it
@@ -183,9 +225,29 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
     if file is None:
         return None
     folder = Path(file).parent
-    if Path(name).is_dir() and (folder / "config.json").is_file() and any(any(folder.glob(each)) for each in _WEIGHTS):
+    has_model = (folder / "config.json").is_file() and any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+    return None if Path(name).is_dir() and has_model else Path(file)
+
+
+def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapter | None:
+    """Return the adapter in a folder or Hub repository; None where there is none.
+
+    A folder that also holds a whole model counts as that model, as in transformers.
+
+    Args:
+        path: a folder or Hub id.
+        subfolder: where in it the adapter is.
+        hub: revision, token, cache_dir and local_files_only, as transformers takes them; others are ignored.
+
+    Raises:
+        CheckpointError: its adapter_config.json names no base model, or is not for transformers.
+    """
+    name = str(path)
+    hub = {key: hub[key] for key in _HUB_ARGUMENTS if key in hub}
+    file = _config_file(name, subfolder, hub)
+    if file is None:
         return None
-    values = read_json(Path(file))
+    values = read_json(file)
     base = values.get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise CheckpointError(
@@ -200,13 +262,20 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
     record = next((value for key, value in values.items() if _is_record(key)), None)
     if record is not None:
         checked_specs(record, f"the adapter {short(name)!r}")
-    settings = {key: value for key, value in values.items() if key != PAIRING_KEY and not _is_record(key)}
-    return Adapter(name, base, settings, record, values.get(PAIRING_KEY), hub, subfolder)
+    return Adapter(
+        path=name,
+        base=base,
+        settings={key: value for key, value in values.items() if key != PAIRING_KEY and not _is_record(key)},
+        record=record,
+        pairing=values.get(PAIRING_KEY),
+        hub=hub,
+        subfolder=subfolder,
+    )
 
 
 @contextmanager
 def finding_base(adapter: Adapter) -> Iterator[None]:
-    """Inside, a CheckpointError names the base model of this adapter."""
+    """Say in a CheckpointError that is raised inside the `with` block that it is about the base model of an adapter."""
     try:
         yield
     except CheckpointError as error:
@@ -216,13 +285,16 @@ def finding_base(adapter: Adapter) -> Iterator[None]:
 
 
 def tokenizer_source(path: str | Path, **hub: Any) -> tuple[str, dict[str, Any]]:
-    """The path, or the base model of an adapter without a tokenizer, and the arguments that find it there."""
+    """Return where the tokenizer of a model or adapter is: a folder or Hub id, and the arguments that find it there.
+
+    That is `path` itself, or the base model of an adapter without a tokenizer of its own. `hub`: as in `find_adapter`.
+    """
     from transformers.utils import cached_file
 
     adapter = find_adapter(path, **hub)
     if adapter is None:
         return str(path), hub
-    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    quiet = dict.fromkeys([f"_raise_exceptions_for_{event}" for event in _EVENTS], False)
     if cached_file(adapter.path, "tokenizer_config.json", **adapter.hub, **quiet) is not None:
         return str(path), hub
     return adapter.base, adapter.for_base(hub)

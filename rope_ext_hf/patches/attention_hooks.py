@@ -32,8 +32,8 @@ from rope_ext_hf.patches.decoder_arguments import arguments
 from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, place_tokens
 from rope_ext_hf.patches.forward_hooks import Arguments, DecoderHooks
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
+from rope_ext_hf.rotary.cache_state import CacheState, check_origin
 from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import CacheState, check_origin
 
 
 class RemappingHooks(DecoderHooks):

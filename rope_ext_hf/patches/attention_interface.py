@@ -234,17 +234,19 @@ def chunk_size(kwargs: Mapping[str, Any]) -> int | None:
     return size if _same_closure(kwargs.get("mask_function"), chunked, any_tensor=True) else None
 
 
-def _same_closure(one: Any, other: Any, *, any_tensor: bool = False) -> bool:
+def _same_closure(first: Any, second: Any, *, any_tensor: bool = False) -> bool:
     """Return whether two functions are the same code around the same values, as two closures of one factory are.
 
     transformers builds a mask from such functions, nested in each other; comparing them tells what a mask asks for.
     Tensors around them count as different, or under `any_tensor` as the same.
     """
-    if not (inspect.isfunction(one) and inspect.isfunction(other)):
-        if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-            return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(one, other, strict=True))
-        if isinstance(one, Tensor):
-            return any_tensor and isinstance(other, Tensor)
-        return type(one) is type(other) and bool(one == other)
-    cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (one, other)]
-    return one.__code__ is other.__code__ and _same_closure(*cells, any_tensor=any_tensor)
+    if inspect.isfunction(first) and inspect.isfunction(second):
+        cells, other_cells = (
+            tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (first, second)
+        )
+        return first.__code__ is second.__code__ and _same_closure(cells, other_cells, any_tensor=any_tensor)
+    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
+        return all(_same_closure(*pair, any_tensor=any_tensor) for pair in zip(first, second, strict=True))
+    if isinstance(first, Tensor):
+        return any_tensor and isinstance(second, Tensor)
+    return type(first) is type(second) and bool(first == second)

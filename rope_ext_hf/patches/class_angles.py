@@ -118,7 +118,7 @@ def _on_cpu(model: nn.Module, module: nn.Module) -> nn.Module:
         tensor.data.fill_(torch.nan)
     from transformers import PreTrainedModel
 
-    around = [each for each in model.modules() if isinstance(each, PreTrainedModel) and module in each.modules()]
+    around = [part for part in model.modules() if isinstance(part, PreTrainedModel) and module in part.modules()]
     owner = around[-1]  # the innermost model around it, whose class knows how to fill it
     owner._init_weights(copied)
     if any(tensor.isnan().any() for tensor in (*copied.buffers(), *copied.parameters())):

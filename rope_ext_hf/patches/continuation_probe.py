@@ -1,10 +1,11 @@
-"""Try once whether a decoder, under a patch, goes on from its cache as it reads the same tokens in one forward.
+"""Try once whether a patched decoder goes on from its cache as it reads the same tokens in one forward.
 
 Hooks around a decoder rely on what transformers calls and hands over inside of it, which changes from release to
-release. Under a remapping or length-dependent method a change that they miss gives other numbers without an error. So
-the first patch of such a kind on a class of decoders reads a few tokens both ways and compares. What is tried is the
-method of the patch, bound to a trained length of a few tokens, so that the tokens lie beyond it; weights are those of
-the model, and the outcome depends on the code of its class, so that later patches of the same kind do not try again.
+release. Under a remapping or length-dependent method a change that the hooks miss gives other numbers without an error.
+So the first patch of such a kind on a class of decoders reads a few tokens both ways, and compares the hidden states.
+
+The trial runs the method of the patch, bound to a trained length of a few tokens so that the tokens lie beyond it, with
+the weights of the model. Its outcome depends on the code of the class, so later patches of the same kind need no trial.
 """
 
 from __future__ import annotations
@@ -30,65 +31,71 @@ from rope_ext_hf.patches.key_layout_probe import CacheCannotFollowError
 from rope_ext_hf.patches.slots import patched_slots, tables_of
 
 TOKENS = 24
-"""Tokens that are read, the last of them also onto the cache of those before."""
-_TRAINED = 8
-"""The trained length that the method is bound to while it is tried, in tokens."""
+"""The number of tokens that are read in one forward, and again with the last of them onto a cache of the others."""
+_TRAINED_LENGTH = 8
+"""The trained length that the method is bound to during the trial, in tokens."""
 _ROUNDING = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""What rounding may make of hidden states, root mean square in their standard deviations; other dtypes: 0.1."""
+"""The difference that rounding may make: root mean square, in standard deviations of the hidden states."""
+_ROUNDING_OF_HALF = 0.1
+"""The same in every other dtype."""
 _TIMES_SHORTER = 3.0
-"""How many times the effect of one token less a difference may be, under a method that follows the length.
+"""How large a difference may be under a length-dependent method, in multiples of the effect of one token less.
 
-The cache was then filled at a length that was shorter by one token, and what later layers store depends on it; experts
-may even be chosen otherwise. That effect is measured, and has the rounding of the model's dtype in it.
+The first layer's keys are rotated again, but what later layers store was computed while the text was shorter by one
+token; experts may even be chosen otherwise. That effect is measured, with the rounding of the model's dtype in it.
 """
-# tests/patches/test_continuation_probe.py has what is measured where the cache is found, and where it is missed.
+# tests/patches/test_continuation_probe.py states the differences that were measured, with the cache and without it.
 
 _tried: set[tuple[Any, ...]] = set()
-"""Kinds of patches on classes of decoders that were tried and are right."""
+"""The kinds of patches, by class of decoders, that a trial of this process found right."""
 
 
 class NotTriedError(Exception):
-    """The weights are not there, or the decoder does not run on token ids alone."""
+    """The reason why no trial was made: weights are missing, for example."""
 
 
 def kind_of_patch(decoder: nn.Module, hooks: type, method: RopeMethod) -> tuple[Any, ...]:
-    """What the outcome of a trial depends on."""
+    """Return what the outcome of a trial depends on: classes, and the attention function of the model."""
     by_length = isinstance(method, RemappingMethod) and method.by_length
     return type(decoder), hooks, by_length, getattr(decoder.config, "_attn_implementation", None)
 
 
 def was_tried(kind: tuple[Any, ...]) -> bool:
-    """Whether such a patch was tried in this process and is right."""
+    """Return whether a patch of this kind, see `kind_of_patch`, was tried in this process and found right."""
     return kind in _tried
 
 
 def small_patch(method: RopeMethod, rotary: Rotary) -> tuple[RopeMethod, Rotary]:
-    """Return the method and its rotary embedding for a trained length of a few tokens.
+    """Return a method, and the geometry it works on, for a trained length of a few tokens.
 
-    A method that moves positions gets the default parameters for that length; one that changes frequencies is the same.
+    A remapping method gets its default parameters for that length; a method that changes frequencies stays as it is.
 
     Raises:
-        NotTriedError: it has no default parameters, or takes no length as short as that.
+        NotTriedError: the method has no default parameters, or is not for so short a length.
     """
-    small = replace(rotary.plain, trained_length=_TRAINED)
+    small = replace(rotary.plain, trained_length=_TRAINED_LENGTH)
     try:
         if not isinstance(method, RemappingMethod):
             method.frequencies(small, TOKENS)
             return method, small
-        made = resolve_method(method.name, small, target_length=TOKENS)
-        assert isinstance(made, RemappingMethod)
-        return made.bind(small, TOKENS), small
+        default = resolve_method(method.name, small, target_length=TOKENS)
+        assert isinstance(default, RemappingMethod)
+        return default.bind(small, TOKENS), small
     except MethodError as error:
-        raise NotTriedError(f"{method.name} is not for {_TRAINED} tokens: {one_line(error)}") from error
+        raise NotTriedError(f"{method.name} is not for {_TRAINED_LENGTH} tokens: {one_line(error)}") from error
 
 
 def small_layers(
     attention: tuple[tuple[nn.Module, Layer], ...], method: RopeMethod, small: Any, rotary: Rotary
 ) -> tuple[tuple[nn.Module, Layer], ...]:
-    """Return how each attention module attends, with the small method in place of the method of the patch."""
+    """Return attention modules and how they attend, with the method `small` in place of the method of the patch.
+
+    `rotary`: the geometry that `small` works on.
+    """
     table = RotationTable(Default().frequencies(rotary).inv_freq)
 
     def with_small(layer: Layer) -> Layer:
+        """Return the layer with the small method wherever its rule names the method of the patch."""
         rule: Any = layer.rule
         if rule is method:
             rule = small
@@ -105,13 +112,13 @@ def small_layers(
 
 
 def check_weights(model: nn.Module, decoder: nn.Module) -> None:
-    """Raise NotTriedError where running a few tokens would need weights that are elsewhere, or other processes."""
+    """Check that the weights of a decoder are here, whole, so that tokens can be run; else raise NotTriedError."""
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise NotTriedError("the weights of the model are not in memory")
     if is_partitioned(model):
         raise NotTriedError("the weights of the model are sharded over devices")
     sharding = sys.modules.get("torch.distributed.tensor")  # without it there are no sharded weights
-    if sharding is not None and any(isinstance(each, sharding.DTensor) for each in decoder.parameters()):
+    if sharding is not None and any(isinstance(parameter, sharding.DTensor) for parameter in decoder.parameters()):
         raise NotTriedError("the weights of the model are sharded over devices")
 
 
@@ -121,26 +128,29 @@ def try_continuation(
     """Compare a forward of a few tokens with one that goes on from the cache of the first of them.
 
     Args:
-        model: patched with what `small_patch` gives.
-        kind: what `kind_of_patch` says, noted where both agree.
-        method: of the patch.
+        model: patched with the method that `small_patch` gives.
+        decoder: its decoder.
+        kind: the kind of the patch (`kind_of_patch`), which is remembered where both forwards agree.
+        method: the method of the patch itself.
 
     Returns:
-        How far hidden states are apart, in standard deviations, and how far they may be.
+        The difference of the hidden states, and the largest difference that is right: both root mean square, in
+        standard deviations of the hidden states. (0, 0) for a model that computes NaN.
 
     Raises:
         NotTriedError: the decoder does not run on token ids alone, or keeps no cache.
-        UnsupportedModelError: it refuses to go on from its cache.
+        UnsupportedModelError: the decoder refuses to go on from its cache.
     """
-    follows = not isinstance(method, RemappingMethod)
+    by_length = not isinstance(method, RemappingMethod)
     with evaluating(model), torch.no_grad():
         try:
-            whole, then = _both_ways(decoder, 1 if follows else 2)
-            if follows:
-                allowed = _ROUNDING[torch.float32] + _TIMES_SHORTER * _apart(_read_as_shorter(model, decoder), whole)
+            whole, continued = _both_ways(decoder, 1 if by_length else 2)
+            if by_length:
+                effect = _difference(_read_as_shorter(model, decoder), whole)
+                allowed = _ROUNDING[torch.float32] + _TIMES_SHORTER * effect
             else:
-                allowed = _ROUNDING.get(_dtype(decoder), 0.1)
-        except CacheCannotFollowError as error:  # which every use of such a cache says, and `fixed_length` avoids
+                allowed = _ROUNDING.get(_dtype(decoder), _ROUNDING_OF_HALF)
+        except CacheCannotFollowError as error:  # every use of such a cache says so, and `fixed_length` avoids it
             raise NotTriedError(one_line(error)) from error
         except RopeExtError as error:
             raise _refusal(decoder, method.name, one_line(error)) from error
@@ -148,52 +158,62 @@ def try_continuation(
             raise NotTriedError(
                 f"{type(decoder).__name__} does not run on token ids alone: {one_line(error)}"
             ) from error
-    if not whole.isfinite().all():  # a model with NaN, whose readers say so
+    if not whole.isfinite().all():  # damaged weights, which measurements report
         return 0.0, 0.0
-    off = _apart(then, whole)
-    if off <= allowed:
+    difference = _difference(continued, whole)
+    if difference <= allowed:
         _tried.add(kind)
-    return off, allowed
+    return difference, allowed
 
 
-def check_difference(model: nn.Module, decoder: nn.Module, name: str, off: float, allowed: float) -> None:
-    """Raise what follows from a difference under the method `name`, now that the model is unpatched.
+def check_difference(model: nn.Module, decoder: nn.Module, name: str, difference: float, allowed: float) -> None:
+    """Check the outcome of a trial, and find out whether the patch or the model itself is the reason for a difference.
+
+    Args:
+        model: unpatched by now.
+        decoder: its decoder.
+        name: of the method that was tried.
+        difference, allowed: as `try_continuation` returns them.
 
     Raises:
-        NotTriedError: the unpatched model differs as much. Attention that is not causal does, such as PaliGemma's.
-        UnsupportedModelError: it goes on from its cache as it reads the same tokens in one forward.
+        NotTriedError: the unpatched model differs as much; attention that is not causal does, such as PaliGemma's.
+        UnsupportedModelError: the unpatched model does not differ so, and the patch is the reason.
     """
-    if off <= allowed:
+    if difference <= allowed:
         return
     with evaluating(model), torch.no_grad():
-        whole, then = _both_ways(decoder, 1)
-    if off <= allowed + _TIMES_SHORTER * _apart(then, whole):
+        whole, continued = _both_ways(decoder, 1)
+    if difference <= allowed + _TIMES_SHORTER * _difference(continued, whole):
         raise NotTriedError(
             f"unpatched, too, {type(decoder).__name__} does not go on from its cache as it reads the same tokens in "
             "one forward"
         )
-    raise _refusal(decoder, name, f"hidden states are off by {off:.2g} standard deviations")
+    raise _refusal(decoder, name, f"hidden states are off by {difference:.2g} standard deviations")
 
 
-def _apart(some: Tensor, others: Tensor) -> float:
-    """The root mean square difference of hidden states, in standard deviations of the second ones."""
-    return float((some - others).square().mean().sqrt() / others.std().clamp(min=1e-6))
+def _difference(hidden: Tensor, reference: Tensor) -> float:
+    """Return the root mean square difference of hidden states, in standard deviations of the reference."""
+    return float((hidden - reference).square().mean().sqrt() / reference.std().clamp(min=1e-6))
 
 
 def _dtype(decoder: nn.Module) -> torch.dtype:
-    """The dtype that a decoder computes in, which is not that of quantised weights."""
-    return next((each.dtype for each in decoder.parameters() if each.is_floating_point()), torch.float16)
+    """Return the dtype that a decoder computes in; quantised weights, which are integers, do not count."""
+    return next((weight.dtype for weight in decoder.parameters() if weight.is_floating_point()), torch.float16)
 
 
 def _token_ids(decoder: nn.Module) -> Tensor:
-    """Ids, (1, TOKENS), spread over the vocabulary: the first and the last ids are special tokens in most models."""
+    """Return token ids, (1, TOKENS), from the inner three quarters of the vocabulary.
+
+    The first and the last ids are special tokens in most models.
+    """
     embeddings: Any = decoder.get_input_embeddings()  # type: ignore[operator]
     weight: Tensor = embeddings.weight
-    return torch.linspace(weight.shape[0] // 8, 7 * weight.shape[0] // 8, TOKENS, device=weight.device).long()[None]
+    vocabulary = weight.shape[0]
+    return torch.linspace(vocabulary // 8, 7 * vocabulary // 8, TOKENS, device=weight.device).long()[None]
 
 
 def _read_as_shorter(model: nn.Module, decoder: nn.Module) -> Tensor:
-    """The hidden state of the last token, (1, hidden), where all tokens are read as those of a shorter text."""
+    """Return the hidden state of the last token, (1, hidden), with the frequencies of a text of one token less."""
     with ExitStack() as stack:
         for table in tables_of(patched_slots(model)):
             if table.method.depends_on_length(table.rotary):
@@ -202,23 +222,27 @@ def _read_as_shorter(model: nn.Module, decoder: nn.Module) -> Tensor:
     return hidden[0, -1:].float()
 
 
-def _both_ways(decoder: nn.Module, continued: int) -> tuple[Tensor, Tensor]:
-    """Hidden states of the last tokens, (continued, hidden) float32: in one forward, and onto a cache of the others."""
+def _both_ways(decoder: nn.Module, last: int) -> tuple[Tensor, Tensor]:
+    """Return hidden states of the last tokens, twice: read in one forward, and read onto a cache of the others.
+
+    Both are (last, hidden) float32.
+    """
     ids = _token_ids(decoder)
     whole = decoder(input_ids=ids, use_cache=False)
-    first = decoder(input_ids=ids[:, :-continued], use_cache=True)
+    first = decoder(input_ids=ids[:, :-last], use_cache=True)
     cache = cache_of_output(first)
     if cache is None:
         raise NotTriedError(f"{type(decoder).__name__} keeps no cache")
-    then = decoder(input_ids=ids[:, -continued:], use_cache=True, **{cache_parameter(decoder): cache})
-    return whole[0][0, -continued:].float(), then[0][0].float()
+    continued = decoder(input_ids=ids[:, -last:], use_cache=True, **{cache_parameter(decoder): cache})
+    return whole[0][0, -last:].float(), continued[0][0].float()
 
 
-def _refusal(decoder: nn.Module, name: str, why: str) -> UnsupportedModelError:
+def _refusal(decoder: nn.Module, name: str, reason: str) -> UnsupportedModelError:
+    """Return the error for a decoder that does not go on from its cache under the method `name`."""
     from transformers import __version__
 
     return UnsupportedModelError(
         f"{type(decoder).__name__} of transformers {__version__} does not go on from its cache under {name} as it "
-        f"reads the same tokens in one forward ({why}), so that generated text would be wrong. The model is as it was. "
-        "Use a static method (yarn, ntk, linear, ...), or another release of transformers, and please report this"
+        f"reads the same tokens in one forward ({reason}), so that generated text would be wrong. The model is as it "
+        "was. Use a static method (yarn, ntk, linear, ...), or another release of transformers, and please report this"
     )

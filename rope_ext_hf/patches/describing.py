@@ -1,4 +1,4 @@
-"""`describe`: which RoPE method a model runs, what lies underneath, and how the model would be saved."""
+"""Descriptions of a model's RoPE: its method, the scalings underneath, and how the model would be saved."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import nn
 from rope_ext_hf.methods.base import TWO_PI, UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.adapters import SAVE_ROUTE, modules_with_adapters
-from rope_ext_hf.patches.config import read_rope, recorded_specs
+from rope_ext_hf.patches.config import read_rope
 from rope_ext_hf.patches.family_settings import class_pairing
 from rope_ext_hf.patches.geometry import base_rope_of_config, before_patches, check_pairing
+from rope_ext_hf.patches.patch_records import recorded_specs
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.planning import PatchPlan
 from rope_ext_hf.patches.recipes import recipe_note
@@ -31,7 +32,7 @@ _PAIRINGS: dict[str | None, str] = {
 
 @dataclass(frozen=True)
 class _Scaling:
-    """One scaling underneath a patch, and the length in tokens that the model is for under it."""
+    """One scaling underneath the method of a model, and the length in tokens that the model is for under it."""
 
     method: str
     params: dict[str, Any]
@@ -43,24 +44,30 @@ class _Scaling:
 
 @dataclass(frozen=True, repr=False)
 class Description(ShownAsTables):
-    """What a model's rotary embedding is and how a model saved now would be loaded.
+    """The rotary embedding of a model, and how the model would be saved; printing it shows a table.
 
     Attributes:
-        method, params: the method on top by name and its parameters.
-        underneath: the scalings that the method is applied over, bottom first; empty for a plain model.
-        pairing: "half" or "interleaved"; None where the family is not in the table.
-        trained_length: tokens that RoPE without any scaling is for.
-        context_length: tokens that the model is for without the method on top; `factor` multiplies it.
-        context_rule: which reading of the config, or which argument, gave `context_length`.
-        extended_length: tokens that the model is for with the method on top; None: it follows the input.
-        rotating_layers: how many full-attention layers rotate, of how many there are.
-        wavelengths: per pair, 2 pi / inv_freq in tokens, at the context length; inf where a pair does not rotate.
-        attention_factor: what cos and sin are multiplied by.
-        save_route: how `save_pretrained` would write it.
-        patched: whether the method was put in by `patch`.
-        notes: what a patch does not reach.
-        short_inputs: what the patch does to inputs within the context length, by what was measured, and what is unusual
-            about it on this rotary embedding.
+        model_type: the model type of the text config.
+        method: the name of the method on top.
+        params: its parameters.
+        underneath: the scalings that the method is applied over, bottom first; empty for a plain model. Each has
+            `method`, `params` and `context_length`.
+        pairing: "half" or "interleaved", the dims that rotate together; None where this package does not know the
+            model family.
+        trained_length: the length in tokens that RoPE without any scaling is for.
+        context_length: the length in tokens that the model is for without the method on top; a factor multiplies it.
+        context_rule: the reading of the config, or the argument, that gave `context_length`.
+        extended_length: the length in tokens that the model is for with the method on top; None: it follows the input.
+        rotating_layers: the number of full-attention layers that rotate, and of all full-attention layers.
+        wavelengths: 2 pi / inv_freq of each pair, in tokens, at the context length; inf where a pair does not rotate.
+        attention_factor: the factor of cos and sin.
+        save_route: how `save_pretrained` would write the method.
+        patched: whether `patch` put the method in.
+        theta: the base of the frequencies.
+        notes: sentences on what the method does not reach, and on what the model's class does differently.
+        short_inputs: sentences on what the patch does to inputs within the context length, and on what is unusual about
+            it on this rotary embedding.
+        recipe: a line on what the publisher of the model states about its context; None where nothing is known.
     """
 
     model_type: str
@@ -83,17 +90,17 @@ class Description(ShownAsTables):
     recipe: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; the wavelength of a pair that does not rotate is None."""
+        """Return the attributes as plain values, as JSON holds them; an infinite wavelength is None."""
         return asdict(self) | {"wavelengths": [w if math.isfinite(w) else None for w in self.wavelengths]}
 
     @property
     def rows(self) -> Rows:
-        """What it says, each under a name."""
+        """The rows of the table that printing shows, each a name and a text."""
         longer = sum([wavelength > self.trained_length for wavelength in self.wavelengths])
         extended = f"{self.extended_length:,} tokens" if self.extended_length else "no fixed limit"
         if self.extended_length == self.context_length:
             extended += " (not extended)"
-        shown = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
+        shown_pairs = sorted({round(i * (len(self.wavelengths) - 1) / 7) for i in range(8)})
         return [
             ("method", _call({"method": self.method, **self.params})),
             *[("over", str(scaling)) for scaling in reversed(self.underneath)],
@@ -105,7 +112,7 @@ class Description(ShownAsTables):
             ("layers with RoPE", f"{self.rotating_layers[0]} of {self.rotating_layers[1]} full-attention layers"),
             ("attention factor", f"{self.attention_factor:.4f}"),
             ("wavelengths", f"{longer} of {len(self.wavelengths)} pairs have a wavelength beyond the trained length"),
-            ("  in tokens", ", ".join([f"pair {pair}: {self.wavelengths[pair]:,.4g}" for pair in shown])),
+            ("  in tokens", ", ".join([f"pair {pair}: {self.wavelengths[pair]:,.4g}" for pair in shown_pairs])),
             ("saved as", self.save_route),
             *((("published", self.recipe),) if self.recipe else ()),
             *[("short inputs", text) for text in self.short_inputs],
@@ -113,10 +120,12 @@ class Description(ShownAsTables):
         ]
 
     def tables(self) -> Sequence[Rows]:
+        """Return the tables that a notebook shows: one, with the model in its first row."""
         return [[("model", self._heading), *self.rows]]
 
     @property
     def _heading(self) -> str:
+        """The model type, and whether the model is patched."""
         return f"{self.model_type}, {'patched' if self.patched else 'as loaded'}"
 
     def __str__(self) -> str:
@@ -124,11 +133,13 @@ class Description(ShownAsTables):
 
 
 def _call(saved: Mapping[str, Any]) -> str:
+    """Return a method, as `to_dict` gives it, as a call: "yarn(factor=4, ...)"."""
     params = [f"{key}={_short(value)}" for key, value in saved.items() if key != "method"]
     return f"{saved['method']}({', '.join(params)})" if params else str(saved["method"])
 
 
 def _short(value: Any) -> str:
+    """Return the value of a parameter in a few words."""
     if isinstance(value, Mapping):
         return _call(value)
     if isinstance(value, (list, tuple)):
@@ -137,25 +148,29 @@ def _short(value: Any) -> str:
 
 
 def describe(model: nn.Module | PatchPlan) -> Description:
-    """Describe the RoPE method that a model runs, patched or as loaded.
+    """Describe the RoPE method that a model runs: its parameters, the scalings underneath, lengths and wavelengths.
+
+        print(rope.describe(model))
 
     Args:
-        model: a model, or the plan of a patch: then the model as it would be.
+        model: a model, patched or not; or a plan of `plan_patch`, for the model as it would be with that patch.
 
     Raises:
-        UnsupportedModelError: a model without rotary embeddings.
+        UnsupportedModelError: the model has no rotary embeddings that could be replaced.
+        CheckpointError: the weights are, by the config, in another pairing than the class rotates.
     """
     if isinstance(model, PatchPlan):
         return _describe_patched(model.model, model.slots, model.state, model.state.spec.method)
     check_pairing(model)
-    if filled := patched_slots(model):
+    filled = patched_slots(model)
+    if filled:
         present = filled[0].present_spec
         return _describe_patched(model, find_slots(model, present.layers), filled[0].state, present.method)
     slot = first_scaled(find_slots(model))
     layer_type = (*slot.scaled_layers, *slot.as_loaded)[0]
     config = before_patches(slot.config)
     settings = getattr(slot.config, "rope_parameters", None) or {"rope_type": "default"}
-    specs = recorded_specs(slot.config)  # of a model that was loaded plainly from a folder that was saved patched
+    specs = recorded_specs(slot.config)  # plain transformers loaded the model from a folder that was saved patched
     described = read_rope(config, slot.as_loaded[layer_type].plain.dim, layer_type)
     base = base_rope_of_config(described, "own", None, config)
     rotary, method, context = described.plain, described.method, base.rotary.context_length
@@ -179,6 +194,7 @@ def describe(model: nn.Module | PatchPlan) -> Description:
 
 
 def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
+    """Return a text on how `save_pretrained` would write the method of a patched model, and on who can read that."""
     encoding = state.encoding
     if modules_with_adapters(model):
         return SAVE_ROUTE
@@ -193,13 +209,14 @@ def _save_route(model: nn.Module, slot: Slot, state: PatchState) -> str:
             "and on the other rows of a batch"
         )
     engines = engine_agreement(state)
-    right = ", ".join(["transformers 5", *engines.agreeing])
+    readers = ", ".join(["transformers 5", *engines.agreeing])
     if engines.by_source:
-        right += f"; by their source code, not run here, also by {', '.join(engines.by_source)}"
-    return f"transformers' own {encoding.rope_type!r}; known to be read right by {right}"
+        readers += f"; by their source code, not run here, also by {', '.join(engines.by_source)}"
+    return f"transformers' own {encoding.rope_type!r}; known to be read right by {readers}"
 
 
 def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState, method: RopeMethod) -> Description:
+    """Describe a model under a patch, live or planned; `method` has the present values of a trained parameter."""
     slot, rotary = first_scaled(slots), state.spec.rotary
     return _description(
         slot,
@@ -217,12 +234,13 @@ def _describe_patched(model: nn.Module, slots: Sequence[Slot], state: PatchState
 
 
 def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
-    """Return what a method does to inputs within the context length, and all that is unusual about it, in sentences."""
-    kept, factor = method.unchanged_length(rotary), getattr(method, "factor", None)
+    """Return sentences on what a method does to inputs within the context length, and on what is unusual about it."""
+    unchanged = method.unchanged_length(rotary)
+    factor = getattr(method, "factor", None)
     notes = []
-    if 0 < kept < UNBOUNDED:
-        notes.append(f"Inputs of up to {kept:,} tokens give the same output as the unpatched model.")
-    if factor and factor > 1 and not kept:
+    if 0 < unchanged < UNBOUNDED:
+        notes.append(f"Inputs of up to {unchanged:,} tokens give the same output as the unpatched model.")
+    if factor and factor > 1 and not unchanged:
         notes.append(
             "Inputs within the context length change as well, and mostly get worse: `rope-ext ppl` measures by how "
             "much. Take the smallest factor that reaches the length you need."
@@ -230,7 +248,11 @@ def short_input_notes(method: RopeMethod, rotary: Rotary) -> tuple[str, ...]:
     return (*notes, *method.cautions(rotary))
 
 
-def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) -> Description:
+def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **attributes: Any) -> Description:
+    """Return a description with the attributes that follow from a slot and a method over its rotary embedding.
+
+    `attributes` are the others.
+    """
     inv_freq, attention_factor = method.frequencies(rotary)
     return Description(
         model_type=slot.config.model_type,
@@ -243,12 +265,12 @@ def _description(slot: Slot, rotary: Rotary, method: RopeMethod, **rest: Any) ->
         attention_factor=attention_factor,
         theta=rotary.theta,
         rotating_layers=slot.layers.rotating,
-        **rest,
+        **attributes,
     )
 
 
 def scalings_underneath(rotary: Rotary) -> list[_Scaling]:
-    """The scalings of a rotary embedding, bottom first; empty for a plain one."""
+    """Return the scalings of a rotary embedding, bottom first; none for a plain one."""
     if rotary.own is None:
         return []
     own = rotary.own
@@ -256,4 +278,5 @@ def scalings_underneath(rotary: Rotary) -> list[_Scaling]:
 
 
 def _params(method: RopeMethod) -> dict[str, Any]:
+    """Return the parameters of a method as plain values."""
     return {key: value for key, value in method.to_dict().items() if key != "method"}

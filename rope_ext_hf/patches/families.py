@@ -1,9 +1,9 @@
-"""The family table, `families.toml`: what a live model does not reveal about itself; its comments explain it.
+"""The family table, `families.toml`, which states what a live model does not reveal about itself.
 
-What the classes of one family do as no others do is a function below.
+The comments of the table explain its fields. What the classes of a single family do, and no others, is a function here.
 """
 
-# No postponed annotations: `strict` checks values against the types themselves.
+# Annotations are not postponed: `strict` checks values against the types themselves.
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,27 +20,39 @@ _Block = Literal[
     "q", "k", "v", "q_gated", "norm", "latent_q", "latent_kv", "latent_k", "index_q", "index_k", "index_norm"
 ]
 KV_HEADS = "num_key_value_heads"
+"""The value of `repeat` for rows whose blocks are repeated for every key head."""
 
 
 @strict
 @dataclass(kw_only=True)
 class ModuleRows:
-    """How the rows of one module's weight are stored, for configs in which `when` is true."""
+    """The order in which the rows of a module's weight are stored.
 
-    blocks: list[_Block]  # the kinds of rows, one below the other
+    Attributes:
+        blocks: the kinds of rows, in the order in which they are stored.
+        repeat: how many times the blocks follow each other, each time with its share of the heads; or `KV_HEADS`.
+        when: the config key that must be true for this order; None: it holds for all configs.
+        pairing: the pairing of these rows; None: that of the attention.
+    """
+
+    blocks: list[_Block]
     repeat: int | Literal["num_key_value_heads"] = 1
-    """How many times the blocks follow, each with its share of the heads; or `KV_HEADS`, for every key head."""
-    when: str | None = None  # a config key; None: no condition
-    pairing: Literal["half", "interleaved"] | None = None  # None: that of the attention
+    when: str | None = None
+    pairing: Literal["half", "interleaved"] | None = None
 
 
 @strict
 @dataclass(kw_only=True)
 class ConfigNumber:
-    """A number that a config gives under a family's own keys, for configs in which `when` is true."""
+    """A number that a config states under keys of its family.
 
-    product: list[str | int | float]  # config keys and numbers to be multiplied
-    when: str | None = None  # a config key; None: no condition
+    Attributes:
+        product: config keys and numbers, whose product is the number.
+        when: the config key that must be true for this; None: it holds for all configs.
+    """
+
+    product: list[str | int | float]
+    when: str | None = None
 
 
 T = TypeVar("T", ModuleRows, ConfigNumber)
@@ -49,7 +61,7 @@ T = TypeVar("T", ModuleRows, ConfigNumber)
 @strict
 @dataclass(kw_only=True)
 class Family:
-    """One table of families.toml; the comments there explain each field. It is shared: not to be changed."""
+    """One table of families.toml, whose comments explain each field. Do not change it: it is shared."""
 
     pairing: Literal["half", "interleaved"] | None = None
     pairing_switch: str | None = None
@@ -70,12 +82,16 @@ class Family:
 
 
 def choose(alternatives: Iterable[T], config: Any) -> T:
-    """Return the first alternative without a condition, or whose condition this config meets."""
-    return next(each for each in alternatives if each.when is None or look_up(config, each.when))
+    """Return the first alternative that has no condition, or whose condition this config meets."""
+    return next(option for option in alternatives if option.when is None or look_up(config, option.when))
 
 
 def look_up(config: Any, key: str) -> Any:
-    """Return the value of a config key, `outer.inner` for one inside another; None where it is missing."""
+    """Return the value of a config key, None where it is missing; `outer.inner` is a key inside another.
+
+    Raises:
+        UnsupportedModelError: the layers of the model have values of their own for the key.
+    """
     for part in key.split("."):
         if part in (getattr(config, "per_layer_attributes", None) or ()):
             raise UnsupportedModelError(
@@ -92,112 +108,137 @@ def tables() -> dict[str, Any]:
 
 
 def families() -> dict[str, Family]:
+    """Return every family of families.toml by its `model_type`."""
     return {name: family(name) for name in tables()}
 
 
 @cache
 def family(model_type: str) -> Family:
-    """Return the family of a model_type, read when it is first asked for; without a table, one with nothing special."""
+    """Return the family of a `model_type`; without a table, a family with nothing special. Tables are read on use."""
     return _read_table(tables(), model_type) if model_type in tables() else Family()
 
 
 def parse_families(text: str) -> dict[str, Family]:
-    """Parse a whole table; ValueError names the family with an unknown field, or a value of another type."""
+    """Return the families of a text in the format of families.toml.
+
+    Raises:
+        ValueError: a field is unknown or has a value of another type; the message names the family.
+    """
     parsed = tomllib.loads(text)
     return {name: _read_table(parsed, name) for name in parsed}
 
 
 def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
+    """Return the family of one table of a parsed text."""
     try:
-        stated = _with_base(parsed, name)
-        for key, kind, plain in (
-            ("rotated", ModuleRows, lambda blocks: ModuleRows(blocks=blocks)),
-            ("config_keys", ConfigNumber, lambda factor: ConfigNumber(product=[factor])),
-        ):
-            stated[key] = {each: _alternatives(value, kind, plain) for each, value in stated.get(key, {}).items()}
-        return Family(**stated)
+        fields = _with_base(parsed, name)
+        rotated = fields.get("rotated", {})
+        fields["rotated"] = {module: _alternatives(value, _rows) for module, value in rotated.items()}
+        numbers = fields.get("config_keys", {})
+        fields["config_keys"] = {key: _alternatives(value, _number) for key, value in numbers.items()}
+        return Family(**fields)
     except (AttributeError, KeyError, StrictDataclassError, TypeError) as error:
         raise ValueError(f"[{name}]: {one_line(error)}") from error
 
 
 def _with_base(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The values of a table, over those of the table that it is like."""
+    """Return the fields of a table, and those that it takes over from the table that it is `like`."""
     own = dict(parsed[name])
     base = own.pop("like", None)
     return own if base is None else _with_base(parsed, base) | own
 
 
-def _alternatives(value: Any, kind: Any, plain: Callable[[Any], Any]) -> list[Any]:
-    """A value that may be a list of alternatives; each is a table of fields, or stands for the first field alone."""
+def _alternatives(value: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Return the alternatives that a value of a table states, each read by a function.
+
+    A list is a list of alternatives only where tables are among its items; otherwise it is one alternative.
+    """
     several = isinstance(value, list) and any(isinstance(item, dict) for item in value)
-    return [kind(**item) if isinstance(item, dict) else plain(item) for item in (value if several else [value])]
+    return [read(item) for item in (value if several else [value])]
 
 
-# --- what the classes of single families do as no others do: one function each --------------------------------------
+def _rows(value: Any) -> ModuleRows:
+    """Return the rows that a table states, or a list of blocks alone."""
+    return ModuleRows(**value) if isinstance(value, dict) else ModuleRows(blocks=value)
+
+
+def _number(value: Any) -> ConfigNumber:
+    """Return the number that a table states, or a config key or a number alone."""
+    return ConfigNumber(**value) if isinstance(value, dict) else ConfigNumber(product=[value])
+
+
+# --- what the classes of a single family do, and no others: one function each ---------------------------------------
 
 
 def rotates_back(model_type: str) -> bool:
-    """Whether its attention rotates values as well, and rotates its output back."""
+    """Return whether the attention rotates values too, and rotates its output back."""
     return model_type == "deepseek_v4"
 
 
 def rows_rotate(model_type: str, layer: Any) -> bool:
-    """Whether a layer rotates, by its part of the config; elsewhere every layer of a kind does."""
-    return model_type != "mistral_large4_text" or bool(layer.no_rope_layers)  # named for the contrary
+    """Return whether a layer rotates, by its part of the config; in other families every layer of a kind does."""
+    if model_type != "mistral_large4_text":
+        return True
+    return bool(layer.no_rope_layers)  # true for a layer that rotates, whatever the name says
 
 
 def rope_keys(model_type: str, layer_types: list[str]) -> list[str]:
-    """The key of `rope_parameters` under which the rotary embedding of each layer stands, by their types."""
+    """Return, for each layer by its type, the key of `rope_parameters` that holds the settings of the layer."""
     if model_type == "deepseek_v4":
         return ["main" if layer_type == "sliding_attention" else "compress" for layer_type in layer_types]
     return layer_types
 
 
 def former_key(model_type: str, key: str) -> str:
-    """The top-level key of a rope setting in its configs of transformers 4."""
+    """Return the top-level key under which configs of transformers 4 hold a rope setting."""
     former = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     return former.get(key, key) if model_type in ("gpt_neox", "gpt_neox_japanese") else key
 
 
 def check_architecture(text: Any) -> None:
-    """Check that a text config is no other architecture of the same model_type than the family table describes."""
+    """Raise UnsupportedModelError for a text config of another architecture than the family table has for its type."""
     if text.model_type == "chatglm" and getattr(text, "inner_hidden_size", None) is not None:
         raise UnsupportedModelError(
             "by 'inner_hidden_size' in its config this 'chatglm' is the first ChatGLM-6B, which rotates each half of a "
-            "head by positions of its own; that one is not in the family table"
+            "head by positions of its own and is not in the family table; ChatGLM2 and later models are"
         )
 
 
 def linear_is_extended(model_type: str, theta: float, max_position_embeddings: int) -> bool:
-    """Whether max_position_embeddings beside a linear scaling is the extended length already, not the original."""
+    """Return whether max_position_embeddings beside a linear scaling is the extended length, not the original one."""
     if model_type == "llama":  # as in deepseek-coder and others, but not in Vicuna-16k and LongChat
         return theta != 10_000 or max_position_embeddings > 4096
     return family(model_type).linear_extended
 
 
 def original_length_of_linear(model_type: str, extended: int, factor: float) -> int:
-    """The length in tokens before a linear scaling, where the config states the extended one."""
-    if model_type == "gemma3_text":  # technical report, arXiv 2503.19786, sec. 2; no config has it
+    """Return the length in tokens before a linear scaling, where the config states the extended one."""
+    if model_type == "gemma3_text":  # by the technical report, arXiv 2503.19786, sec. 2; no config states it
         return 32_768
     return round(extended / factor)
 
 
 def runs_short_list(model_type: str, settings: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The longrope settings as its class runs them, and a note where that is not what they state.
+    """Return longrope settings as the class runs them, and a sentence where that differs from what they state.
 
-    The PhiMoE class never uses the long list, and multiplies cos and sin by short_mscale or long_mscale.
+    The PhiMoE class never uses the long list, and multiplies cos and sin by short_mscale or long_mscale. In other
+    families the settings are returned unchanged, with an empty text.
+
+    Raises:
+        UnsupportedModelError: short_mscale and long_mscale differ, or are missing.
     """
     if model_type != "phimoe":
         return settings, ""
     short, long = settings.get("short_mscale"), settings.get("long_mscale")
     if short is None or short != long:
         raise UnsupportedModelError(
-            f"the {model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, whichever "
-            "the longest row of a batch asks for; that cannot be replaced unless both are equal"
+            f"the {model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, by the "
+            "longest row of a batch; that cannot be replaced unless both are equal"
         )
-    note = (
+    run = settings | {"long_factor": settings["short_factor"], "attention_factor": short}
+    if settings["long_factor"] == settings["short_factor"]:
+        return run, ""
+    return run, (
         f"The {model_type!r} class of transformers never uses long_factor; the model runs short_factor. A longrope "
-        "patch with both lists uses it beyond the original length and is no identity, even at factor 1."
+        "patch with both lists uses long_factor beyond the original length, and so changes the model even at factor 1."
     )
-    changed = {"long_factor": settings["short_factor"], "attention_factor": short}
-    return settings | changed, note if settings["long_factor"] != settings["short_factor"] else ""

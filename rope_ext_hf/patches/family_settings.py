@@ -1,4 +1,4 @@
-"""What a config states about its rotary embedding, its pairing and its sizes, under the keys of its family."""
+"""Sizes, the pairing and the rotary embedding that a config states, under the keys of its family."""
 
 from __future__ import annotations
 
@@ -12,20 +12,32 @@ from rope_ext_hf.errors import CheckpointError, UnsupportedModelError, short
 from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.patches.families import Family, check_architecture, choose, family, look_up
 
-_LAYERS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")  # of text, vision, audio
+_LAYER_COUNTS = ("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers", "depth")
+"""Config keys of the number of layers, in models of text, vision and audio."""
 
 
 def check_sizes(config: Any) -> None:
-    """Check that a model of this config can be built in reasonable time and memory, even without weights."""
+    """Raise CheckpointError if a model of this config could take unreasonable time or memory to build without weights.
+
+    The limits are those of `rope_ext_hf.limits`.
+    """
     for part in _parts(config):
-        layers, heads = _largest(part, *_LAYERS), _largest(part, "num_attention_heads")
-        width = _largest(part, "head_dim") or (heads and _largest(part, "hidden_size") / heads)
-        for name, words, value in (("layers", "layers", layers), ("head_dim", "dims per head", width)):
-            if value > (most := limit(name)):
-                raise CheckpointError(
-                    f"the config of this {part.model_type!r} has {value:,.0f} {words}; at most {most:,} are supported. "
-                    f"Correct the config; {advice(name)}"
-                )
+        _check_size(part, "layers", "layers", _largest(part, *_LAYER_COUNTS))
+        width = _largest(part, "head_dim")
+        heads = _largest(part, "num_attention_heads")
+        if not width and heads:
+            width = _largest(part, "hidden_size") / heads
+        _check_size(part, "head_dim", "dims per head", width)
+
+
+def _check_size(config: Any, limit_name: str, words: str, size: float) -> None:
+    """Raise CheckpointError if a size of a config is above its limit; `words` name the size in the message."""
+    most = limit(limit_name)
+    if size > most:
+        raise CheckpointError(
+            f"the config of this {config.model_type!r} has {size:,.0f} {words}; at most {most:,} are supported. "
+            f"Correct the config; {advice(limit_name)}"
+        )
 
 
 _MOST_STATED: dict[str, float] = {
@@ -33,24 +45,29 @@ _MOST_STATED: dict[str, float] = {
     "rotary_pct": 1,
     "rope_theta": 1e30,  # beyond 1e38 the slowest frequencies are 0 in float32
     "rotary_emb_base": 1e30,
-    **dict.fromkeys(("num_labels", *_LAYERS), 1_000_000),
+    **dict.fromkeys(("num_labels", *_LAYER_COUNTS), 1_000_000),
 }
-"""What a config may state at most. Of the counts transformers makes lists, of any length, when it reads a config."""
+"""The largest number that a config may state under a key. When transformers reads a config, it makes lists as long as
+some of these counts say."""
 
 
 def check_stated(values: Mapping[str, Any]) -> None:
-    """Check numbers of a config, and of the configs inside it, before a class of transformers reads it."""
+    """Raise CheckpointError for impossibly large numbers in the values of a config and of the configs inside it.
+
+    This comes before a config class of transformers reads them.
+    """
     for key, value in values.items():
+        most = _MOST_STATED.get(key, math.inf)
         if isinstance(value, Mapping):
             check_stated(value)
-        elif isinstance(value, (int, float)) and value > (most := _MOST_STATED.get(key, math.inf)):
+        elif isinstance(value, (int, float)) and value > most:
             raise CheckpointError(
                 f"the config states {short(str(value))} as its {key}; at most {most:,} is supported. Correct the config"
             )
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """A config and those inside it: of text, of vision."""
+    """Yield a config and the configs inside it, such as those of the text and vision parts of a model."""
     yield config
     for value in vars(config).values():
         if hasattr(value, "get_text_config"):
@@ -58,45 +75,61 @@ def _parts(config: Any) -> Iterator[Any]:
 
 
 def _largest(config: Any, *keys: str) -> float:
-    """The largest number of a config under these keys, 0 where it has none: whoever needs the number reports that."""
-    own, values = family(config.model_type).config_keys, list[Any]()
+    """Return the largest number that a config states under some keys, 0 where it states none.
+
+    A missing or wrong number is no error here; it is reported where the number is needed.
+    """
+    own_keys = family(config.model_type).config_keys
+    values: list[Any] = []
     for key in keys:
-        with suppress(CheckpointError):
-            values += [config_number(config, key)] if key in own else values_of(config, key)
-    return max([each for each in values if isinstance(each, (int, float)) and not isinstance(each, bool)], default=0)
+        if key in own_keys:
+            with suppress(CheckpointError):
+                values.append(config_number(config, key))
+        else:
+            values += values_of(config, key)
+    numbers = [value for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    return max(numbers, default=0)
 
 
 def values_of(config: Any, key: str) -> list[Any]:
-    """The value of a config key, or those of all layers where layers have their own (Gemma 4's head_dim)."""
+    """Return the value of a config key in a list; one value for each layer where they differ (Gemma 4's head_dim)."""
     if key in (getattr(config, "per_layer_attributes", None) or ()):
         return [getattr(layer, key, None) for layer in config.per_layer_config]
     return [getattr(config, key, None)]
 
 
 def stated_rotary(config: Any) -> Rotary | None:
-    """Return the rotary embedding of a family whose table gives rotary_dim; None for other families."""
+    """Return the rotary embedding of a family whose table states `rotary_dim`; None for other families.
+
+    Raises:
+        UnsupportedModelError: the family table does not describe this model.
+        CheckpointError: a number is missing or impossible.
+    """
     text = config.get_text_config()
     if "rotary_dim" not in supported_family(text).config_keys:
         return None
-    dim, theta, length = (config_number(text, key) for key in ("rotary_dim", "rope_theta", "max_position_embeddings"))
+    dim = int(config_number(text, "rotary_dim"))
+    theta = config_number(text, "rope_theta")
+    length = int(config_number(text, "max_position_embeddings"))
     width = head_dim(text)
-    if not 2 <= int(dim) <= width or int(dim) % 2:
+    if not 2 <= dim <= width or dim % 2:
         raise CheckpointError(
-            f"by the config, {int(dim)} of the {width} dims of a head rotate; the number must be even, at least 2 "
+            f"by the config, {dim} of the {width} dims of a head rotate; the number must be even, at least 2 "
             f"and at most {width}"
         )
-    return Rotary(int(dim), theta, int(length))
+    return Rotary(dim, theta, length)
 
 
 class LayerConfig:
     """A text config as one layer reads it.
 
-    Each key has the layer's own value where layers differ: by `per_layer_config`, by a list with an entry for each
-    layer, or by settings for each layer type in rope_parameters. `layer_types` is a dict {layer type: True}, which a
-    condition in the family table can ask.
+    An attribute is the value for the layer where layers differ: by `per_layer_config`, by a list with an entry for each
+    layer, or by settings for each layer type in `rope_parameters`. `layer_types` is a dict {layer type: True}, so that
+    a condition of the family table can name a layer type.
     """
 
     def __init__(self, text: Any, layer: int) -> None:
+        """Read the config `text` as the layer of that number does, which counts from 0."""
         self._text = text
         self._layer = layer
         types = getattr(text, "layer_types", None)
@@ -117,40 +150,62 @@ class LayerConfig:
         return value
 
     def rotary_dim(self, dim: int) -> int:
-        """Rotated dims per head of this layer, `dim` unless its settings in rope_parameters are its own."""
+        """Return how many dims of each head rotate in this layer.
+
+        That is `dim`, unless `rope_parameters` has settings for its layer type alone.
+        """
         if getattr(self, "kv_lora_rank", None):
             return int(self.qk_rope_head_dim)
         rope = self.rope_parameters if hasattr(self._text, "rope_parameters") else None
         if rope is None or rope is self._text.rope_parameters:
             return dim
+        # A proportional embedding counts all dims as rotated: some of its pairs have frequency 0.
         partial = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
-        return 2 * math.ceil(int(head_dim(self) * partial) / 2)  # an odd number has a last pair of its own
+        return 2 * math.ceil(int(head_dim(self) * partial) / 2)  # the last dim of an odd number is a pair of its own
 
 
 def supported_family(text: Any) -> Family:
-    """Return the family of a text config; UnsupportedModelError for one that the family table does not describe."""
+    """Return the family of a text config.
+
+    Raises:
+        UnsupportedModelError: the family table describes another architecture, or other weights, under this model type.
+    """
     known = family(text.model_type)
     check_architecture(text)
     if known.rotates_values and look_up(text, known.rotates_values):
         raise UnsupportedModelError(
             f"by {known.rotates_values!r} in its config the values of this {text.model_type!r} come from rows that "
-            "rotate; which columns of the weights after them move with them is not in the family table"
+            "rotate; the family table does not state which columns of the weights after them would have to move too"
         )
     return known
 
 
 def head_dim(text: Any) -> int:
+    """Return the number of dims of each head by a text config.
+
+    Raises:
+        CheckpointError: the config states neither that nor possible sizes from which it follows.
+    """
     stated = config_number(text, "head_dim", 0)
     return int(stated or config_number(text, "hidden_size") // config_number(text, "num_attention_heads"))
 
 
 def config_number(text: Any, key: str, default: float | None = None) -> float:
-    """Return a number of a text config, maybe under keys of its family; CheckpointError: missing or wrong."""
-    own = family(text.model_type).config_keys.get(key)
-    if own is None and default is not None:
+    """Return a number of a text config, under the keys that its family has for it.
+
+    Args:
+        text: the text config.
+        key: the usual key of the number.
+        default: the number where the config has none, in families without a key of their own for it.
+
+    Raises:
+        CheckpointError: the number is missing, or is not above 0 and finite.
+    """
+    alternatives = family(text.model_type).config_keys.get(key)
+    if alternatives is None and default is not None:
         return look_up(text, key) or default
     number = 1.0
-    for factor in (key,) if own is None else choose(own, text).product:
+    for factor in [key] if alternatives is None else choose(alternatives, text).product:
         value = look_up(text, factor) if isinstance(factor, str) else factor
         if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             raise CheckpointError(
@@ -161,7 +216,7 @@ def config_number(text: Any, key: str, default: float | None = None) -> float:
 
 
 def set_pairing_switch(config: Any, to: str) -> None:
-    """Have the class of this config run a pairing, in families whose config has a switch for it."""
+    """Set the config so that its class runs the pairing `to`, in families whose config has a switch for that."""
     text = config.get_text_config()
     switch = family(text.model_type).pairing_switch
     if switch is not None:
@@ -169,7 +224,10 @@ def set_pairing_switch(config: Any, to: str) -> None:
 
 
 def config_pairing(config: Any, after: str | None = None) -> str | None:
-    """Return the pairing of the weights by family and switch, taken as set to `after`; None: it is unknown."""
+    """Return the pairing of the weights by the family and its switch; None where it is unknown.
+
+    `after`: the pairing to which the switch is about to be set, instead of the one that the config states.
+    """
     text = config.get_text_config()
     known = family(text.model_type)
     if known.pairing_switch is None:
@@ -180,9 +238,12 @@ def config_pairing(config: Any, after: str | None = None) -> str | None:
 def class_pairing(config: Any, after: str | None = None) -> str | None:
     """Return the pairing that the transformers class of this config runs; None where that is unknown.
 
-    For families with remote code this is what that code runs. Not every version of it reads the switch, so the answer
-    is None where the switch differs from the family's own pairing. `after`: as in `config_pairing`.
+    For a family whose code comes with its checkpoints, it is the pairing that this code runs. Not every version of such
+    code reads the switch, so it is unknown where the switch differs from the family's own pairing. `after`: as in
+    `config_pairing`.
     """
     stated = config_pairing(config, after)
     known = family(config.get_text_config().model_type)
-    return None if known.remote_attention is not None and stated != known.pairing else stated
+    if known.remote_attention is not None and stated != known.pairing:
+        return None
+    return stated

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from rope_ext_hf.attention.rules import RowGroup, TokenPositions
 from rope_ext_hf.errors import LengthError
 from rope_ext_hf.patches.decoder_arguments import cache_argument, new_tokens, past_length
+from rope_ext_hf.rotary.cache_state import CacheState, RowState
 from rope_ext_hf.rotary.embedding import lengths_over_axes, segment_lengths
 from rope_ext_hf.rotary.forward_state import ForwardState, running
-from rope_ext_hf.rotary.kv_cache import CacheState, RowState
 
 CONTEXT_KWARG = "rope_ext_hf_context"
 """The keyword under which a decoder passes the context on to its attention functions, as it does with all others."""
@@ -94,7 +94,7 @@ class ForwardContext(ForwardState):
         if tokens is None:
             return None
         cache, mask = cache_argument(decoder, call), call.get("attention_mask")
-        # Modules around this decoder only: another decoder may be running around them, as in speculative decoding.
+        # The modules around this decoder, but not those around another decoder that it may run inside of.
         inside = takewhile(lambda state: not isinstance(state, ForwardContext), running())
         around = [state for state in inside if isinstance(state, GivenMask)]  # innermost first
         padding = _padding_mask(mask)

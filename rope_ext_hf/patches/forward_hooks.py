@@ -24,8 +24,8 @@ from rope_ext_hf.patches.decoder_arguments import arguments, cache_of_output, ta
 from rope_ext_hf.patches.forward_context import ForwardContext, GivenMask
 from rope_ext_hf.patches.rotation_kernels import kernels_of
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
+from rope_ext_hf.rotary.cache_state import CacheState, KeyOrigin, follow_rows, store_state
 from rope_ext_hf.rotary.forward_state import ForwardState, graph_break, pop, push, running
-from rope_ext_hf.rotary.kv_cache import CacheState, KeyOrigin, follow_rows, store_state
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a forward: those by position, and those by name."""

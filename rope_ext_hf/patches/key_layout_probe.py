@@ -18,7 +18,7 @@ from rope_ext_hf.patches.decoder_arguments import cache_of_output, cache_paramet
 from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH
 from rope_ext_hf.patches.forward_hooks import forward_without_hooks
 from rope_ext_hf.rotary.embedding import RotaryEmbedding, override_angles
-from rope_ext_hf.rotary.kv_cache import KeyLayout, infer_key_layout
+from rope_ext_hf.rotary.key_rotation import KeyLayout, infer_key_layout
 
 _ATTENTION_FACTOR = 1.25
 """A factor whose effect no rounding hides, exact in every dtype."""

@@ -14,9 +14,10 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, UnsupportedModelError, did_you_mean
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.config import ConfigRope, recorded_specs
+from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.families import family, rope_keys
 from rope_ext_hf.patches.family_settings import values_of
+from rope_ext_hf.patches.patch_records import recorded_specs
 
 SLIDING = frozenset({"sliding_attention", "chunked_attention", "window_attention", "hybrid_sliding"})
 """Layer types that never attend past their window, whatever their rotary embedding does."""
@@ -29,7 +30,7 @@ Layers = str | int | Sequence[str | int]
 _LISTED_INDICES = 6
 """How many layers a message names before it says "..."."""
 
-LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
+_LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
 """The indices of the layers that use each rotary embedding of a rotary module; the key None: one embedding for all."""
 
 
@@ -54,7 +55,8 @@ class AttentionLayers:
     def _stated_length(self) -> int:
         """Return the length in tokens that the config stated before it was patched; 0 where it states none."""
         with suppress(MethodError):  # a damaged record is refused by the function that reads the patch
-            if specs := recorded_specs(self.config):
+            specs = recorded_specs(self.config)
+            if specs:
                 return specs[0].rotary.context_length
         stated = getattr(self.config, "max_position_embeddings", None)
         return stated if isinstance(stated, int) else 0
@@ -65,7 +67,7 @@ class AttentionLayers:
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         stated = [*values_of(self.config, "sliding_window"), *values_of(self.config, "attention_chunk_size")]
-        return max([each for each in stated if isinstance(each, int) and each > 0], default=None)
+        return max([size for size in stated if isinstance(size, int) and size > 0], default=None)
 
     @property
     def sliding(self) -> int:
@@ -98,7 +100,7 @@ class AttentionLayers:
         """The name of every layer's rotary embedding, in a model that has several."""
         return rope_keys(self.config.model_type, self.types)
 
-    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> LayersByEmbedding:
+    def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> _LayersByEmbedding:
         """Return the indices of the layers that use each rotary embedding of one rotary module.
 
         Args:
@@ -111,7 +113,7 @@ class AttentionLayers:
             return {None: tuple([i for i in range(len(self.types)) if thetas is None or thetas[i] == theta])}
         return {key: tuple([i for i, name in enumerate(self._rope_keys) if name == key]) for key in keys}
 
-    def choose(self, by_embedding: LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
+    def choose(self, by_embedding: _LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
         """Return the rotary embeddings that a method changes, of those of one module.
 
         Args:
@@ -134,10 +136,14 @@ class AttentionLayers:
                 )
         return tuple(key for key, indices in by_embedding.items() if wanted & set(indices))
 
-    def _of_full_attention(self, by_embedding: LayersByEmbedding) -> tuple[LayerType, ...]:
+    def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
         """Return the rotary embeddings that a method changes where its user names no layers."""
         types = self.types
-        full = [key for key, each in by_embedding.items() if not _NOT_FULL.issuperset([types[i] for i in each])]
+        full = [
+            key
+            for key, indices in by_embedding.items()
+            if not _NOT_FULL.issuperset([types[index] for index in indices])
+        ]
         if full:
             return tuple(full)
         if list(by_embedding) != [None]:  # an embedding that no layer names may still be one for full attention
@@ -149,7 +155,7 @@ class AttentionLayers:
         windows_alone = getattr(self.config, "layer_types", None) is None and SLIDING.issuperset(types)
         return (None,) if indices and len(indices) == len(types) and not windows_alone else ()
 
-    def _indices(self, by_embedding: LayersByEmbedding, layers: Layers) -> set[int]:
+    def _indices(self, by_embedding: _LayersByEmbedding, layers: Layers) -> set[int]:
         """Return the indices of the layers that a user names."""
         types, chosen = self.types, set[int]()
         for layer in [layers] if isinstance(layers, (str, int)) else layers:

@@ -4,7 +4,7 @@ Under dynamic NTK, for example, the frequencies of a text of 5,000 tokens are no
 module cannot know which it should use: it is given positions only, and not which of them are padding, nor what a cache
 holds. So hooks stand around the decoder's forward, where the mask and the cache are arguments. They work out the length
 of every row, which the rotary modules inside look up, and see to it that the keys in the cache meet the new queries as
-if they had been rotated by the frequencies of that length from the start (`rotary/kv_cache.py` tells how).
+if they had been rotated by the frequencies of that length from the start (`rotary/rotating_cache.py` tells how).
 """
 
 from __future__ import annotations
@@ -23,22 +23,19 @@ from rope_ext_hf.patches.forward_context import HOLD_ONE_LENGTH, ForwardContext,
 from rope_ext_hf.patches.forward_hooks import DecoderHooks
 from rope_ext_hf.patches.key_layout_probe import probe_key_layouts
 from rope_ext_hf.patches.slots import PatchedSlot, tables_of
-from rope_ext_hf.rotary.embedding import RotaryEmbedding
-from rope_ext_hf.rotary.forward_state import graph_break
-from rope_ext_hf.rotary.kv_cache import (
+from rope_ext_hf.rotary.cache_state import (
     CacheState,
-    KeyLayout,
-    KeyRotation,
-    Layers,
     RowState,
     check_origin,
     discard_state,
     follow_rows,
     has_origin,
     packed_error,
-    rotate_cached_keys_,
-    rotate_keys_on_read,
 )
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.rotating_cache import Layers, rotate_cached_keys_, rotate_keys_on_read
 
 
 class LengthHooks(DecoderHooks):
@@ -162,17 +159,7 @@ class LengthHooks(DecoderHooks):
                 valid_up_to = continued.positions.shape[1] + slack if bounded else 0
                 context.cache_rows = RowState(continued.lengths, continued.positions, valid_up_to, True)
                 return
-        context.undo = ExitStack()
-        for scaled, group in _by_attention_factor(layers):
-            after_reading, before_storing = KeyRotation.read_and_store(
-                continued.table,
-                continued.stored.lengths,
-                continued.lengths,
-                continued.positions,
-                positions.shape[1],
-                scaled,
-            )
-            context.undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+        context.undo = _rotate_on_read(continued, layers, positions.shape[1])
 
 
 @dataclass(frozen=True)
@@ -255,6 +242,21 @@ def _rotate_in_place(
             rotate_cached_keys_(group, rotation)
         state.rows = replace(stored, lengths=continued.lengths, positions=continued.past_positions)
     return min(end - length for end, length in zip(ends, lengths, strict=True))
+
+
+def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
+    """Have the layers of a cache return rotated copies of their keys, until the returned stack is closed.
+
+    The last `new` keys come rotated by the model's present frequencies, and are rotated back before they are stored, so
+    that all keys in the cache keep the frequencies of the lengths that they were stored at.
+    """
+    undo = ExitStack()
+    for scaled, group in _by_attention_factor(layers):
+        after_reading, before_storing = KeyRotation.read_and_store(
+            continued.table, continued.stored.lengths, continued.lengths, continued.positions, new, scaled
+        )
+        undo.enter_context(rotate_keys_on_read(group, before_storing, after_reading))
+    return undo
 
 
 def _token_positions(context: ForwardContext) -> Tensor:

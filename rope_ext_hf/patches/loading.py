@@ -1,4 +1,4 @@
-"""Load a folder that was saved patched, of a model or of a PEFT adapter on its base model."""
+"""Load models, and PEFT adapters on their base models, with the patch that was saved in their folder."""
 
 from __future__ import annotations
 
@@ -17,34 +17,46 @@ from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import split_parameters
 from rope_ext_hf.patches.adapters import Adapter, find_adapter, finding_base
 from rope_ext_hf.patches.angle_tables import restore_table
-from rope_ext_hf.patches.config import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
+from rope_ext_hf.patches.applying import patch_as_planned, replay
 from rope_ext_hf.patches.config_keys import own_keys
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_sizes, check_stated
 from rope_ext_hf.patches.fingerprint import check_recorded
 from rope_ext_hf.patches.generation_length import restore_generation_length
 from rope_ext_hf.patches.layer_types import Layers
-from rope_ext_hf.patches.planning import patch_as_planned, plan_patch, replay
-from rope_ext_hf.patches.saving import without_loading_code
+from rope_ext_hf.patches.loading_code import without_loading_code
+from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, original_settings, saved_specs, written_keys
+from rope_ext_hf.patches.planning import plan_patch
 from rope_ext_hf.reference import folder_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# Arguments of transformers' from_pretrained that are also attributes of a config; "auto" is a value for the first only.
 _LOADING_ARGUMENTS = frozenset({"dtype", "torch_dtype"})
+"""Arguments of transformers' from_pretrained that are attributes of a config too, but with other values: only the
+argument may be "auto"."""
 _HUB_ARGUMENTS = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "trust_remote_code")
 _ADAPTER_ARGUMENTS = ("adapter_name", "is_trainable")
 
 
 def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None]:
-    """The config of a folder or Hub id as it was before a patch saved with it, and the record of that patch or None."""
+    """Return the config of a model before the patch that its folder records, and the record of that patch or None.
+
+    Args:
+        path: a local folder or a Hub id.
+        **kwargs: arguments of transformers' from_pretrained for configs (revision, subfolder, ...).
+
+    Raises:
+        CheckpointError: there is no such folder or config, or a number, the record or the rope settings in it are
+            impossible.
+    """
     from transformers import AutoConfig
     from transformers.configuration_utils import PreTrainedConfig
 
     name = str(path)
-    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).expanduser().is_dir():
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not Path(name).expanduser().is_dir():
         raise CheckpointError(f"no such model folder: {name!r}")
     try:
         raw, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
@@ -54,21 +66,30 @@ def load_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | 
         raise CheckpointError(f"{name!r} is neither a folder with a config.json nor a model id that can be reached")
     check_stated(raw)
     inner = next((key for key, value in raw.items() if isinstance(value, dict) and PATCH_KEY in value), None)
-    record = (raw[inner] if inner else raw).get(PATCH_KEY)
+    patched_part = raw if inner is None else raw[inner]
+    record = patched_part.get(PATCH_KEY)
     if record is None:
         return AutoConfig.from_pretrained(path, **kwargs), None
-    plain = without_loading_code(raw) | {inner: _without_record(raw[inner])} if inner else _without_record(raw)
-    return AutoConfig.for_model(plain.pop("model_type"), **plain), record
+    before = _before_patch(patched_part)
+    if inner is not None:
+        before = without_loading_code(raw) | {inner: before}
+    return AutoConfig.for_model(before.pop("model_type"), **before), record
 
 
-def _without_record(config: dict[str, Any]) -> dict[str, Any]:
-    restored, written = original_settings(config) or {}, written_keys(config[PATCH_KEY])
+def _before_patch(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that records a patch, as they were before it."""
+    restored = original_settings(config) or {}
+    written = written_keys(config[PATCH_KEY])
     written |= {own for key, own in own_keys(config["model_type"]).items() if key in restored}
     return without_loading_code({key: value for key, value in config.items() if key not in written} | restored)
 
 
 def find_config(path: str | Path, **kwargs: Any) -> tuple[Any, dict[str, Any] | None, Adapter | None]:
-    """`load_config`, also for an adapter: the config of its base model, the patch it was trained under, and itself."""
+    """Return the config and the record of the patch as `load_config` does, and the adapter if `path` names one.
+
+    For an adapter the config is that of its base model, and the record that of the patch it was trained under; if the
+    adapter has none, that of the base model. The arguments and the errors are those of `load_config`.
+    """
     adapter = find_adapter(path, **kwargs)
     if adapter is None:
         return *load_config(path, **kwargs), None
@@ -94,42 +115,56 @@ def from_pretrained(
     native: bool = False,
     **kwargs: Any,
 ) -> PreTrainedModel:
-    """Load a model with transformers, plus the patch saved with the folder, if there is one; or with another method.
+    """Load a model with transformers, with the patch that is saved in its folder, or with another method.
 
-        model = from_pretrained("meta-llama/Llama-3.2-1B", "yarn", factor=4, dtype="bfloat16", device_map="auto")
+        model = rope.from_pretrained("saved-patched-model")
+        model = rope.from_pretrained("meta-llama/Llama-3.2-1B", "yarn", factor=4, dtype="bfloat16", device_map="auto")
 
-    An adapter of PEFT is loaded onto its base model, patched first as its folder records: a peft.PeftModel.
+    Without a method, a folder that was saved patched gives a model with that patch, and any other folder gives the
+    model that transformers loads. An adapter of PEFT is loaded onto its base model, as a `peft.PeftModel`; the base
+    model is patched first as the adapter's folder records.
 
     Args:
         path: a local folder, a Hub id, or "reference" for the bundled model.
-        auto_class: the class of transformers to load with, e.g. "AutoModel"; default: the class that the config names
-            in `architectures`, AutoModelForCausalLM where it names none; of an adapter, what its task asks for.
-        method, factor, target_length, over, context_length, layers, native: as `rope_ext_hf.patch` takes them; what is
-            loaded is patched so, in place of a patch saved with the folder, or with over="patched" over it.
-        **kwargs: arguments of transformers' from_pretrained (dtype, device_map, revision, ...), of an adapter PEFT's
-            `is_trainable` and `adapter_name`, and parameters of the method.
+        method: a method to patch the model with, by name or as an object. It replaces the patch that is saved in the
+            folder, unless `over` says "patched".
+        auto_class: the class of transformers to load with, for example "AutoModel". The default is the class that the
+            config names under `architectures`, and AutoModelForCausalLM if it names none; for an adapter it is the
+            class that the adapter's task needs.
+        factor, target_length, over, context_length, layers, native: as `rope_ext_hf.patch` takes them.
+        **kwargs: arguments of transformers' `from_pretrained` (dtype, device_map, revision, ...), for an adapter also
+            `is_trainable` and `adapter_name` of PEFT, and parameters of the method.
+
+    Returns:
+        The model, as transformers or PEFT returns it.
 
     Raises:
-        MethodError, UnsupportedModelError: as `rope_ext_hf.patch` does; arguments of a patch without a method.
-        CheckpointError, FileError: no such folder, a damaged one, more layers or wider heads than `limits` allows,
-            tensors that the class has no place for, or an adapter whose base model is missing or another one.
-        FingerprintError: the loaded model rotates otherwise than the saved one did; the message names how.
+        MethodError: as `rope_ext_hf.patch` raises it; or arguments of a patch were given without a method.
+        UnsupportedModelError: as `rope_ext_hf.patch` raises it.
+        CheckpointError, FileError: the folder is missing or damaged; it has more layers or wider heads than
+            `rope_ext_hf.limits` allows; tensors are missing, or the class has no place for them; or an adapter's base
+            model is missing or not the right one.
+        FingerprintError: the loaded model rotates differently from the model that was saved; the message says how.
     """
     path = folder_of(path)
-    of_patch: dict[str, Any] = {"factor": factor, "target_length": target_length, "over": over, "native": native}
-    of_patch |= {"context_length": context_length, "layers": layers}
+    arguments: dict[str, Any] = {"factor": factor, "target_length": target_length, "over": over, "native": native}
+    arguments |= {"context_length": context_length, "layers": layers}
     params, kwargs = split_parameters(method, kwargs)
     kwargs |= only_cached(path, kwargs)
     config, record, adapter = find_config(path, **{key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs})
     if method is None:
+        # Some parameters of methods have the name of a config key, which transformers' from_pretrained takes too.
         kwargs |= {key: params.pop(key) for key in list(params) if hasattr(config, key)}
-        changed = [key for key, value in of_patch.items() if value not in (None, False, "own")]
-        if given := [*changed, *params]:
-            raise MethodError(f"{', '.join(given)} given without a method; add method=...")
+        stated = [key for key, value in arguments.items() if value not in (None, False, "own")]
+        without_method = [*stated, *params]
+        if without_method:
+            raise MethodError(f"{', '.join(without_method)} given without a method; add method=...")
     elif not (record or adapter or auto_class or kwargs.keys() - {*_HUB_ARGUMENTS, "dtype", "device_map"}):
-        with suppress(CheckpointError):  # of a class that is built with its weights alone: loading decides
+        # A mistake in the arguments is reported before weights are read. Where the class cannot be built without its
+        # weights, it is reported after that.
+        with suppress(CheckpointError):
             empty = empty_model(config, trust_remote_code=kwargs.get("trust_remote_code", False))
-            plan_patch(empty, method, **of_patch, **params)  # a mistake is told before weights are read
+            plan_patch(empty, method, **arguments, **params)
     if adapter is None:
         model = _load_patched(path, config, record, auto_class, kwargs)
     else:
@@ -139,13 +174,22 @@ def from_pretrained(
         base = _load_patched(adapter.base, config, record, auto_class or adapter.auto_class, kwargs)
         model = cast("PreTrainedModel", adapter.load_onto(base, **own))
     if method is not None:
-        patch_as_planned(plan_patch(model, method, **of_patch, **params))
+        patch_as_planned(plan_patch(model, method, **arguments, **params))
     return model
 
 
 def _load_patched(
     path: str | Path, config: Any, record: dict[str, Any] | None, auto_class: str | None, kwargs: dict[str, Any]
 ) -> PreTrainedModel:
+    """Load a model that is not an adapter, and patch it as its record states.
+
+    Args:
+        path: a folder or a Hub id.
+        config: its config before the patch.
+        record: the record of the patch; None: there is none.
+        auto_class: the class to load with; None: the one that the config names.
+        kwargs: arguments of transformers' from_pretrained.
+    """
     check_sizes(config)
     check_regular(Path(path))
     loader = class_to_load(config, auto_class)
@@ -155,22 +199,29 @@ def _load_patched(
     settings = [key for key in kwargs if hasattr(config, key) and key not in _LOADING_ARGUMENTS]
     for key in settings:
         if {key, usual.get(key)} & {*SAVED_KEYS}:
-            raise CheckpointError(f"{key} of a patched folder follows from its patch; load it, then patch it anew")
+            raise CheckpointError(
+                f"{key} of a patched folder follows from its patch; load the model without it, then patch it anew"
+            )
         setattr(config, key, kwargs.pop(key))
-    positions = config.max_position_embeddings if family(config.model_type).angle_table else None
-    if positions is not None:  # the table of the patch is among the weights
+    if family(config.model_type).angle_table:
+        # The saved weights hold the table of the patch, which is longer than that of the model before it.
+        positions = config.max_position_embeddings
         config.max_position_embeddings = record["max_position_embeddings"]
-    model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
-    if positions is not None:
+        model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
         restore_table(model, positions)
+    else:
+        model = _load_whole(loader, path, auto_class, {"config": config, **kwargs})
     return restore_patch(model, record)
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
-    """The class of transformers that a config is loaded with; `auto_class` names one to take instead.
+    """Return the class of transformers with which a model of a config is loaded.
 
-    It is the one that its `architectures` name, else the Auto class for causal language models, for models of text and
-    images, or for bare models that has its model type.
+    It is the class that `auto_class` names; else the first one that the config names under `architectures`; else the
+    first of AutoModelForCausalLM, AutoModelForImageTextToText and AutoModel that knows the config.
+
+    Raises:
+        CheckpointError: `auto_class` is not the name of a model class, or `architectures` is not a list of names.
     """
     import transformers
 
@@ -179,13 +230,14 @@ def class_to_load(config: Any, auto_class: str | None = None) -> Any:
             raise CheckpointError(f"auto_class must be a model class of transformers, got {auto_class!r}")
         return getattr(transformers, auto_class)
     names = getattr(config, "architectures", None) or []
-    if not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise CheckpointError(f"'architectures' in the config must be a list of names, got {short(repr(names))}")
-    name = next(iter(names), None)
-    if name is None:
+    if not names:
         autos = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel)
         return next((auto for auto in autos if type(config) in auto._model_mapping), autos[0])
-    remote = getattr(config, "auto_map", None) or {}  # code that comes with the folder: the Auto class that leads to it
+    name = names[0]
+    # Where the class comes with the folder, `auto_map` names the Auto class that loads it.
+    remote = getattr(config, "auto_map", None) or {}
     auto = next((key for key, value in remote.items() if str(value).endswith(f".{name}")), None)
     return getattr(transformers, auto or name, transformers.AutoModelForCausalLM)
 
@@ -194,14 +246,22 @@ _WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weight
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The model of a config, of the class that `from_pretrained` would load, on the meta device, without weights."""
+    """Return a model of a config on the meta device, of the class that `from_pretrained` would load, without weights.
+
+    Args:
+        config: the config of a model, before any patch.
+        trust_remote_code: whether Python code that comes with the model may run.
+
+    Raises:
+        CheckpointError: the config is too large for `rope_ext_hf.limits`, or no model can be built from it.
+    """
     try:
         loader = class_to_load(config)
         check_sizes(config)
         with torch.device("meta"):
             if hasattr(loader, "_model_mapping"):
                 model: PreTrainedModel = loader.from_config(config, trust_remote_code=trust_remote_code)
-            # Refused before anything is built: PreTrainedModel keeps what it finds out for all models.
+            # Refused before it is built: PreTrainedModel caches what it learns from a class for all models.
             elif getattr(loader, "config_class", None) is None:
                 raise CheckpointError(_WITHOUT_WEIGHTS.format(loader.__name__))
             else:
@@ -216,9 +276,12 @@ def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMo
 
 
 def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load, and refuse to drop weights or to make some up, unless the user has chosen the class."""
+    """Load a model; unless the user chose its class, raise CheckpointError for tensors that are missing or left over.
+
+    transformers would fill the missing ones with random numbers and drop the others.
+    """
     if kwargs.pop("output_loading_info", False):
-        raise CheckpointError("output_loading_info=True is not supported; load with transformers to get it")
+        raise CheckpointError("output_loading_info=True is not supported here; load with transformers to get it")
     model, info = loader.from_pretrained(path, output_loading_info=True, **kwargs)
     if info["unexpected_keys"] and auto_class is None:
         names = sorted(info["unexpected_keys"])
@@ -226,7 +289,7 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
             f"{type(model).__name__} has no place for {len(names)} tensors of {str(path)!r}, the first of them "
             f"{names[0]!r}; give auto_class=..., e.g. 'AutoModelForSequenceClassification'"
         )
-    if info["missing_keys"] and auto_class is None:  # transformers fills them with random numbers
+    if info["missing_keys"] and auto_class is None:
         names = sorted(info["missing_keys"])
         raise CheckpointError(
             f"{len(names)} tensors of {type(model).__name__} are missing in {str(path)!r}, the first of them "
@@ -236,7 +299,16 @@ def _load_whole(loader: Any, path: str | Path, auto_class: str | None, kwargs: d
 
 
 def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrainedModel:
-    """Patch a model as the record in its config, or with its adapter, states; stacked patches included."""
+    """Patch a model, in place, as a record states, with the patches underneath; return the model.
+
+    Args:
+        model: the model, as it was before any of these patches.
+        record: the record of its config, or of its adapter.
+
+    Raises:
+        CheckpointError: the record was made for another model.
+        FingerprintError: the patched model rotates differently from the one that was saved.
+    """
     restore_generation_length(model, record)
     replay(model, tuple(saved_specs(record)))
     check_recorded(model, record)

@@ -1,6 +1,6 @@
-"""What publishers state about the context of their models, by `recipes.toml`, and how a result compares with it."""
+"""The statements of publishers about the context of their models (`recipes.toml`), and patches compared with them."""
 
-# No postponed annotations: `strict` checks values against the types themselves.
+# Annotations are not postponed: `strict` checks values against the types themselves.
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from rope_ext_hf.methods.base import RopeMethod, Rotary
 @strict
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How long the context of a model is, as its publisher states it; recipes.toml explains the attributes."""
+    """The context of a model and its extension, as the publisher states them; recipes.toml explains the attributes."""
 
     name: str
     example: str
@@ -26,7 +26,7 @@ class Recipe:
     extended_length: int | None = None
 
     def fits(self, config: Any) -> bool:
-        """Whether a text config of one of the model types, without patches, is one of these models."""
+        """Return whether a text config, without patches and of one of the model types, is that of such a model."""
         rope = getattr(config, "rope_parameters", None) or {}
         values = config.to_dict() | rope.get("full_attention", rope)
         for key, stated in self.where.items():
@@ -36,29 +36,34 @@ class Recipe:
 
     @property
     def stated_length(self) -> int:
-        """`max_position_embeddings` of the published config, the largest of several."""
+        """The `max_position_embeddings` of the published config; of several configs, the largest one."""
         stated = self.where["max_position_embeddings"]
         return int(max(stated) if isinstance(stated, list) else stated)
 
     def arguments(self, stated_length: int) -> dict[str, Any]:
-        """The arguments of `patch` that give the published result where the config states so many tokens."""
-        context = {} if stated_length == self.context_length else {"context_length": self.context_length}
-        if self.entry is None:
-            return context
-        extended = {"target_length": self.extended_length} if self._whole else {"factor": self.entry["factor"]}
-        return {"method": self.entry["rope_type"]} | context | extended
+        """Return the arguments of `patch` that give the published result for a config that states `stated_length`."""
+        arguments: dict[str, Any] = {}
+        if self.entry is not None:
+            arguments["method"] = self.entry["rope_type"]
+        if stated_length != self.context_length:
+            arguments["context_length"] = self.context_length
+        if self.entry is not None and self._length_is_exact:
+            arguments["target_length"] = self.extended_length
+        elif self.entry is not None:
+            arguments["factor"] = self.entry["factor"]
+        return arguments
 
     @property
-    def _whole(self) -> bool:
-        """Whether the extended length is the factor times the context length, neither rounded nor for images."""
+    def _length_is_exact(self) -> bool:
+        """Whether the extended length is the factor times the context length; publishers may round it."""
         return self.entry is not None and self.entry["factor"] * self.context_length == self.extended_length
 
     def reaches(self, length: int) -> bool:
-        """Whether a target length of so many tokens over the published context length is as published."""
-        return self._whole and self.context_length < length <= (self.extended_length or 0)
+        """Return whether a target length in tokens, over the published context length, is within the published one."""
+        return self._length_is_exact and self.context_length < length <= (self.extended_length or 0)
 
     def equals(self, method: RopeMethod, rotary: Rotary) -> bool:
-        """Whether a method over a rotary embedding is the entry."""
+        """Return whether a method over a rotary embedding is the published entry."""
         return (
             self.entry is not None
             and rotary.own is None
@@ -69,54 +74,82 @@ class Recipe:
 
 @cache
 def recipes() -> tuple[Recipe, ...]:
+    """Return the recipes of recipes.toml, in its order."""
     return tuple([Recipe(**values) for values in package_table("rope_ext_hf.patches", "recipes.toml")["recipe"]])
 
 
 def find_recipe(config: Any) -> Recipe | None:
-    """The recipe of a text config without patches; None: there is none."""
-    return next((each for each in recipes() if config.model_type in each.model_types and each.fits(config)), None)
+    """Return the recipe for the model of a text config without patches; None where nothing is published."""
+    for recipe in recipes():
+        if config.model_type in recipe.model_types and recipe.fits(config):
+            return recipe
+    return None
 
 
 def published_length(config: Any, stated: int) -> int | None:
-    """The published context length in tokens, where it is another than the config states: it is what is extended.
+    """Return the published context length in tokens, which a patch extends, where the config states another length.
 
-    It holds beyond the published extended length too. `config` is the text config without patches, `stated` the length
-    in tokens that the model is for, as its config is read.
+    It holds for target lengths beyond the published extended length too.
+
+    Args:
+        config: the text config without patches.
+        stated: the length in tokens that the model is for by its config.
     """
     recipe = find_recipe(config)
     return None if recipe is None or recipe.context_length == stated else recipe.context_length
 
 
 def recipe_note(config: Any, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
-    """What is published about the context of a model, with the arguments of `patch` that give it, in one line.
+    """Return a line on what is published about the context of a model, with the arguments of `patch` that give it.
 
-    None where nothing is published, or the model as loaded is what is. `config` is the text config without patches;
-    without a method it is for the model as loaded.
+    None where nothing is published, or the model as loaded is already as published.
+
+    Args:
+        config: the text config without patches.
+        rotary: the rotary embedding that is extended.
+        method: the method of the patch; None: the model runs as loaded.
     """
     recipe = find_recipe(config)
     if recipe is None:
         return None
     if method is not None and recipe.equals(method, rotary):
         return f"This is as published for {recipe.name}: {recipe.source}"
-    read = config.max_position_embeddings
-    arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments(read).items())
+    stated = config.max_position_embeddings
+    arguments = ", ".join(f"{name}={value!r}" for name, value in recipe.arguments(stated).items())
     if recipe.entry is not None:
-        what = f"{recipe.entry['rope_type']} with factor {recipe.entry['factor']:g} over {recipe.context_length:,}"
-        extended = f"{what} tokens, for {recipe.extended_length:,}. To get that: {arguments}."
-        return f"Published for {recipe.name}: {extended} {recipe.source}"
-    if recipe.context_length in (read, rotary.context_length):
+        rope_type, factor = recipe.entry["rope_type"], recipe.entry["factor"]
+        published = (
+            f"{rope_type} with factor {factor:g} over {recipe.context_length:,} tokens, for "
+            f"{recipe.extended_length:,}. To get that: {arguments}."
+        )
+    elif recipe.context_length in (stated, rotary.context_length):
         return None
-    differs = f"{recipe.context_length:,} tokens; its config states {read:,}. To extend from there: {arguments}."
-    return f"Published for {recipe.name}: {differs} {recipe.source}"
+    else:
+        published = (
+            f"{recipe.context_length:,} tokens; its config states {stated:,}. To extend from there: {arguments}."
+        )
+    return f"Published for {recipe.name}: {published} {recipe.source}"
 
 
 def recipe_warning(config: Any, rotary: Rotary, method: RopeMethod, length: int | None) -> str | None:
-    """`recipe_note` where a patch is easily taken for what is published: by its factor, length in tokens or base."""
+    """Return a warning where a patch could be mistaken for the published one but is not; None for other patches.
+
+    That is a patch by the published method with the published factor or extended length, or over another context length
+    than the published one.
+
+    Args:
+        config: the text config without patches.
+        rotary: the rotary embedding that the method extends.
+        method: the method of the patch.
+        length: its extended length in tokens; None: it has none.
+    """
     recipe = find_recipe(config)
     if recipe is None or recipe.entry is None or recipe.equals(method, rotary):
         return None
-    same = length == recipe.extended_length or getattr(method, "factor", None) == recipe.entry["factor"]
-    another_base = rotary.own is None and rotary.context_length != recipe.context_length
-    if method.name != recipe.entry["rope_type"] or not (same or another_base):
+    if method.name != recipe.entry["rope_type"]:
+        return None
+    same_extent = length == recipe.extended_length or getattr(method, "factor", None) == recipe.entry["factor"]
+    another_context = rotary.own is None and rotary.context_length != recipe.context_length
+    if not (same_extent or another_context):
         return None
     return f"this patch is not the published one. {recipe_note(config, rotary, method)}"

@@ -1,8 +1,8 @@
-"""Reference models that a trainer loads by the name of the model it trains, and that lack its patch.
+"""Refuse a trainer's reference model that lacks the patch of the model in training.
 
-TRL's trainers for preferences and rewards (DPO, KTO, GRPO, RLOO) compare the trained model with a second one, which
-they load from `model.config._name_or_path`. The patch of the live model is not there, and no error says so: the first
-loss of DPO is far from ln 2.
+TRL's trainers for preferences and rewards (DPO, KTO, GRPO, RLOO) compare the model in training with a second one, which
+they load by the name in `model.config._name_or_path`. That one is unpatched, and no error says so; the only sign is
+that the first loss of DPO is far from ln 2, which two equal models would give.
 """
 
 from __future__ import annotations
@@ -20,24 +20,29 @@ from rope_ext_hf.patches.fingerprint import fingerprint_of
 from rope_ext_hf.patches.slots import present_specs
 
 _SECOND_MODELS = {"ref_model": "reference model", "teacher_model": "teacher"}
-"""Attributes of trainers that may hold a model loaded by name, and what messages call it."""
+"""Attributes of trainers that may hold a model loaded by name, and the names of these models in messages."""
 
 
 def check_trainers_above(module: nn.Module | None = None) -> None:
-    """Check the second model of every trainer that is running now, which are those on the stack of calls.
+    """Check the second model of every trainer whose methods are being called, further up on the stack of calls.
 
-    A trainer calls `model.train()` before each step, and its callbacks, and gives itself to neither. `module`: check
-    only the trainers of the model that it is a part of.
+    A trainer calls `model.train()` before each step, and the callbacks of its user, but gives itself to neither; the
+    stack is the only way to find it.
+
+    Args:
+        module: check only the trainers of the model that this is a part of; None: all.
 
     Raises:
-        FingerprintError: a second model has the name of the trained one and rotates otherwise.
+        FingerprintError: a second model was loaded by the name of the model in training, and rotates otherwise.
     """
     for trainer in _trainers(sys._getframe(1)):
         model = unwrapped(vars(trainer)["model"])
-        if module is None or any(each is module for each in model.modules()):
-            for attribute, title in _SECOND_MODELS.items():
-                if isinstance(second := vars(trainer).get(attribute), nn.Module):
-                    _check(type(trainer).__name__, model, unwrapped(second), attribute, title)
+        if module is not None and not any(part is module for part in model.modules()):
+            continue
+        for attribute, title in _SECOND_MODELS.items():
+            second = vars(trainer).get(attribute)
+            if isinstance(second, nn.Module):
+                _check(type(trainer).__name__, model, unwrapped(second), attribute, title)
 
 
 def unwrapped(model: Any) -> Any:
@@ -48,7 +53,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _trainers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the objects with a model and a second one whose methods are being called."""
+    """Yield the objects with a model and a second one whose methods are being called, innermost first."""
     seen: set[int] = set()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
@@ -62,15 +67,20 @@ def _trainers(frame: FrameType | None) -> Iterator[Any]:
 
 
 def _check(trainer: str, model: Any, second: Any, attribute: str, title: str) -> None:
+    """Check that the second model of a trainer rotates as the model in training does.
+
+    `trainer`: the name of its class; `attribute`: where it holds the second model; `title`: the role of that model.
+    """
     name = _name(model)
     if second is model or not name or _name(second) != name:
-        return  # a model of other weights, whose embeddings are its own
-    if sentences := _differences(model, second):
-        given = f"{attribute}=rope_ext_hf.from_pretrained({short(name)!r}, method=...)"
+        return  # other weights, with a rotary embedding of their own
+    sentences = _differences(model, second)
+    if sentences:
+        patched = f"{attribute}=rope_ext_hf.from_pretrained({short(name)!r}, method=...)"
         raise FingerprintError(
             f"the {title} of {trainer} was loaded by the name of the trained model, {short(name)!r}, without its "
             f"patch: {' '.join(sentences)} Train an adapter (peft_config=LoraConfig(...)), which needs no {title}; or "
-            f"give a patched one, where the trainer takes it: {given}; or save the patched model, and train what "
+            f"give a patched one, where the trainer takes it: {patched}; or save the patched model, and train what "
             "rope_ext_hf.from_pretrained(FOLDER) loads, where plain transformers can load that folder. If no patch is "
             f"meant, give it another name: {attribute}.config.name_or_path = 'unpatched'"
         )
@@ -81,10 +91,13 @@ def _name(model: Any) -> str:
 
 
 def _differences(model: nn.Module, second: nn.Module) -> list[str]:
-    """Return sentences on how a second model rotates otherwise; the lengths that configs state may differ."""
+    """Return sentences on how a second model rotates otherwise; none where it does not.
+
+    The lengths that the configs state are not compared, because they change no rotation by themselves.
+    """
     try:
         expected, actual = fingerprint_of(model), fingerprint_of(second)
     except UnsupportedModelError:  # a family that rotates by a table
-        methods = [[spec.method for spec in present_specs(each)] for each in (model, second)]
-        return [] if methods[0] == methods[1] else ["It is patched otherwise."]
+        methods, others = ([spec.method for spec in present_specs(loaded)] for loaded in (model, second))
+        return [] if methods == others else ["It is patched otherwise."]
     return expected.differences(replace(actual, length=expected.length))

@@ -21,7 +21,7 @@ _TOLERANCE = 1e-2
 """The largest difference that counts as rounding; a wrong row differs by about 1."""
 
 
-class RotationKernels:
+class _RotationKernels:
     """The functions that rotate queries and keys in a decoder, and which of their kernels were compared with them.
 
     All models of a class share such a function, so its kernel may have come with another model, at any time. Hence the
@@ -65,7 +65,7 @@ class RotationKernels:
         return torch.allclose(function(*arguments)[0], expected, atol=_TOLERANCE)
 
 
-def kernels_of(tables: Sequence[RotaryEmbedding]) -> RotationKernels | None:
+def kernels_of(tables: Sequence[RotaryEmbedding]) -> _RotationKernels | None:
     """Return the check of the kernels in the decoder of some rotary modules; None where no kernels can be in use."""
     # transformers has imported the library by now, if any model of this process uses kernels.
-    return RotationKernels(tables[0]) if "kernels" in sys.modules else None
+    return _RotationKernels(tables[0]) if "kernels" in sys.modules else None

@@ -27,7 +27,7 @@ _TABLE_ROWS_COMPARED = 512
 """Positions up to which a table of angles is compared with the config."""
 
 
-class RotaryModule(NamedTuple):
+class _RotaryModule(NamedTuple):
     """A rotary module of a model, as it was before any patch: `getattr(parent, attribute)` is `module`."""
 
     parent: nn.Module
@@ -67,7 +67,7 @@ def _no_rotary_module(model: nn.Module) -> UnsupportedModelError:
     )
 
 
-def rotary_modules(model: nn.Module) -> list[RotaryModule]:
+def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
     """Return the rotary modules of a model's decoder, as they were before any patch; none where it has none.
 
     Raises:
@@ -79,7 +79,7 @@ def rotary_modules(model: nn.Module) -> list[RotaryModule]:
         raise UnsupportedModelError(f"{type(model).__name__} is not a transformers model: it has no config")
     text = root.get_text_config() if hasattr(root, "get_text_config") else root
     table_attribute = family(text.model_type).angle_table
-    rotary: list[RotaryModule] = []
+    rotary: list[_RotaryModule] = []
     modules = list(model.modules())
     with_frequencies = {id(module) for module in modules for name in module._buffers if name.endswith("inv_freq")}
     for parent in modules:
@@ -99,7 +99,7 @@ def rotary_modules(model: nn.Module) -> list[RotaryModule]:
                 continue
             takes_positions = "position_ids" in inspect.signature(type(module).forward).parameters
             if (takes_positions and frequency_buffers(module)) or attribute == table_attribute:
-                rotary.append(RotaryModule(parent, attribute, module, config))
+                rotary.append(_RotaryModule(parent, attribute, module, config))
     return rotary
 
 
@@ -116,7 +116,7 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
     }
 
 
-def _slot(rotary_module: RotaryModule, chosen_layers: Layers | None, *, several: bool) -> Slot:
+def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several: bool) -> Slot:
     """Return the slot of a rotary module.
 
     `chosen_layers`: see `find_slots`; `several`: the model has other rotary modules beside this one.

@@ -32,9 +32,9 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
         """False: a rule that follows the length of a row is chosen in attention; the frequencies stay."""
         return False
 
-    def _at(self, length: int | None) -> Frequencies:
+    def _frequencies_at(self, length: int | None) -> Frequencies:
         # A stored position p / divisor is rotated as position p with frequencies that are smaller by that factor.
-        inv_freq, attention_factor = super()._at(length)
+        inv_freq, attention_factor = super()._frequencies_at(length)
         divisor = self.method.stored_position(torch.zeros((), dtype=torch.int64)).divisor
         return Frequencies(inv_freq / divisor, attention_factor)
 
@@ -58,7 +58,7 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
         self.__dict__["_learned"] = (source, buffer)
         super().__init__(*args, **kwargs)
 
-    def _multiplied(self, inv_freq: Tensor) -> Tensor:
+    def _multiply(self, inv_freq: Tensor) -> Tensor:
         source, buffer = self.__dict__["_learned"]
         learned: Tensor = getattr(source, buffer)
         return inv_freq * learned.to(inv_freq.device, torch.float64).exp()
@@ -67,8 +67,8 @@ class _MultipliedRotaryEmbedding(RotaryEmbedding):
         # Read anew at every call, because the learned numbers may be loaded or trained after the patch.
         if self.length_dependent:
             return super()._frequency_of_call(position_ids, device)
-        inv_freq, attention_factor = self._at(self.fixed_length)
-        return fixed_point(self._multiplied(inv_freq)).to(device), attention_factor
+        inv_freq, attention_factor = self._frequencies_at(self.fixed_length)
+        return fixed_point(self._multiply(inv_freq)).to(device), attention_factor
 
 
 def rotary_for_slot(

@@ -19,8 +19,9 @@ from rope_ext_hf.errors import UnsupportedModelError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.patches.class_angles import built_anew, same_frequencies
-from rope_ext_hf.patches.config import ConfigRope, PatchSpec
+from rope_ext_hf.patches.config import ConfigRope
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers, LayerType
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.patch_state import PatchState
 from rope_ext_hf.patches.slot_rotary import rotary_for_slot
 from rope_ext_hf.rotary.embedding import Layout, RotaryEmbedding
@@ -179,7 +180,7 @@ class PatchedSlot(nn.Module):
         transformers calls such an attribute `inv_freq`, or `full_attention_inv_freq` in a module for several types of
         layers. The table is None for every other attribute.
         """
-        attribute = next((each for each in _ROTATION_ATTRIBUTES if name == each or name.endswith("_" + each)), "")
+        attribute = next((end for end in _ROTATION_ATTRIBUTES if name == end or name.endswith("_" + end)), "")
         if not attribute:
             return None, attribute
         layer_type = name.removesuffix(attribute).removesuffix("_")

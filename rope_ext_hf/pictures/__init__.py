@@ -1,1 +1,1 @@
-"""Pictures of results; plain numbers come in, a PNG or a page goes out."""
+"""Pictures of results, made of plain numbers, as PNG files and in pages of HTML."""

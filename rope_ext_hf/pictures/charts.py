@@ -1,7 +1,7 @@
-"""Charts of results, each described once: drawn as SVG in a page, without a library, and by matplotlib as a PNG.
+"""Charts of results, each described once and drawn in two ways: as SVG for a page, and by matplotlib as a PNG.
 
-The SVG is as wide as a phone, or as a page, and in the colours of its page. Names may hold anything: they are made safe
-where they are drawn.
+An SVG is as wide as a phone or as a page, and takes the colours of its page. Names may contain anything: they are made
+safe where they are drawn.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 from rope_ext_hf.errors import multiple_text, printable, short
 from rope_ext_hf.pictures import drawing
 
-WIDTH = 360.0  # units across of an SVG, about the pixels that a phone gives a page: text keeps its size there
-WIDE = 720.0  # and those of a chart that has a page for itself
-LINE = 12.0  # units from one line of its text to the next
-_LABEL = 28  # characters of a method's label at the end of its line
-_TOP, _BELOW = 8.0, 36.0
-_KEY = 19.0  # from the end of the plot to a label: a leader and a marker stand between them
-_NARROWEST = 165.0  # units across of a plot; with less left beside its labels, they go below it
+WIDTH = 360.0  # width of an SVG in its units, about the pixels that a phone gives a page: text keeps its size there
+WIDE = 720.0  # width of a chart that has the width of a page to itself
+LINE = 12.0  # units from one line of text to the next
+_LABEL = 28  # the most characters of a method's label at the end of its line
+_TOP = 8.0  # units above a plot
+_BELOW = 36.0  # units below a plot, for two lines of text
+_KEY = 19.0  # units from the end of a plot to a label; a leader and a marker stand between them
+_NARROWEST = 165.0  # the smallest width of a plot; if labels beside it leave less, they go below it
 _LOADED = "unpatched"
 _TRAINED = "trained length"
 _MARKERS = {
@@ -39,25 +40,26 @@ _MARKERS = {
     "<": "M-3.6 0L2.6-3.4V3.4Z",
     "p": "M0-3.6L3.4-1.1L2.1 2.9H-2.1L-3.4-1.1Z",
 }
-"""The outline in an SVG of each of matplotlib's markers that charts use."""
+"""Outlines of markers as paths of SVG, by matplotlib's letters."""
 
 
 class _Style(NamedTuple):
-    """How a line is drawn, in an SVG and by matplotlib."""
+    """The style of a line, in an SVG and by matplotlib."""
 
     colour: str
-    dash: tuple[int, int]  # lengths of dash and gap in units; 0: none
-    marker: str  # matplotlib's, a key of _MARKERS
+    dash: tuple[int, int]  # lengths of dash and gap in units; (0, 0): a solid line
+    marker: str  # a key of _MARKERS
 
     @property
     def settings(self) -> dict[str, Any]:
+        """The style as arguments of matplotlib's `plot`."""
         width = 2.4 if self.colour == drawing.PLAIN else 1.6
         dash = "-" if self.dash == (0, 0) else (0, tuple(length / 2 for length in self.dash))
         return {"color": self.colour, "linestyle": dash, "linewidth": width, "marker": self.marker, "markersize": 5}
 
 
 def line_styles(names: Sequence[str]) -> dict[str, _Style]:
-    """The style of each method's line by its label; the factors of one method share a colour."""
+    """Return the style of each method's line by its label; labels of one method with several factors share a colour."""
 
     def family(name: str) -> str:
         return name.rpartition(" x")[0] or name
@@ -65,26 +67,55 @@ def line_styles(names: Sequence[str]) -> dict[str, _Style]:
     families = list(dict.fromkeys([family(name) for name in names if name != _LOADED]))
     styles = {_LOADED: _Style(drawing.PLAIN, (5, 4), "o")}
     for name in names:
-        if name != _LOADED:
-            siblings = [other for other in names if family(other) == family(name)]
-            which, nth = families.index(family(name)), siblings.index(name)
-            again, colour = divmod(which, len(drawing.COLOURS))
-            dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth + again) % 3]
-            marker = [*_MARKERS][(1 + which + 3 * nth) % len(_MARKERS)]
-            styles[name] = _Style(drawing.COLOURS[colour], dash, marker)
+        if name == _LOADED:
+            continue
+        siblings = [other for other in names if family(other) == family(name)]
+        number, nth = families.index(family(name)), siblings.index(name)
+        rounds, colour = divmod(number, len(drawing.COLOURS))  # further rounds through the colours have other dashes
+        dash = ((0, 0), (6, 2), (2, 2))[(len(siblings) - 1 - nth + rounds) % 3]
+        marker = [*_MARKERS][(1 + number + 3 * nth) % len(_MARKERS)]
+        styles[name] = _Style(drawing.COLOURS[colour], dash, marker)
     return styles
+
+
+class _Frame(NamedTuple):
+    """The plot of a line chart within its SVG, in units; y grows downward."""
+
+    width: float  # that of the SVG
+    left: float
+    right: float
+    height: float
+    lengths: tuple[int, int]  # the shortest and the longest length
+    values: tuple[float, float]  # the lowest and the highest value
+    logarithmic: bool  # whether the axis of values is
+    labels_below: bool  # whether the labels of lines stand below the plot, not beside it
+
+    @property
+    def bottom(self) -> float:
+        return _TOP + self.height
+
+    def x(self, length: float) -> float:
+        shortest, longest = self.lengths
+        octaves = math.log2(longest / shortest) or 1.0
+        return self.left + 8 + (self.right - self.left - 16) * (math.log2(length) - math.log2(shortest)) / octaves
+
+    def y(self, value: float) -> float:
+        scale = math.log if self.logarithmic else float
+        low, high = self.values
+        share = (scale(high) - scale(value)) / (scale(high) - scale(low) or 1.0)
+        return _TOP + 5 + (self.height - 10) * share
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Values against context lengths, one line per method with its name at its end."""
+    """A chart of values over context lengths, one line per method with its label at its end."""
 
     points: Mapping[str, Sequence[tuple[int, float]]]
-    """(length, value) by the method's label, ascending; without any it is left out."""
-    context_length: int  # tokens that the model as loaded is for; a mark below the axis
-    axis: str  # what the values are, and whether higher is better
-    threshold: float | None = None  # a value that a dashed line marks: that of effective lengths
-    logarithmic: bool = False  # whether the axis of values is; values are above 0 then
+    """(length, value), ascending, by the method's label; a method without points is left out."""
+    context_length: int  # the length in tokens that the unpatched model is for, marked below the axis
+    axis: str  # the name of the values, and whether higher is better
+    threshold: float | None = None  # the value of a dashed line, the threshold of effective lengths; None: no line
+    logarithmic: bool = False  # whether the axis of values is logarithmic; values must be above 0 then
 
     @property
     def _lines(self) -> dict[str, Sequence[tuple[int, float]]]:
@@ -101,17 +132,18 @@ class LineChart:
 
     @property
     def _ticks(self) -> list[float]:
-        """Round values within the range of the values."""
-        return (_round_factors if self.logarithmic else _round_values)(min(self._values), max(self._values))
+        """Round numbers within the range of the values."""
+        low, high = min(self._values), max(self._values)
+        return _round_factors(low, high) if self.logarithmic else _round_values(low, high)
 
     @property
     def _shows_trained(self) -> bool:
         return self._lengths[0] <= self.context_length <= self._lengths[-1]
 
     def svg(self, *widths: float) -> str:
-        """A figure element with a chart for each width, a phone's by default; empty without points.
+        """Return a figure element with a chart for each width, by default that of a phone; empty without points.
 
-        The style of a page shows the one chart of two that fits.
+        Of two charts, the style of a page shows the one that fits.
         """
         if not self._lines:
             return ""
@@ -121,64 +153,73 @@ class LineChart:
         return _figure(caption, [self._drawn(width, caption) for width in widths or (WIDTH,)])
 
     def _drawn(self, width: float, caption: str) -> str:
-        lines, lengths, ticks = self._lines, self._lengths, self._ticks
-        height = max(180.0 if width < WIDE else 270.0, LINE * (len(lines) + 1))
-        left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
-        right = width - _KEY - max(_width(short(printable(name), _LABEL)) for name in lines)
-        below = right - left < _NARROWEST  # whether the labels are
-        right = width - 16 if below else right
-        first, octaves = math.log2(lengths[0]), math.log2(lengths[-1] / lengths[0]) or 1.0
-        low, high = min(ticks[0], *self._values), max(ticks[-1], *self._values)
-        scale = math.log if self.logarithmic else float
-
-        def x(length: float) -> float:
-            return left + 8 + (right - left - 16) * (math.log2(length) - first) / octaves
-
-        def y(value: float) -> float:
-            share = (scale(high) - scale(value)) / (scale(high) - scale(low) or 1.0)
-            return _TOP + 5 + (height - 10) * share
-
-        bottom = _TOP + height
-        upward = sorted(lines, key=lambda name: lines[name][-1][1])
-        ends = [-y(lines[name][-1][1]) for name in upward]
-        places = [-place for place in drawing.space_out(ends, LINE, 4 - bottom, -_TOP)]
-        drawn = [_rule(f"M{left:.1f} {bottom}H{right:.1f}", 'stroke-opacity="0.5"')]
-        for tick in ticks:
-            drawn.append(_text(left - 4, y(tick) + 4, _tick_text(tick), "end"))
-            drawn.append(_rule(f"M{left:.1f} {y(tick):.1f}H{right:.1f}", 'stroke-opacity="0.15"'))
-        drawn += _length_ticks({length: x(length) for length in lengths}, self.context_length, bottom + 17)
-        bottom += _BELOW
+        """Return the chart as an SVG element."""
+        lines, frame = self._lines, self._frame(width)
+        drawn = self._axes_drawn(frame)
+        bottom = frame.bottom + _BELOW
         if self._shows_trained:
-            at, half = x(self.context_length), _width(_TRAINED) / 2
-            drawn.append(f'<path d="M{at:.1f} {_TOP + height + 1}l3.5 5h-7z"/>')
-            drawn.append(_text(min(max(at, half), width - half), bottom + 6, _TRAINED, "middle"))
+            x, half = frame.x(self.context_length), _width(_TRAINED) / 2
+            drawn.append(f'<path d="M{x:.1f} {frame.bottom + 1}l3.5 5h-7z"/>')
+            drawn.append(_text(min(max(x, half), width - half), bottom + 6, _TRAINED, "middle"))
             bottom += LINE
         if self.threshold is not None:
-            dashed = f"M{left:.1f} {y(self.threshold):.1f}H{right:.1f}"
+            dashed = f"M{frame.left:.1f} {frame.y(self.threshold):.1f}H{frame.right:.1f}"
             drawn.append(_rule(dashed, 'stroke-opacity="0.6" stroke-dasharray="6 3"'))
-        if below:
+        upward = sorted(lines, key=lambda name: lines[name][-1][1])
+        if frame.labels_below:
             places = [bottom + LINE * (len(lines) - nth) for nth in range(len(lines))]
             bottom = places[0] + LINE / 2
+        else:
+            ends = [-frame.y(lines[name][-1][1]) for name in upward]
+            places = [-place for place in drawing.space_out(ends, LINE, 4 - frame.bottom, -_TOP)]
         styles = line_styles(list(self.points))
         for name, place in reversed(list(zip(upward, places, strict=True))):
-            style, at_points = styles[name], [(x(length), y(value)) for length, value in lines[name]]
-            colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
-            dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
-            path = "L".join([f"{across:.1f} {down:.1f}" for across, down in at_points])
-            parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>']
-            parts += [_marker(style.marker, at, colour) for at in at_points]
-            start = left + 8 if below else right + 12
-            if not below and lines[name][-1][0] == lengths[-1]:
-                across, down = at_points[-1]
-                leader = f"M{across + 4:.1f} {down:.1f}L{start - 4:.1f} {place:.1f}"
-                parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
-            parts.append(_marker(style.marker, (start, place), colour, "key"))
-            parts.append(_text(start + 7, place + 4, _safe(name, 40 if below else _LABEL), "start"))
-            drawn.append(f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>")
+            drawn.append(self._line_drawn(frame, name, styles[name], place))
         return _svg(bottom + 4, drawn, caption, width)
 
+    def _frame(self, width: float) -> _Frame:
+        """Return the place of the plot in an SVG of this width."""
+        lines, lengths, ticks = self._lines, self._lengths, self._ticks
+        left = 6 + max(_width(_tick_text(tick)) for tick in ticks)
+        right = width - _KEY - max(_width(short(printable(name), _LABEL)) for name in lines)
+        labels_below = right - left < _NARROWEST
+        if labels_below:
+            right = width - 16
+        height = max(180.0 if width < WIDE else 270.0, LINE * (len(lines) + 1))
+        values = min(ticks[0], *self._values), max(ticks[-1], *self._values)
+        return _Frame(width, left, right, height, (lengths[0], lengths[-1]), values, self.logarithmic, labels_below)
+
+    def _axes_drawn(self, frame: _Frame) -> list[str]:
+        """Return the axis of lengths, the values with their rules, and the lengths with their multiples."""
+        drawn = [_rule(f"M{frame.left:.1f} {frame.bottom}H{frame.right:.1f}", 'stroke-opacity="0.5"')]
+        for tick in self._ticks:
+            y = frame.y(tick)
+            drawn.append(_text(frame.left - 4, y + 4, _tick_text(tick), "end"))
+            drawn.append(_rule(f"M{frame.left:.1f} {y:.1f}H{frame.right:.1f}", 'stroke-opacity="0.15"'))
+        places = {length: frame.x(length) for length in self._lengths}
+        return drawn + _length_ticks(places, self.context_length, frame.bottom + 17)
+
+    def _line_drawn(self, frame: _Frame, name: str, style: _Style, place: float) -> str:
+        """Return a method's line with its markers, and its label at the height `place`."""
+        points = [(frame.x(length), frame.y(value)) for length, value in self._lines[name]]
+        colour = "currentColor" if style.colour == drawing.PLAIN else style.colour
+        dash = "none" if style.dash == (0, 0) else f"{style.dash[0]} {style.dash[1]}"
+        path = "L".join([f"{x:.1f} {y:.1f}" for x, y in points])
+        parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dash}"/>']
+        parts += [_marker(style.marker, point, colour) for point in points]
+        start = frame.left + 8 if frame.labels_below else frame.right + 12
+        reaches_the_end = self._lines[name][-1][0] == frame.lengths[1]
+        if reaches_the_end and not frame.labels_below:
+            x, y = points[-1]
+            leader = f"M{x + 4:.1f} {y:.1f}L{start - 4:.1f} {place:.1f}"
+            parts.append(f'<path d="{leader}" fill="none" stroke="{colour}"/>')
+        parts.append(_marker(style.marker, (start, place), colour, "key"))
+        label = _safe(name, 40 if frame.labels_below else _LABEL)
+        parts.append(_text(start + 7, place + 4, label, "start"))
+        return f"<g><title>{_safe(name, 120)}</title>{''.join(parts)}</g>"
+
     def draw(self, path: str | Path | None, title: str) -> Any:
-        """As `draw_side_by_side` draws several."""
+        """Return the matplotlib figure with this chart, saved as a PNG if there is a path."""
         return draw_side_by_side([self], path, title)
 
     def draw_on(self, axes: Any, styles: Mapping[str, _Style]) -> None:
@@ -198,10 +239,10 @@ class LineChart:
         whole = 300 / (max(shares.values()) or 1.0)  # units across, as in an SVG
         ticks = _apart({length: share * whole for length, share in shares.items()}, self.context_length)
         if self._shows_trained:
-            of = axes.get_xaxis_transform()
-            axes.plot([self.context_length], [-0.015], "^", color=drawing.PLAIN, ms=5, transform=of, clip_on=False)
+            on_axis = axes.get_xaxis_transform()
+            axes.plot([self.context_length], [-0.015], "^", color=drawing.PLAIN, ms=5, transform=on_axis, clip_on=False)
             below = {"xytext": (0, -37), "textcoords": "offset points", "ha": "center", "va": "top"}
-            axes.annotate(_TRAINED, (self.context_length, 0), xycoords=of, **below)
+            axes.annotate(_TRAINED, (self.context_length, 0), xycoords=on_axis, **below)
         axes.set_xticks(ticks, _tick_texts(ticks, self.context_length))
         axes.tick_params(axis="x", pad=7)
         axes.margins(x=0.02)
@@ -215,9 +256,9 @@ class LineChart:
 
 
 def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, title: str, note: str = "") -> Any:
-    """Draw charts in one picture, as a PNG if there is a path, each method in one style; the matplotlib figure.
+    """Return a matplotlib figure with charts side by side, saved as a PNG if there is a path.
 
-    `note` is a sentence below them.
+    Each method has one style in all charts. `note`: a sentence below them.
     """
     styles = line_styles(list(dict.fromkeys([name for chart in charts for name in chart.points])))
     with drawing.picture(path, 4 + 4.2 * len(charts), 5.2 if note else 4.8) as figure:
@@ -229,21 +270,21 @@ def draw_side_by_side(charts: Sequence[LineChart], path: str | Path | None, titl
 
 
 class HeatCell(NamedTuple):
-    """The share of answers that are right, the mean rank of the right one, and whether that is no better than luck."""
+    """Answers at one depth and length."""
 
-    share: float
-    rank: float
-    faint: bool = False
+    share: float  # the share of right answers
+    rank: float  # the mean rank of the right answer
+    faint: bool = False  # whether that is no better than chance
 
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Exact answers by depth and context length, a panel per method, the mean rank below each share."""
+    """Maps of the right answers by depth and context length, one per method, with the mean rank below each share."""
 
     panels: Mapping[str, Mapping[tuple[float, int], HeatCell]]
-    """By the method's label, then by depth and length; what is missing stays empty."""
-    context_length: int  # tokens that the model as loaded is for
-    note: str  # what is shown, in a sentence
+    """Cells by the method's label, then by depth and length; the place of a missing cell stays empty."""
+    context_length: int  # the length in tokens that the unpatched model is for
+    note: str  # a sentence that says what the maps show
 
     @property
     def _depths(self) -> list[float]:
@@ -254,21 +295,23 @@ class HeatMaps:
         return sorted({length for cells in self.panels.values() for _, length in cells})
 
     def _cells(self, name: str) -> Iterable[tuple[int, int, HeatCell]]:
-        """Column, row and cell of each result of one method."""
+        """Yield the column, the row and the cell of each result of one method."""
         for (depth, length), cell in self.panels[name].items():
             yield self._lengths.index(length), self._depths.index(depth), cell
 
     def svg(self, *widths: float) -> str:
-        """A figure element with a panel per method; empty without panels.
+        """Return a figure element with a map per method; empty without any.
 
-        One method alone has a panel for each width, as a `LineChart`; several stand side by side.
+        A single method has a map for each width, as in `LineChart.svg`; those of several methods stand side by side.
         """
         if not self._lengths:
             return ""
-        wanted = widths if len(self.panels) == 1 and widths else (WIDTH,)
-        return _figure(self.note, [self._panel(name, width) for name in self.panels for width in wanted])
+        if len(self.panels) > 1 or not widths:
+            widths = (WIDTH,)
+        return _figure(self.note, [self._panel(name, width) for name in self.panels for width in widths])
 
     def _panel(self, name: str, width: float) -> str:
+        """Return the map of one method as an SVG element."""
         depths, lengths, left, high, top = self._depths, self._lengths, 38.0, 30.0, 20
         wide, bottom = (width - left) / len(lengths), top + high * len(depths)
         middles = {length: left + (column + 0.5) * wide for column, length in enumerate(lengths)}
@@ -289,7 +332,7 @@ class HeatMaps:
         return _svg(bottom + _BELOW, drawn, f"{name}: {self.note}", width)
 
     def draw(self, path: str | Path | None, title: str) -> Any:
-        """Draw with matplotlib, as `draw_side_by_side` does."""
+        """Return a matplotlib figure with the maps side by side, saved as a PNG if there is a path."""
         depths, lengths = self._depths, self._lengths
         width, height = 1.6 + len(self.panels) * max(2.0, 0.75 * len(lengths)), 2.1 + 0.5 * len(depths)
         with drawing.picture(path, width, height) as figure:
@@ -306,12 +349,16 @@ class HeatMaps:
         return figure
 
     def _draw_on(self, axes: Any, name: str) -> Any:
+        """Draw the map of one method on matplotlib's axes, and return its image."""
         depths, lengths = self._depths, self._lengths
         values = [[math.nan] * len(lengths) for _ in depths]
         for column, row, cell in self._cells(name):
             values[row][column] = cell.share
-            pale = cell.faint and cell.share < 0.4  # grey would not be seen on a darker green
-            ink = "white" if cell.share > 0.7 else "#777777" if pale else "#222222"
+            ink = "#222222"
+            if cell.share > 0.7:
+                ink = "white"
+            elif cell.faint and cell.share < 0.4:  # grey would not be seen on a darker green
+                ink = "#777777"
             centred = {"ha": "center", "va": "center", "color": ink}
             axes.text(column, row - 0.12, f"{cell.share:.0%}", fontsize=9, **centred)
             axes.text(column, row + 0.25, f"rank {cell.rank:.1f}", fontsize=6, **centred)
@@ -335,17 +382,23 @@ def _tick_texts(lengths: Sequence[int], context_length: int) -> list[str]:
 
 
 def _round_values(low: float, high: float) -> list[float]:
-    """Three to six round values within a range."""
-    step = 10.0 ** math.floor(math.log10((high - low) or abs(high) or 1.0))
-    step = next(step * share for share in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (step * share) <= 5)
+    """Return three to six round values within a range."""
+    power = 10.0 ** math.floor(math.log10((high - low) or abs(high) or 1.0))
+    step = next(power * share for share in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (power * share) <= 5)
     return [round(n * step, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)] or [low]
 
 
 def _round_factors(low: float, high: float) -> list[float]:
-    """Three to nine values 1, 2, 5, 10, 20 ... within a range; in a narrow range, values as on a linear axis."""
+    """Return three to nine values 1, 2, 5, 10, 20 ... within a range.
+
+    In a wide range they are powers of ten, or every second one, or every third; in a narrow range they are as on a
+    linear axis.
+    """
     first, last = math.floor(math.log10(low)), math.floor(math.log10(high))
-    for factors, every in ((1, 2, 5), 1), *(((1,), step) for step in range(1, last - first + 2)):
-        values = [factor * 10.0**power for power in range(first, last + 1) if power % every == 0 for factor in factors]
+    powers = range(first, last + 1)
+    candidates = [[factor * 10.0**power for power in powers for factor in (1, 2, 5)]]
+    candidates += [[10.0**power for power in powers if power % step == 0] for step in range(1, len(powers) + 1)]
+    for values in candidates:
         within = [value for value in values if low <= value <= high]
         if len(within) <= 9:
             break
@@ -353,7 +406,7 @@ def _round_factors(low: float, high: float) -> list[float]:
 
 
 def _tick_text(value: float) -> str:
-    """A value of an axis: 2.5, 100, 20k, 5M."""
+    """Return a value of an axis as text: "2.5", "100", "20k", "5M"."""
     for unit, size in (("M", 1e6), ("k", 1e3)):
         if 10 * size <= 10 * value < 1e10 and value >= max(size, 1e4):
             return f"{value / size:g}{unit}"
@@ -361,48 +414,57 @@ def _tick_text(value: float) -> str:
 
 
 def _apart(places: Mapping[int, float], context_length: int) -> list[int]:
-    """Return the lengths whose texts fit beside each other; the last and the context length come first."""
+    """Return the lengths whose texts fit beside each other, ascending.
 
-    def half(length: int) -> float:
-        return max(map(_width, (drawing.short_length(length), multiple_text(length, context_length)))) / 2 + 2
+    The context length is kept first, then the longest length, and then the others from the longest on, where they fit.
+
+    Args:
+        places: the place of each length on the axis, in units.
+        context_length: the length that the second line of each text is a multiple of.
+    """
+
+    def half_width(length: int) -> float:
+        texts = (drawing.short_length(length), multiple_text(length, context_length))
+        return max(map(_width, texts)) / 2 + 2
 
     kept: list[int] = []
     for length in sorted(places, key=lambda n: (n != context_length, n != max(places), -n)):
-        at = bisect(kept, length)
-        if all(
-            abs(places[length] - places[other]) >= half(length) + half(other) for other in kept[max(at - 1, 0) : at + 1]
-        ):
-            kept.insert(at, length)
+        index = bisect(kept, length)
+        neighbours = kept[max(index - 1, 0) : index + 1]
+        if all(abs(places[length] - places[other]) >= half_width(length) + half_width(other) for other in neighbours):
+            kept.insert(index, length)
     return kept
 
 
 def _length_ticks(places: Mapping[int, float], context_length: int, top: float) -> list[str]:
-    """Lengths, and below them their multiples of the context length, as many as fit."""
-    return [
-        _text(places[length], top + LINE * line, text, "middle")
-        for length in _apart(places, context_length)
-        for line, text in enumerate((drawing.short_length(length), multiple_text(length, context_length)))
-    ]
+    """Return the texts of as many lengths as fit; below each stands its multiple of the context length."""
+    texts = []
+    for length in _apart(places, context_length):
+        texts.append(_text(places[length], top, drawing.short_length(length), "middle"))
+        texts.append(_text(places[length], top + LINE, multiple_text(length, context_length), "middle"))
+    return texts
 
 
 def _width(text: str) -> float:
-    """Return the units across that a text takes at most."""
+    """Return an upper bound of the width of a text, in units."""
     return 11 * drawing.text_width(text) + 2
 
 
-def _marker(kind: str, at: tuple[float, float], colour: str, name: str = "point") -> str:
-    return f'<path class="{name}" d="{_MARKERS[kind]}" transform="translate({at[0]:.1f} {at[1]:.1f})" fill="{colour}"/>'
+def _marker(kind: str, point: tuple[float, float], colour: str, name: str = "point") -> str:
+    x, y = point
+    return f'<path class="{name}" d="{_MARKERS[kind]}" transform="translate({x:.1f} {y:.1f})" fill="{colour}"/>'
 
 
 def _rule(path: str, style: str) -> str:
     return f'<path d="{path}" stroke="currentColor" {style}/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{more}>{text}</text>'
+def _text(x: float, y: float, text: str, anchor: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{attributes}>{text}</text>'
 
 
 def _safe(text: str, most: int) -> str:
+    """Return at most `most` characters of a name, safe to put into an SVG."""
     return html.escape(short(printable(text), most))
 
 

@@ -1,6 +1,6 @@
-"""What every picture is drawn with: the figure and its file, axes, marks, and names at the ends of lines.
+"""Tools for drawing pictures with matplotlib: the figure and its file, colours, and names at the ends of lines.
 
-Names come from files and models and may hold anything: `plot_text` makes them safe to draw.
+Names come from files and models and may contain anything: `plot_text` makes them safe to draw.
 """
 
 from __future__ import annotations
@@ -17,17 +17,24 @@ from rope_ext_hf.errors import printable, short
 from rope_ext_hf.installing import install_command
 
 COLOURS = ("#3151ff", "#ff5f23", "#106e55", "#d668e1", "#b72e18", "#33a863", "#8f34bc", "#83819d")
-"""Of lines: told apart by colour-blind readers too, and readable on white and on black."""
-PLAIN = "#222222"  # the colour of plain RoPE, and of a model as loaded; in an SVG that of the page's text
+"""Colours of lines, which colour-blind readers can distinguish, too, and which can be seen on white and on black."""
+PLAIN = "#222222"  # the colour of plain RoPE and of the unpatched model; in an SVG it is that of the page's text
 RULE: dict[str, Any] = {"color": "#888888", "linewidth": 1, "linestyle": ":"}
-_NARROW = " .,:;'()-*\u2020filjrt"
+"""The style of a line that marks a value, as arguments of matplotlib."""
+_NARROW = " .,:;'()-*\u2020filjrt"  # characters that take little width
 Line = tuple[str, Sequence[float], Sequence[float], dict[str, Any]]
-"""Name, x, y, and matplotlib's settings, a colour among them."""
+"""The name, the x and the y of a line, and its arguments of matplotlib's `plot`, among them a colour."""
 
 
 @contextmanager
 def picture(path: str | Path | None, width: float, height: float) -> Iterator[Any]:
-    """A matplotlib figure, in inches, for a notebook, or a PNG at `path` when the block ends; it needs no display."""
+    """Yield a matplotlib figure of a width and height in inches, which is saved as a PNG at the end of the block.
+
+    A notebook shows the figure; no display is needed. `path`: the file to save; None: none.
+
+    Raises:
+        ImportError: matplotlib is not installed; the message says how to install it.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -46,16 +53,16 @@ def picture(path: str | Path | None, width: float, height: float) -> Iterator[An
 
 
 def plot_text(text: str, most: int = 120) -> str:
-    """A name as matplotlib draws it literally: no mathtext, no control characters, no half surrogate pairs."""
+    """Return a name in a form that matplotlib draws as it is: no mathtext, control characters or half surrogates."""
     return short(printable(text), most).replace("$", r"\$")
 
 
 def space_out(heights: Sequence[float], gap: float, bottom: float, top: float) -> list[float]:
-    """Ascending heights moved as little as needed to be `gap` apart, none above `top`; none below `bottom` if all fit.
+    """Return ascending heights moved as little as possible, by least squares, so that they are at least `gap` apart.
 
-    They are the closest by least squares: neighbours that are too close stand around their mean.
+    None is above `top`, and none below `bottom` if all fit. Neighbours that are too close stand around their mean.
     """
-    groups: list[list[float]] = []  # of heights less their gaps, by ascending means
+    groups: list[list[float]] = []  # heights less their gaps, in groups with ascending means
     for nth, height in enumerate(heights):
         groups.append([height - nth * gap])
         while len(groups) > 1 and fmean(groups[-2]) > fmean(groups[-1]):
@@ -66,38 +73,57 @@ def space_out(heights: Sequence[float], gap: float, bottom: float, top: float) -
 
 
 def _name_ends(axes: Any, ends: Sequence[tuple[float, str, str]], size: float = 7) -> None:
-    """Write the names of lines to the right of their ends, which thin lines lead to; `ends` are (height, name, colour).
+    """Write the names of lines to the right of their ends; thin lines lead from the ends to the names.
 
     Names are in the colour of text, which is readable at any size; the colour of a line may be too light for that.
+
+    Args:
+        axes: matplotlib's axes.
+        ends: the height, name and colour of the end of each line.
+        size: the size of the text in points.
     """
     places = sorted(ends)
-    # heights as shares of the axes, whatever their scale
+    # Heights as shares of the axes, whatever their scale.
     scale = axes.transData + axes.transAxes.inverted()
     shares = [float(scale.transform((axes.get_xlim()[1], height))[1]) for height, _, _ in places]
     points = 72 * axes.bbox.height / axes.figure.dpi
-    gap = 1.35 * size / points  # as shares, for lines of text below each other
+    gap = 1.35 * size / points  # the height of a line of text as a share of the axes
     for place, share, (_, name, colour) in zip(space_out(shares, gap, 0.0, 1.0), shares, places, strict=True):
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.8, "shrinkA": 1, "shrinkB": 1, "relpos": (0, 0.5)}
-        how = {"fontsize": size, "color": PLAIN, "va": "center", "arrowprops": leader}
-        at, to = (1.0, share), (14, points * (place - share))
-        axes.annotate(plot_text(name, 40), at, xycoords="axes fraction", xytext=to, textcoords="offset points", **how)
+        axes.annotate(
+            plot_text(name, 40),
+            (1.0, share),
+            xycoords="axes fraction",
+            xytext=(14, points * (place - share)),
+            textcoords="offset points",
+            fontsize=size,
+            color=PLAIN,
+            va="center",
+            arrowprops=leader,
+        )
 
 
 def draw_lines(
     axes: Any, lines: Sequence[Line], limits: tuple[float | None, float | None], *, size: float = 7, last: int = 1
 ) -> None:
-    """Lines with their names at their ends, within the limits that are given.
+    """Draw lines with their names at their ends.
 
-    A name, of `size` points, stands at the mean of the `last` values: one end of a ragged line says little.
+    Args:
+        axes: matplotlib's axes.
+        lines: the lines.
+        limits: the lowest and the highest value of the axis; None: matplotlib's choice.
+        size: the size of the names in points.
+        last: a name stands at the mean of so many last values, because a single value of a ragged line says little.
     """
-    for _, across, up, style in lines:
-        axes.plot(across, up, **style)
-    axes.set_ylim(*(own if given is None else given for own, given in zip(axes.get_ylim(), limits, strict=True)))
-    _name_ends(axes, [(fmean(up[-last:]), name, style["color"]) for name, _, up, style in lines], size)
+    for _, x, y, style in lines:
+        axes.plot(x, y, **style)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low if limits[0] is None else limits[0], high if limits[1] is None else limits[1])
+    _name_ends(axes, [(fmean(y[-last:]), name, style["color"]) for name, _, y, style in lines], size)
 
 
 def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> Any:
-    """The scale of `image`, to the right of these axes of a figure or a part of one."""
+    """Draw the colour scale of `image` to the right of these axes of `panel`, a figure or a part of one."""
     bar = panel.colorbar(image, ax=list(axes), pad=0.01)
     bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=7.5)
@@ -105,15 +131,20 @@ def colour_bar(panel: Any, image: Any, axes: Sequence[Any], label: str = "") -> 
 
 
 def text_width(text: str) -> float:
-    """Return about the width of a text in its own size, at least as much as the usual fonts take."""
-    return sum(
-        1.05 if east_asian_width(c) in "WF" else 0.88 if c in "mwMW@%" or c.isupper() else 0.4 if c in _NARROW else 0.64
-        for c in text
-    )
+    """Return about the width of a text in multiples of its size, at least as much as the usual fonts take."""
+    return sum(map(_character_width, text))
+
+
+def _character_width(character: str) -> float:
+    if east_asian_width(character) in "WF":
+        return 1.05
+    if character in "mwMW@%" or character.isupper():
+        return 0.88
+    return 0.4 if character in _NARROW else 0.64
 
 
 def short_length(tokens: int) -> str:
-    """4096 as 4k, 1048576 as 1M."""
+    """Return a length in a short form: "4k" for 4096, "1M" for 1048576; "1,000" where none is exact."""
     for unit, size in (("M", 1024**2), ("k", 1024)):
         if tokens >= size and tokens % (size // 2) == 0:
             return f"{tokens / size:g}{unit}"

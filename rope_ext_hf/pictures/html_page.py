@@ -1,4 +1,4 @@
-"""Self-contained HTML pages: one style, pictures inside the file, nothing fetched."""
+"""Self-contained pages of HTML: one style for all, pictures inside the file, and nothing to fetch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rich.text import Text
 from rope_ext_hf.errors import printable
 from rope_ext_hf.pictures.drawing import text_width
 
-MAX_PICTURE_BYTES = 20_000_000
+MAX_PICTURE_BYTES = 20_000_000  # the largest picture that is put into a page
 
 _WIDTHS = (24, 30, 36, 42, 48, 54, 62, 9999)
-"""Widths of windows in rem; a table has the first one that it fits in. In narrower windows its rows are blocks."""
+"""Widths of windows in rem. A table gets the first one that it fits in; in narrower windows its rows are blocks."""
 
 _BLOCKS = """@media (max-width: {width}rem) {{
 .from-{width}, .from-{width} tbody, .from-{width} td {{ display: block; }}
@@ -73,7 +73,7 @@ pre {{ font-size: .8rem; }} pre, code {{ white-space: pre-wrap; }}
 
 
 def html_page(title: str, summary: str, *parts: str) -> str:
-    """A whole page: plain title and summary, and parts of HTML, of which empty ones are left out."""
+    """Return a whole page from a title and a summary as plain text, and parts of HTML; empty parts are left out."""
     return _PAGE.format(
         title=html.escape(title),
         summary=html.escape(printable(summary)),
@@ -83,10 +83,11 @@ def html_page(title: str, summary: str, *parts: str) -> str:
 
 
 def html_table(table: Table | None) -> str:
-    """A table of a terminal, with its title and its caption; empty without one.
+    """Return a table of the terminal as HTML, with its title and its caption; empty for None.
 
-    Further lines of a head or a cell stand small below the first one; a style becomes classes. In a window that is too
-    narrow for the table, each row is a block: its first cell, then each value below the head of its column.
+    Further lines of a head or a cell stand in small text below the first line, and the style of a cell becomes its
+    class. In a window that is too narrow for the table, each row is a block: its first cell, then each value below the
+    head of its column.
     """
     if table is None:
         return ""
@@ -107,8 +108,8 @@ def html_table(table: Table | None) -> str:
 
 
 def _rem(text: str) -> float:
-    """Return about the width of a cell's text, of which lines after the first one are small, in rem."""
-    return max(text_width(line) * (0.84 if nth else 1.08) for nth, line in enumerate(text.split("\n")))  # 1.08: bold
+    """Return about the width of a cell's text in rem; the first line may be bold, and the others are small."""
+    return max(text_width(line) * (0.84 if nth else 1.08) for nth, line in enumerate(text.split("\n")))
 
 
 def _in_a_line(head: str) -> str:
@@ -123,12 +124,13 @@ def _cell(head: str, cell: Any) -> str:
 
 
 def _lines(text: str) -> str:
+    """Return the lines of a cell as HTML, those after the first one small."""
     first, *others = [html.escape(printable(line.strip())) for line in text.split("\n")]
     return first + "".join([f"<br><small>{line}</small>" for line in others])
 
 
 def side_by_side(charts: Iterable[str]) -> str:
-    """Figures in a row, below each other where the page is narrow."""
+    """Return figures side by side, or below each other where the page is narrow."""
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
@@ -137,29 +139,31 @@ def _heading(text: str) -> str:
 
 
 def collapsed(summary: str, *parts: str) -> str:
-    """HTML that a click on a line of plain text opens."""
+    """Return HTML that is hidden until a click on a line of plain text."""
     return f"<details><summary>{html.escape(printable(summary))}</summary>{''.join(parts)}</details>"
 
 
 def as_json(values: Mapping[str, Any]) -> str:
+    """Return values as JSON in HTML."""
     return f"<pre>{html.escape(json.dumps(values, indent=1))}</pre>"
 
 
 def paragraph(text: str) -> str:
+    """Return plain text as a paragraph of HTML."""
     return f"<p>{html.escape(printable(text))}</p>"
 
 
 def command_section(title: str, command: str, text: str) -> str:
-    """A command, and the text of the file that it reads, opened by its title; empty without one."""
+    """Return a command and the text of the file it reads, hidden until a click on the title; empty without text."""
     if not text:
         return ""
     lines = "\n".join(map(printable, text.splitlines()))
-    shown = f"<p><code>{html.escape(printable(command))}</code></p>\n<pre>{html.escape(lines)}</pre>"
-    return collapsed(title, shown)
+    section = f"<p><code>{html.escape(printable(command))}</code></p>\n<pre>{html.escape(lines)}</pre>"
+    return collapsed(title, section)
 
 
 def embedded_picture(name: str, data: bytes) -> str:
-    """An image element that holds a picture; empty where the data are no PNG."""
+    """Return an image element that holds a picture; empty if the data are not a PNG."""
     if not data.startswith(b"\x89PNG\r\n"):
         return ""
     text = html.escape(printable(name))

@@ -1,1 +1,1 @@
-"""Which text goes through the model, in fixed memory."""
+"""Reading text: documents, the spans they are cut into, and the scoring of tokens in fixed memory."""

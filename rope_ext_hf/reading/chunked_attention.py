@@ -1,8 +1,8 @@
-"""Attention of a chunk of tokens to everything before it, without a mask tensor: what the scorer reads texts with.
+"""Attention of a chunk of tokens to everything before it, without a mask tensor.
 
 transformers describes every mask by a function of indices before it makes a tensor of it. Here the description alone
-goes to the attention modules (`_MaskRule`), so that a window counts wherever a model class states it: in its mask, or
-in its mask and its attention's keywords. Whatever is more than causality with a window or with chunks is refused.
+goes to the attention modules (`_MaskRule`), so that a window holds wherever a model class states it: in its mask, or in
+its mask and its attention's keywords. A mask that is more than causality with a window or with chunks is refused.
 """
 
 from __future__ import annotations
@@ -27,29 +27,41 @@ from rope_ext_hf.patches.attention_interface import (
 )
 
 _ATTENTION = "rope_ext_hf.chunks"
-_UNSUPPORTED = (*UNSUPPORTED_KWARGS, "indices")  # change which keys count; `indices` are those that an index chose
+_UNSUPPORTED = (
+    *UNSUPPORTED_KWARGS,
+    "indices",
+)
+"""Keywords that change which keys count; an indexer chooses `indices`."""
 _REACH_SEEN: ContextVar[Callable[[int | None], None] | None] = ContextVar("rope_ext_hf_reach_seen", default=None)
-"""While a model is checked: called at every attention with the keys that a query may see, None for all."""
+"""Called by every attention, while a model is checked, with the number of keys that a query may see; None: all."""
 
 
 class NotReadInChunksError(Exception):
-    """A model that cannot be read in chunks; the message is the reason."""
+    """Raised for a model that cannot be read in chunks; the message is the reason."""
 
 
 class _MaskReadError(NotReadInChunksError, AttributeError):
-    """A decoder that works with its mask itself; an AttributeError, so that `hasattr` is False (accelerate asks)."""
+    """Raised for a decoder that works with its mask itself; an AttributeError, so that `hasattr` finds no attribute."""
 
 
 @dataclass(frozen=True)
 class _MaskRule:
-    """The rule that a mask follows, in place of the mask."""
+    """The rule that a mask follows, in place of the mask.
 
-    window: int | None  # keys a query sees, itself included; None: no window
-    # queries see keys of their own chunk of so many tokens alone, counted from the first token; None: all
+    Attributes:
+        window: keys that a query sees, its own included; None: no window.
+        chunk: the size of chunks, counted from the first token, if queries see the keys of their own chunk alone (Llama
+            4); None: they see all.
+        past: tokens before the queries.
+        keys: keys that the layer's cache returns, those of the queries included.
+        placed: positions that the first layer made, for all layers.
+    """
+
+    window: int | None
     chunk: int | None
-    past: int  # tokens before the queries
-    keys: int  # keys that the layer's cache hands out, those of the queries included
-    placed: dict[Hashable, TokenPositions] = field(default_factory=dict, compare=False)  # of the first layer, for all
+    past: int
+    keys: int
+    placed: dict[Hashable, TokenPositions] = field(default_factory=dict, compare=False)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _MaskReadError(f"its decoder works with its attention mask itself (.{name})")
@@ -60,7 +72,7 @@ class _MaskRule:
 
 
 def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
-    """The rule of the mask that transformers asks for; arguments as of `transformers.masking_utils.sdpa_mask`."""
+    """Return the rule of a mask; the arguments are those of `transformers.masking_utils.sdpa_mask`."""
     from transformers.masking_utils import causal_mask_function
 
     window = chunk = None
@@ -72,7 +84,7 @@ def _mask_rule(*args: Any, **kwargs: Any) -> _MaskRule:
     elif (size := chunk_size(kwargs)) is not None:
         chunk = size
     elif kwargs.get("mask_function") is not causal_mask_function:
-        raise NotReadInChunksError("its mask is another one than causality, with or without a window")
+        raise NotReadInChunksError("its mask is more than causality with or without a window")
     return _MaskRule(window, chunk, tokens_before_queries(kwargs), kwargs["kv_length"])
 
 
@@ -82,22 +94,28 @@ def _chunked_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: _MaskRule | Tensor | None,
-    **given: Any,
+    **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of the newest queries to a cache that ends with their own keys.
+    """Attend causally from the latest queries to a cache that ends with their own keys.
 
     Args:
+        module: the attention module.
         query: (batch, heads, tokens, head_dim).
         key, value: (batch, kv_heads, past + tokens, head_dim); heads share them in groups.
-        attention_mask: None: causality alone, where the model class asks transformers for no mask.
-        given: transformers' keywords: `scaling`, `softcap`, `s_aux`, and `sliding_window`, which the mask has as well.
+        attention_mask: the rule of the mask; None, if the model class asks transformers for no mask: causality alone.
+        keywords: transformers' keywords: `scaling`, `softcap`, `s_aux`, and `sliding_window`, which the mask has as
+            well.
 
     Returns:
-        (batch, tokens, heads, head_dim), None for the weights.
+        (batch, tokens, heads, head_dim), and None in place of attention weights.
+
+    Raises:
+        NotReadInChunksError: the attention is more than causality with a window or with chunks.
     """
-    if unknown := given.keys() & _UNSUPPORTED and [name for name in _UNSUPPORTED if given.get(name) is not None]:
-        raise NotReadInChunksError(f"its attention is given {', '.join(unknown)}")
-    if not getattr(module, "is_causal", True) or given.get("is_causal") is False:
+    unsupported = [name for name in _UNSUPPORTED if keywords.get(name) is not None]
+    if unsupported:
+        raise NotReadInChunksError(f"its attention is given {', '.join(unsupported)}")
+    if not getattr(module, "is_causal", True) or keywords.get("is_causal") is False:
         raise NotReadInChunksError("its attention is not causal")
     if isinstance(attention_mask, Tensor):
         raise NotReadInChunksError("its decoder makes a mask of its own")
@@ -105,35 +123,52 @@ def _chunked_attention(
     rule = _MaskRule(None, None, keys - tokens, keys) if attention_mask is None else attention_mask
     if rule.keys != keys:
         raise NotReadInChunksError(f"its attention has {keys} keys for {rule.keys} tokens")
-    if given.get("sliding_window") not in (None, rule.window):
-        # sdpa and eager attention follow the mask, flash attention the keyword: which one is meant is unknown
+    if keywords.get("sliding_window") not in (None, rule.window):
+        # sdpa and eager attention follow the mask, flash attention the keyword: it is unknown which one is meant
         raise NotReadInChunksError(
-            f"its mask has the window {rule.window}, its attention the window {given['sliding_window']}"
+            f"its mask has the window {rule.window}, its attention the window {keywords['sliding_window']}"
         )
-    if (seen := _REACH_SEEN.get()) is not None:
-        seen(rule.window or rule.chunk)
-    given["dropout"] = 0.0  # whatever mode the model is in
-    start, end = rule.past, rule.past + tokens
-    begin = first_key = end - keys  # a sliding-window cache has dropped the keys before
+    reach_seen = _REACH_SEEN.get()
+    if reach_seen is not None:
+        reach_seen(rule.window or rule.chunk)
+    keywords["dropout"] = 0.0  # whatever mode the model is in
+
+    first_query, end = rule.past, rule.past + tokens
+    first_key = end - keys  # a sliding-window cache has dropped the keys before it
     parts = []
-    while start < end:
-        stop = end
-        if rule.chunk is not None:  # its queries see keys from its beginning on, causally and nothing else
+    start = first_query
+    while start < end:  # once; under a chunk rule once per chunk, whose queries see keys from its beginning on
+        if rule.chunk is None:
+            begin, stop = first_key, end
+        else:
             begin = start // rule.chunk * rule.chunk
             stop = min(begin + rule.chunk, end)
-        entry = (query.device, len(query), stop - start, stop - begin)
-        if entry not in rule.placed:
-            positions = torch.arange(stop - begin, device=query.device)[None]  # what counts is their distance
-            rule.placed[entry] = TokenPositions(positions[:, start - stop :], positions, (0,) * len(query), None)
-        some, here = query[:, :, start - rule.past : stop - rule.past], slice(begin - first_key, stop - first_key)
-        tensors = some, key[:, :, here], value[:, :, here], None
-        parts.append(attend_from_kwargs(LocalAttention(rule.window), None, rule.placed[entry], *tensors, **given)[0])
+        queries = query[:, :, start - first_query : stop - first_query]
+        here = slice(begin - first_key, stop - first_key)
+        placed = _positions(rule, query, stop - start, stop - begin)
+        attention = LocalAttention(rule.window)
+        out, _ = attend_from_kwargs(
+            attention, None, placed, queries, key[:, :, here], value[:, :, here], None, **keywords
+        )
+        parts.append(out)
         start = stop
-    return torch.cat(parts, dim=1) if parts[1:] else parts[0], None
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
+
+
+def _positions(rule: _MaskRule, query: Tensor, queries: int, keys: int) -> TokenPositions:
+    """Return the positions of so many queries at the end of so many keys, counted from the first key."""
+    entry = (query.device, len(query), queries, keys)
+    if entry not in rule.placed:
+        positions = torch.arange(keys, device=query.device)[None]  # attention depends on their distances alone
+        rule.placed[entry] = TokenPositions(positions[:, -queries:], positions, (0,) * len(query), None)
+    return rule.placed[entry]
 
 
 def reading_in_chunks(
     model: nn.Module, reach_seen: Callable[[int | None], None] | None = None
 ) -> AbstractContextManager[None]:
-    """Have a model use `_chunked_attention` inside, and call `reach_seen` with the keys that a query may see."""
+    """Have a model attend by `_chunked_attention` inside the with block.
+
+    Every attention calls `reach_seen`, if given, with the number of keys that a query may see, None for all.
+    """
     return attending(model, _ATTENTION, _chunked_attention, _mask_rule, _REACH_SEEN, reach_seen)

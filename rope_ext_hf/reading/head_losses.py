@@ -1,4 +1,4 @@
-"""Losses from the hidden states of a decoder, a part of the vocabulary or a few tokens at a time."""
+"""Losses from the output of a decoder, computed for a part of the vocabulary or for a few tokens at a time."""
 
 from __future__ import annotations
 
@@ -12,43 +12,64 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder."""
+    """The head of a language model, run apart from its decoder.
+
+    Attributes:
+        head: the head, as a module.
+        config: the config of the text model.
+        dtype: the dtype of the model.
+        head_bytes: the memory for the logits that exist at a time.
+        finish: scale or cap logits as the config says.
+    """
 
     head: Any
-    config: Any  # of the text
-    dtype: torch.dtype  # of the model
-    room: int  # bytes for logits at a time
-    finish: bool = True  # logits are scaled or capped as the config says
+    config: Any
+    dtype: torch.dtype
+    head_bytes: int
+    finish: bool = True
 
     def losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Negative log-likelihoods, (tokens,) float32, of what follows each hidden state; (tokens, hidden).
+        """Return the negative log-likelihood of the token that follows each position.
 
-        A plain head is taken apart along the vocabulary, so that each of its weights is read once per chunk of tokens;
-        another one runs whole, over a few tokens at a time.
+        A plain head is taken apart along the vocabulary, so that each of its weights is read once per chunk of tokens.
+        Any other head runs whole, on a few tokens at a time.
+
+        Args:
+            hidden: the decoder's output, (tokens, hidden).
+            targets: the tokens that follow, (tokens,) int64.
+
+        Returns:
+            (tokens,) float32, in nats.
         """
-        plain = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")
-        if plain and not self.head._forward_pre_hooks and not self.head._forward_hooks:
-            width = self.room // (len(hidden) * _bytes_of_a_logit(self.dtype))
+        if self._is_plain:
+            width = self.head_bytes // (len(hidden) * _bytes_per_logit(self.dtype))
             return negative_log_likelihoods_(self._parts(hidden, 1 << max(10, width.bit_length() - 1)), targets)
-        # a quantised or wrapped head has other shapes than its vocabulary
-        few = power_of_two(self.room // (self.config.vocab_size * _bytes_of_a_logit(self.dtype)))
-        pieces = zip(torch.split(hidden, few), torch.split(targets, few), strict=True)
-        return torch.cat(
-            [negative_log_likelihoods_([self.logits(some)], theirs.to(hidden.device)) for some, theirs in pieces]
-        )
+        few = power_of_two(self.head_bytes // (self.config.vocab_size * _bytes_per_logit(self.dtype)))
+        losses = []
+        for states, following in zip(torch.split(hidden, few), torch.split(targets, few), strict=True):
+            losses.append(negative_log_likelihoods_([self.logits(states)], following.to(hidden.device)))
+        return torch.cat(losses)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits, (tokens, vocabulary) float32, of the decoder's output (tokens, hidden)."""
         return self._finished(self.head(hidden))
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the head is a weight and a bias alone, without hooks; a quantised one has other shapes."""
+        is_linear = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")  # accelerate's hook
+        return is_linear and not self.head._forward_pre_hooks and not self.head._forward_hooks
+
     def _parts(self, hidden: Tensor, width: int) -> Iterator[Tensor]:
-        """Logits of so much of the vocabulary at a time, (tokens, width)."""
+        """Yield the logits of `width` entries of the vocabulary at a time, (tokens, width)."""
         weight, bias = self.head.weight, self.head.bias
-        for at in range(0, len(weight), width):
-            part = None if bias is None else bias[at : at + width]
-            yield self._finished(nn.functional.linear(hidden.to(weight.device), weight[at : at + width], part))
+        for begin in range(0, len(weight), width):
+            part = slice(begin, begin + width)
+            logits = nn.functional.linear(hidden.to(weight.device), weight[part], None if bias is None else bias[part])
+            yield self._finished(logits)
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """Logits as the common families finish them after the head, by a scale or a soft cap; float32."""
+        """Return logits as float32, scaled or softly capped as the common families do after their head."""
         logits = logits.float()
         if not self.finish:
             return logits
@@ -63,33 +84,42 @@ class HeadLosses:
         return logits
 
 
-def power_of_two(fitting: int) -> int:
-    """The largest power of two that fits, from 16 to 4096."""
-    return 1 << max(4, min(12, fitting.bit_length() - 1))
+def power_of_two(most: int) -> int:
+    """Return the largest power of two up to a number, but at least 16 and at most 4096."""
+    return 1 << max(4, min(12, most.bit_length() - 1))
 
 
-def _bytes_of_a_logit(dtype: torch.dtype) -> int:
-    """In float32, beside what the head makes it from."""
+def _bytes_per_logit(dtype: torch.dtype) -> int:
+    """Return the memory of one logit in float32, and beside it in the dtype that the head computes it in."""
     return 4 if dtype == torch.float32 else 4 + torch.finfo(dtype).bits // 8
 
 
 def negative_log_likelihoods_(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
-    """Negative log-likelihoods, (tokens,) float32, from logits (tokens, part of the vocabulary), part after part."""
-    top = total = chosen = torch.empty(0)
-    at = 0
-    for logits in parts:  # float32, in the order of the vocabulary; modified in place
+    """Return negative log-likelihoods from the logits of one part of the vocabulary after the other.
+
+    Args:
+        parts: (tokens, part of the vocabulary) float32, in the order of the vocabulary; they are modified in place.
+        targets: the tokens, (tokens,) int64.
+
+    Returns:
+        (tokens,) float32, in nats.
+    """
+    # The sum of exponentials is kept relative to the largest logit so far, as in an online softmax.
+    largest = total = target_logits = torch.empty(0)
+    begin = 0  # of the part, in the vocabulary
+    for logits in parts:
         targets = targets.to(logits.device)
-        inside = (targets - at).clamp(0, logits.shape[-1] - 1)[:, None]
-        here = logits.gather(-1, inside)
-        higher = logits.amax(-1, keepdim=True)
-        if at:
-            higher = torch.maximum(top, higher)
-        sums = logits.sub_(higher).exp_().sum(-1, keepdim=True)
-        if at:
-            total = total * (top - higher).exp_() + sums
-            chosen = torch.where((targets >= at)[:, None], here, chosen)
+        inside = (targets - begin).clamp(0, logits.shape[-1] - 1)[:, None]
+        logits_inside = logits.gather(-1, inside)  # of a target in a later part: any number, which is replaced there
+        new_largest = logits.amax(-1, keepdim=True)
+        if begin:
+            new_largest = torch.maximum(largest, new_largest)
+        sums = logits.sub_(new_largest).exp_().sum(-1, keepdim=True)
+        if begin:
+            total = total * (largest - new_largest).exp_() + sums
+            target_logits = torch.where((targets >= begin)[:, None], logits_inside, target_logits)
         else:
-            total, chosen = sums, here
-        top = higher
-        at += logits.shape[-1]
-    return (top + total.log() - chosen)[:, 0]
+            total, target_logits = sums, logits_inside
+        largest = new_largest
+        begin += logits.shape[-1]
+    return (largest + total.log() - target_logits)[:, 0]

@@ -1,4 +1,4 @@
-"""Evaluation protocols: which tokens are read in one pass, and which of them are scored.
+"""Evaluation protocols: the tokens that are read in one pass, and those of them that are scored.
 
     >>> list(resolve_protocol("matched").spans(8, [4, 8], ProtocolOptions(targets=2)))
     [Span(length=4, start=4, stop=8, score_from=6, score_to=8, context=4),
@@ -6,8 +6,8 @@
 
 A protocol is a pure generator of spans. Its arguments are the number of tokens of a document, the context lengths
 (ascending) and `ProtocolOptions`. Position -1 stands for the prefix (BOS) before a document, see `Protocol`. To add a
-protocol, write the generator and decorate it with `register_protocol`: the command line, its help, tables,
-reports and the contract tests read the registry.
+protocol, write the generator and decorate it with `register_protocol`: the command line, its help, tables, reports and
+the contract tests read the registry.
 """
 
 from __future__ import annotations
@@ -21,24 +21,32 @@ from rope_ext_hf.errors import MethodError, entry
 
 
 class Span(NamedTuple):
-    """Tokens read in one pass, and the part of them that is scored."""
+    """Tokens that are read in one pass, and the part of them that is scored.
 
-    length: int  # the context length that the score counts for
-    # start, stop: the tokens of the document that are read in one pass
+    Attributes:
+        length: the context length that the score counts for.
+        start, stop: the first token of the document that is read in the pass, and the one after the last.
+        score_from, score_to: the first token that is scored, and the one after the last.
+        context: the length at which length-dependent methods are held.
+    """
+
+    length: int
     start: int
     stop: int
-    # score_from, score_to: the tokens of the document that are scored
     score_from: int
     score_to: int
-    context: int  # the length at which length-dependent methods are held
+    context: int
 
 
 @dataclass(frozen=True)
 class ProtocolOptions:
-    """Options of the protocols, in tokens: `targets` scored per span, `stride` between the starts of spans.
+    """Options of the protocols, in tokens.
 
-    `prefix` is the number of tokens that position -1 stands for, which a protocol with a prefix before the document may
-    have to make room for.
+    Attributes:
+        targets: tokens that are scored per span.
+        stride: tokens between the starts of spans.
+        prefix: the number of tokens that position -1 stands for, for which a protocol with a prefix before the document
+            may have to make room.
     """
 
     targets: int
@@ -58,15 +66,16 @@ class Protocol:
         name: the name in Python and on the command line.
         spans: (tokens of a document, ascending lengths, options) -> spans.
         description: one line for help texts and tables.
-        prefix: where the tokens before a text stand, most often BOS. "span": first in every span; a document is cut as
-            if it began with them, and a span from its middle has them in place of its first tokens. "document": once,
-            before the first token.
-        default_prefix: which tokens those are by default. "added": those that the tokenizer puts before every text;
-            "bos": those, else BOS where the tokenizer has one; "bos or eos": those, else BOS, else EOS; "none": none.
-        uses_targets: `options.targets` matters.
-        uses_stride: `options.stride` matters.
+        prefix: the place of the prefix, the tokens before a text, which are most often BOS. "span": first in every
+            span; a document is cut as if it began with them, and a span from its middle has them in place of its first
+            tokens. "document": once, before the first token.
+        default_prefix: the prefix by default. "added": the tokens that the tokenizer puts before every text; "bos":
+            the same, or BOS if there are none and the tokenizer has BOS; "bos or eos": the same, or EOS if there is no
+            BOS either; "none": no tokens.
+        uses_targets: it uses `options.targets`.
+        uses_stride: it uses `options.stride`.
         same_targets: the scored tokens are the same at every length.
-        one_pass: every length is read in one pass over the longest, so that no input of a shorter length is measured.
+        one_pass: all lengths are read in one pass over the longest, so that no input of a shorter length is measured.
     """
 
     name: str
@@ -80,7 +89,8 @@ class Protocol:
     one_pass: bool = False
 
 
-PROTOCOLS: dict[str, Protocol] = {}  # every protocol by name; `register_protocol` adds to it
+PROTOCOLS: dict[str, Protocol] = {}
+"""All protocols by name; `register_protocol` adds to it."""
 
 
 def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans]:
@@ -88,7 +98,7 @@ def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans
 
     Args:
         name: the name in Python and on the command line.
-        **attributes: those of `Protocol` that are not the default, such as uses_targets=True.
+        **attributes: attributes of `Protocol` that differ from their default, such as uses_targets=True.
 
     Raises:
         ValueError: the name is taken, or the generator has no docstring.
@@ -107,12 +117,12 @@ def register_protocol(name: str, **attributes: Any) -> Callable[[_Spans], _Spans
 
 
 def resolve_protocol(name: str) -> Protocol:
-    """The protocol of this name; MethodError where there is none."""
+    """Return the protocol of this name; raise a MethodError if there is none."""
     return entry("protocol", name, PROTOCOLS)
 
 
 def protocol_help() -> str:
-    """Every protocol with its description, for the help text of an option."""
+    """Return every protocol with its description, for the help text of an option."""
     return "; ".join(f"{protocol.name}: {protocol.description}" for protocol in PROTOCOLS.values())
 
 
@@ -146,9 +156,9 @@ def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
     """Spans of N tokens, `stride` apart, the last `stride` tokens of each scored (PI and YaRN papers: 256).
 
     The first N - stride tokens of a document are never scored. A stride of N or more scores all but the first token of
-    a span, which has no token before it. Documents shorter than the longest length are left out. The loops of YaRN's
-    code without --truncate and of Hugging Face's page on perplexity read the same spans, score the first one whole as
-    well, and end with a shorter one.
+    a span, which has no token before it. Documents shorter than the longest length are left out. The loops in YaRN's
+    code without --truncate and on Hugging Face's page on perplexity read the same spans, but score the first one whole
+    as well, and end with a shorter one.
     """
     for length in lengths if tokens >= lengths[-1] else ():
         for stop in range(length, tokens + 1, options.stride):
@@ -160,10 +170,10 @@ def sliding(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> It
 def truncate(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """The first N tokens of each document in one pass, all scored (YaRN's code with --truncate).
 
-    With BOS these are BOS and the first N - 1 tokens. As there, BOS is used wherever the tokenizer has one. Documents
-    shorter than the longest length are left out at every length, as --dataset-min-tokens does there. This is
-    not YaRN's GovReport evaluation: its eval.sh reads documents of at least 16,384 tokens in spans of 32,768, scores
-    the first span whole and weighs every span alike, whatever its number of tokens; here every token weighs alike.
+    With BOS these are BOS and the first N - 1 tokens. As in YaRN's code, BOS is used if the tokenizer has one, and
+    documents shorter than the longest length are left out at every length, as by its --dataset-min-tokens. This is not
+    YaRN's evaluation on GovReport: its eval.sh reads documents of at least 16,384 tokens in spans of 32,768, scores the
+    first span whole and gives every span the same weight, whatever its number of tokens; here every token has the same.
     """
     for length in lengths if tokens >= lengths[-1] else ():
         yield Span(length, 0, length, 1, length, length)
@@ -173,8 +183,8 @@ def truncate(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> I
 def stream(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """Spans of N tokens, `stride` apart, all tokens scored (LongLoRA, ChunkLlama); meant for joined documents.
 
-    As there, no span gets a BOS token, whatever the tokenizer does; bos=True gives each one. Their code leaves out the
-    last span or two of the text.
+    As in the code of both, no span gets a BOS token, whatever the tokenizer does; bos=True gives each span one. Their
+    code leaves out the last span or two of the text.
     """
     for length in lengths:
         for start in range(0, tokens - length + 1, options.stride):
@@ -185,9 +195,9 @@ def stream(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Ite
 def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """Every token scored once, in disjoint runs of N targets after one token of context (lm-evaluation-harness).
 
-    The first run begins after the prefix; the last one, if shorter, gets earlier tokens up to N of input. A prefix of
-    several tokens (GLM) leaves the first run fewer targets. Where a tokenizer adds BOS itself, the harness reads and
-    scores that one after its own prefix; `rope-ext lm-eval` does not.
+    The first run begins after the prefix. The last one, if it is shorter, gets earlier tokens up to N of input. A
+    prefix of several tokens (GLM) leaves the first run fewer targets. If a tokenizer adds BOS itself, the harness reads
+    and scores that BOS after its own prefix; `rope-ext lm-eval` does not.
     """
     for length in lengths:
         room = length + 1 - options.prefix  # targets of the first run
@@ -200,9 +210,10 @@ def blocks(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Ite
 def position(tokens: int, lengths: Sequence[int], options: ProtocolOptions) -> Iterator[Span]:
     """One pass over the longest length; the loss of positions between two lengths counts for the upper one.
 
-    The whole length curve of a static method from a single forward: the entry at N is the mean loss at positions from
-    the next shorter length up to N. Documents shorter than the longest length are left out. A length-dependent method
-    is held at the longest length for all of them, so that no entry is that of an input of N tokens.
+    This gives the whole length curve of a static method from a single forward: the entry at N is the mean loss at
+    positions from the next shorter length up to N. Documents shorter than the longest length are left out. A
+    length-dependent method is held at the longest length throughout, so that no entry is the loss of an input of N
+    tokens.
     """
     longest = lengths[-1]
     if tokens >= longest:

@@ -1,4 +1,4 @@
-"""The cache that a span is read into: keys and values in memory allocated once, states of other layers as they are."""
+"""The cache that spans are read onto: transformers' own, with keys and values in memory that is allocated once."""
 
 from __future__ import annotations
 
@@ -15,17 +15,22 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
 
-_FULL, _SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"  # keys and values of all tokens, or of the last
-_HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-"""Its layers that have a state beside keys and values."""
-_STATE = ("LinearAttentionLayer", "DummyLayer")  # no keys: a state of fixed size, or nothing
+# Classes of layers in transformers' caches.
+_FULL, _SLIDING = "DynamicLayer", "DynamicSlidingWindowLayer"  # keys and values of all tokens, or of the latest ones
+_HYBRID = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")  # and a state
+_STATE = ("LinearAttentionLayer", "DummyLayer")  # a state of fixed size alone, or nothing
 
 
 class _Preallocated:
-    """Keys and values of one layer in memory allocated once; `update` hands out views of what is filled.
+    """Keys and values of one layer in memory that is allocated once; `update` returns views of the filled part.
 
-    In front of one of transformers' layer classes, whose other state stays as it is. Under `offload` that memory is the
-    CPU's, and what is handed out is a copy on the device.
+    It is mixed in before one of transformers' layer classes, whose other state stays as it is.
+
+    Attributes:
+        keys, values: (rows, kv_heads, capacity, head_dim); None before the first update.
+        capacity: tokens that they have room for.
+        offload: they are in main memory, and `update` returns copies on the device.
+        filled: tokens that they hold.
     """
 
     keys: Tensor | None
@@ -35,58 +40,61 @@ class _Preallocated:
     filled: int
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values (rows, kv_heads, tokens, head_dim), and return those of all tokens."""
+        """Add keys and values, (rows, kv_heads, tokens, head_dim), and return those of all tokens."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._room(key_states), self._room(value_states)
+            self.keys, self.values = self._allocate(key_states), self._allocate(value_states)
         stop = self.filled + key_states.shape[-2]
-        everything = []
-        for room, states in ((self.keys, key_states), (self.values, value_states)):
-            if self.offload:  # in the room's order, so that both sides of the copy are one run
+        for memory, states in ((self.keys, key_states), (self.values, value_states)):
+            if self.offload:  # in the order of `memory`, so that both sides of the copy are one run of bytes
                 states = states.transpose(1, 2).contiguous().transpose(1, 2)
-            room[:, :, self.filled : stop].copy_(states, non_blocking=True)
-            everything.append(room[:, :, :stop])
+            memory[:, :, self.filled : stop].copy_(states, non_blocking=True)
         self.filled = stop
-        keys, values = everything
-        if self.offload:  # in the order of the device's stream: what was just written is read after that
+        keys, values = self.keys[:, :, :stop], self.values[:, :, :stop]
+        if self.offload:
+            # The device's stream keeps the order: these copies start after those into main memory have finished.
             return keys.to(key_states.device, non_blocking=True), values.to(value_states.device, non_blocking=True)
         return keys, values
 
-    def _room(self, states: Tensor) -> Tensor:
+    def _allocate(self, states: Tensor) -> Tensor:
+        """Return memory for the states of `capacity` tokens like these."""
         rows, heads, _, dim = states.shape
         if not self.offload:
             return states.new_empty(rows, heads, self.capacity, dim)
-        # Pinned, so that the device copies it without the host waiting; token by token, so that the tokens of a chunk
-        # are one run of memory: the device copies nothing else directly.
-        room = torch.empty(
+        # Pinned, so that the host does not wait for copies; token by token, so that the tokens of a chunk are one run
+        # of memory, which is all that a device copies directly.
+        memory = torch.empty(
             (rows, self.capacity, heads, dim), dtype=states.dtype, device="cpu", pin_memory=states.is_cuda
         )
-        return room.transpose(1, 2)
+        return memory.transpose(1, 2)
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens that are cached."""
         return self.filled
 
     def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
-        """The keys after the next update, and the tokens that were dropped before them."""
+        """Return the number of keys after the next update, and of the tokens that were dropped before them."""
         return self.filled + _count_queries(queries), 0
 
 
 def _count_queries(queries: int | Tensor) -> int:
-    """Return the number of queries that a mask is for: transformers gives it, or in 5.0 the place of each."""
+    """Return the number of queries of a mask: transformers gives the number, or in 5.0 the position of each."""
     return len(queries) if isinstance(queries, Tensor) else queries
 
 
 @remembered
 def _preallocated(stock: type) -> Any:
+    """Return a subclass of one of transformers' layer classes whose keys and values are preallocated."""
     return type(f"Preallocated{stock.__name__}", (_Preallocated, stock), {})
 
 
 class StoringCache(DynamicCache):  # type: ignore[misc]
-    """A cache whose keys and values go through `stored` before they are kept, e.g. to be rounded; None: they do not."""
+    """A cache that applies its function `stored`, if it has one, to keys and values before it keeps them."""
 
     stored: Callable[[Tensor], Tensor] | None = None
     updated = 0  # the index of the layer that keys were added to last
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Add keys and values, (rows, kv_heads, tokens, head_dim), to a layer, and return those of all its tokens."""
         self.updated = layer_idx
         if self.stored is not None:
             key_states, value_states = self.stored(key_states), self.stored(value_states)
@@ -94,7 +102,7 @@ class StoringCache(DynamicCache):  # type: ignore[misc]
 
 
 def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
-    """Return the layer of a span's cache for one of transformers's, by default for one that keeps all tokens."""
+    """Return a preallocated layer in place of one of transformers', by default of one that keeps all tokens."""
     stock = DynamicLayer() if stock is None else stock
     kind = type(stock)
     if kind.__module__ != cache_utils.__name__ or kind.__name__ not in (_FULL, _SLIDING, *_HYBRID, *_STATE):
@@ -102,8 +110,8 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
     if kind.__name__ in _STATE:
         return stock
     hybrid = kind.__name__ in _HYBRID
-    made = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
-    layer = made.__new__(made)
+    layer_class = _preallocated(cache_utils.LinearAttentionAndFullAttentionLayer if hybrid else DynamicLayer)
+    layer = layer_class.__new__(layer_class)
     layer.__dict__ |= vars(stock if hybrid else DynamicLayer())
     layer.__dict__ |= {"capacity": capacity, "offload": offload, "filled": 0}
     return layer
@@ -112,9 +120,17 @@ def _span_layer(capacity: int, offload: bool, stock: Any = None) -> Any:
 class SpanCache(StoringCache):
     """A cache for spans of up to `capacity` tokens, used again from span to span.
 
-    Under `offload` keys and values wait in main memory; those of one layer at a time are on its device. The layers of
-    `windows`, by index, keep the keys of their window alone; all others keep those of all tokens, whatever the config
-    says of them: see `safe_windows`.
+    Args:
+        config: the config of the decoder.
+        capacity: tokens that it has room for.
+        offload: keys and values wait in main memory, and those of one layer at a time are on its device.
+        windows: the sliding window of each layer, by its index, that keeps the keys of its window alone. All other
+            layers keep the keys of all tokens, whatever the config says of them, see `safe_windows`.
+
+    Attributes:
+        stated: the sliding window of each layer, by its index, that the config states one for.
+        seen: the keys that queries were seen to reach back to in each layer, by its index; None stands for all.
+        empty: the state of the empty cache, for `restore`.
     """
 
     def __init__(
@@ -126,25 +142,25 @@ class SpanCache(StoringCache):
             raise NotReadInChunksError(f"transformers makes no cache from its config ({error})") from error
         self.capacity, self.offload = capacity, offload
         stocks: list[Any] = vars(self)["layers"]
-        self.stated = {i: each.sliding_window for i, each in enumerate(stocks) if type(each).__name__ == _SLIDING}
+        self.stated = {
+            index: stock.sliding_window for index, stock in enumerate(stocks) if type(stock).__name__ == _SLIDING
+        }
         self.layers: list[Any] = [
-            stock if windows and index in windows else self._layer(stock) for index, stock in enumerate(stocks)
+            stock if windows and index in windows else _span_layer(capacity, offload, stock)
+            for index, stock in enumerate(stocks)
         ]
-        # Some decoders have more layers of attention than their config says. The function must not refer to this cache:
-        # it would then keep gigabytes of keys until Python looks for cycles, which it does by the number of objects.
+        # For decoders with more layers of attention than their config says. The function must not refer to this cache:
+        # a cycle would keep gigabytes of keys until Python's collector runs, which counts objects and not bytes.
         self.layer_class_to_replicate: Callable[[], Any] = partial(_span_layer, capacity, offload)
         self.seen: dict[int, set[int | None]] = {}
         self.empty = self.state()
 
-    def _layer(self, stock: Any) -> Any:
-        return _span_layer(self.capacity, self.offload, stock)
-
     def see(self, reach: int | None) -> None:
-        """Note that a query may see so many of the keys that were added last; None: all."""
+        """Note that queries of the layer that was updated last see so many keys back; None: all."""
         self.seen.setdefault(self.updated, set()).add(reach)
 
     def safe_windows(self) -> dict[int, int]:
-        """The windows of layers that the config states, if attention was seen to have exactly these; else none.
+        """Return the windows of layers that the config states, if attention was seen to have exactly these; else none.
 
         Some classes state a window in their config and attend to everything, and transformers makes one mask for all
         layers with a window, so that all keep it or none does.
@@ -153,7 +169,7 @@ class SpanCache(StoringCache):
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
 
     def state(self) -> list[dict[str, Any]]:
-        """The state that `restore` goes back to: how many keys and values count, and copies of all other states."""
+        """Return the state for `restore`: how many keys and values are filled, and copies of all other states."""
         states = []
         for layer in self.layers:
             kept = (_CONSTANT, "keys", "values") if isinstance(layer, _Preallocated) else (_CONSTANT,)
@@ -165,10 +181,9 @@ class SpanCache(StoringCache):
         """Go back to a state of this cache; keys and values before it must not have been written over since."""
         del self.layers[len(state) :]
         for layer, saved in zip(self.layers, state, strict=True):
-            layer.__dict__ |= tree_map_only(
-                Tensor, Tensor.clone, saved
-            )  # copied, because transformers updates states in place
+            # copied, because transformers updates states in place
+            layer.__dict__ |= tree_map_only(Tensor, Tensor.clone, saved)
 
 
 _CONSTANT = "_sliding_window_tensor"
-"""An attribute of transformers' layers with a window, which goes to the device at first use and then stays there."""
+"""An attribute of transformers' layers with a window that is part of no state: it goes to the device at first use."""

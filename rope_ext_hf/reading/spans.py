@@ -14,9 +14,9 @@ from torch import Tensor
 from rope_ext_hf.bounds import whole
 from rope_ext_hf.errors import CorpusError, MethodError, warn_caller
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
+from rope_ext_hf.patches.layer_types import AttentionLayers
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Corpus, Document, Tokens, token_ids, utf8_bytes
-from rope_ext_hf.reading.preflight import sliding_window_warning
 from rope_ext_hf.reading.protocols import (
     DefaultPrefix,
     Protocol,
@@ -33,42 +33,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the text of a result was read, see `rope_ext_hf.reading.protocols`."""
+    """The settings by which the text of a result was read.
+
+    Attributes:
+        protocol: the name of the protocol, see `rope_ext_hf.reading.protocols`.
+        targets, stride: see `ProtocolOptions`.
+        bos: a prefix was read.
+        left_out: documents that were too short.
+        keys: the model that found the key tokens and its settings; "" if key tokens were not measured.
+    """
 
     protocol: str
     targets: int
     stride: int
     bos: bool
-    left_out: int  # documents that were too short
-    keys: str = ""  # which model found the key tokens, and how; empty: there are none
+    left_out: int
+    keys: str = ""
 
 
 def tokenize(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Tokenise documents, no special tokens added; those that are tokenised already stay as they are."""
-    return [each if isinstance(each, Tokens) else _tokenize(each, tokenizer) for each in documents]
+    """Tokenise documents without adding special tokens; documents that are tokenised already stay as they are."""
+    return [document if isinstance(document, Tokens) else _tokenize(document, tokenizer) for document in documents]
 
 
 def text_of(documents: Iterable[Document | Tokens], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Documents end to end, an empty line between them; token ids are decoded."""
-    return "\n\n".join(
-        each.text if each.ids is None or each.text else str(tokenizer.decode(list(each.ids))) for each in documents
-    )
+    """Return the texts of documents with an empty line between them; token ids are decoded."""
+    texts = []
+    for document in documents:
+        if document.text or document.ids is None:
+            texts.append(document.text)
+        else:
+            texts.append(str(tokenizer.decode(list(document.ids))))
+    return "\n\n".join(texts)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The token ids of a part of a prompt, no special tokens added."""
+    """Return the token ids of a part of a prompt, without special tokens."""
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_answer(tokenizer: PreTrainedTokenizerBase, question: str, answer: str) -> tuple[list[int], list[int]]:
-    """The token ids of a question and of the answer behind it, cut where the question alone has other tokens."""
+    """Return the token ids of a question and of the answer that follows it.
+
+    Both are tokenised together. The question ends before the first token that it would not have alone, because a
+    tokenizer may join its end to the beginning of the answer.
+    """
     alone, both = encode(tokenizer, question), encode(tokenizer, question + answer)
-    shared = next((i for i, (a, b) in enumerate(zip(alone, both, strict=False)) if a != b), len(alone))
+    shared = 0
+    while shared < min(len(alone), len(both)) and alone[shared] == both[shared]:
+        shared += 1
     return both[:shared], both[shared:]
 
 
 def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    if document.ids is not None:  # which token has which bytes is unknown: each gets its share
+    """Tokenise one document; a document of token ids gets the bytes of its tokens."""
+    if document.ids is not None:  # the bytes of each token are unknown, so that all get the same share
         ids = list(token_ids(document.ids, document.name))
         total = len(tokenizer.decode(ids).encode("utf-8", errors="replace"))
         return Tokens(document.name, torch.tensor(ids, dtype=torch.int64), _shares(total, len(ids)))
@@ -81,7 +100,7 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
         verbose=False,
     )
     ids = encoded["input_ids"]
-    if not tokenizer.is_fast:  # no offsets; exact for byte tokenizers, where tokens and bytes are as many
+    if not tokenizer.is_fast:  # it gives no offsets; even shares are exact for tokenizers of bytes
         ends = _shares(total, len(ids))
     else:
         ends = byte_ends(text, encoded.tokens(), encoded["offset_mapping"])
@@ -89,33 +108,43 @@ def _tokenize(document: Document, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def _shares(total: int, count: int) -> tuple[int, ...]:
-    """Where each of `count` parts of equal size ends."""
-    if total == count:  # a token per byte: a text has millions
+    """Return the end of each of `count` parts of equal size."""
+    if total == count:  # quick, because a text has millions of bytes
         return tuple(range(1, total + 1))
     return tuple(round(total * (i + 1) / count) for i in range(count))
 
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """The spans that a perplexity evaluation reads, the same for every method; pure data."""
+    """The spans that a perplexity evaluation reads, the same for every method; pure data.
+
+    Attributes:
+        protocol: the protocol that cut them.
+        lengths: context lengths, ascending.
+        options: the options of the protocol.
+        prefix: token ids that stand first in each span, or before each document, see `Protocol`.
+        documents: each document with anything to read, and its spans in reading order.
+        left_out: the number of documents that are too short for the lengths.
+    """
 
     protocol: Protocol
-    lengths: tuple[int, ...]  # ascending context lengths
+    lengths: tuple[int, ...]
     options: ProtocolOptions
-    prefix: tuple[int, ...]  # token ids that stand first in each span, or before each document, see `Protocol`
-    # every document with anything to read, and its spans in reading order
+    prefix: tuple[int, ...]
     documents: tuple[tuple[Tokens, tuple[Span, ...]], ...]
-    left_out: int  # documents too short for the lengths
+    left_out: int
 
     @property
     def passes(self) -> list[int]:
-        """Tokens of each pass; spans that share a pass come one after the other."""
-        place = attrgetter("context", "start", "stop")
-        passes = (key for _, spans in self.documents for key, _ in groupby(spans, key=place))
-        return [stop - start for _, start, stop in passes]
+        """The tokens of each pass. Spans that share a pass follow each other."""
+        of_pass = attrgetter("context", "start", "stop")
+        passes = []
+        for _, spans in self.documents:
+            passes += [stop - start for (_, start, stop), _ in groupby(spans, key=of_pass)]
+        return passes
 
     def input_ids(self, document: Tokens, start: int, stop: int) -> tuple[Tensor, int]:
-        """The token ids of one pass, (tokens,) int64, and the document position of the first of them."""
+        """Return the token ids of one pass, (tokens,) int64, and the position in the document of the first of them."""
         has_prefix = start < 0 or self.protocol.prefix == "span"
         return with_prefix(document.ids, start, stop, self.prefix if has_prefix else ()), start
 
@@ -130,9 +159,22 @@ def make_plan(
     tokenizer: PreTrainedTokenizerBase | None = None,
     bos: bool | None = None,
     max_spans: int | None = None,
-    left_out: int = 0,
 ) -> EvalPlan:
-    """Cut tokenised documents into spans, as `perplexity` does; `left_out` documents were too short before."""
+    """Cut tokenised documents into spans.
+
+    Args:
+        documents: the documents.
+        lengths: context lengths, in tokens.
+        protocol: the name of the protocol.
+        targets, stride: see `ProtocolOptions`; `targets` is half the shortest length by default.
+        tokenizer: the tokenizer that gives the prefix.
+        bos: see `prefix_tokens`.
+        max_spans: spans per length at most, taken evenly over the text; None: all.
+
+    Raises:
+        CorpusError: no document is long enough for one of the lengths.
+        MethodError: an impossible value of one of the arguments, or lengths too short for the prefix.
+    """
     chosen = resolve_protocol(protocol)
     ordered, scored = check_lengths(lengths, targets)
     for name, value in (("stride", stride), ("max_spans", max_spans)):
@@ -146,20 +188,8 @@ def make_plan(
             f"{len(prefix)} tokens stand before every text ({', '.join(map(str, prefix))}), and the shortest length, "
             f"{ordered[0]}, leaves {least}; give longer lengths, fewer targets, or bos=False (--no-bos)"
         )
-    before = len(prefix) if chosen.prefix == "span" else 0  # places that the cut has before the first token
-    cut: list[tuple[Tokens, list[Span]]] = []
-    for document in documents:
-        spans = list(chosen.spans(before + len(document.ids), ordered, options))
-        if chosen.prefix == "document":  # position -1 stands for all that is before the first token
-            spans = [s if s.start >= 0 else s._replace(start=-len(prefix)) for s in spans]
-        moved = (
-            Span(s.length, s.start - before, s.stop - before, s.score_from - before, s.score_to - before, s.context)
-            for s in spans
-        )
-        # A span scores no token of the prefix, nor its own first token, before which nothing stands.
-        read = [s._replace(score_from=max(s.score_from, s.start + max(1, before), 0)) for s in moved]
-        cut.append((document, [span for span in read if span.score_from < span.score_to]))
-    left_out += sum([not spans for _, spans in cut])
+    cut = [(document, _spans(document, chosen, ordered, options, len(prefix))) for document in documents]
+    left_out = sum(not spans for _, spans in cut)
     if max_spans is not None:
         cut = _subsample(cut, ordered, max_spans)
     reading_order = attrgetter("context", "start", "stop", "score_from")
@@ -174,10 +204,29 @@ def make_plan(
     return EvalPlan(chosen, tuple(ordered), options, prefix, kept, left_out)
 
 
+def _spans(
+    document: Tokens, protocol: Protocol, lengths: Sequence[int], options: ProtocolOptions, prefix: int
+) -> list[Span]:
+    """Return the spans of one document that score any token, given the number of tokens in the prefix."""
+    before = prefix if protocol.prefix == "span" else 0  # the document is cut as if it began with these tokens
+    kept = []
+    for span in protocol.spans(before + len(document.ids), lengths, options):
+        start = span.start
+        if protocol.prefix == "document" and start < 0:  # position -1 stands for the whole prefix
+            start = -prefix
+        start -= before
+        # A span scores no token of the prefix, nor its own first token, which has no token before it.
+        score_from = max(span.score_from - before, start + max(1, before), 0)
+        score_to = span.score_to - before
+        if score_from < score_to:
+            kept.append(Span(span.length, start, span.stop - before, score_from, score_to, span.context))
+    return kept
+
+
 def _subsample(
     cut: Sequence[tuple[Tokens, list[Span]]], lengths: Sequence[int], most: int
 ) -> list[tuple[Tokens, list[Span]]]:
-    """At most `most` spans per length, taken evenly over the corpus; under `matched` the same ones at each length."""
+    """Take at most `most` spans per length, evenly over the text; under `matched` the same ones at each length."""
     kept: list[tuple[Tokens, list[Span]]] = [(document, []) for document, _ in cut]
     for length in lengths:
         flat = [(i, span) for i, (_, spans) in enumerate(cut) for span in spans if span.length == length]
@@ -191,16 +240,23 @@ def _subsample(
 def prefix_tokens(
     tokenizer: PreTrainedTokenizerBase | None, bos: bool | None, default: DefaultPrefix = "added"
 ) -> tuple[int, ...]:
-    """The token ids that an input begins with.
+    """Return the token ids that an input begins with.
 
-    With `bos` those that the tokenizer puts before every text, else its BOS token; with False none; with None those of
-    `default`, see `Protocol.default_prefix`.
+    Args:
+        tokenizer: the tokenizer; without one there is no prefix.
+        bos: True: the tokens that the tokenizer puts before every text, or BOS if there are none. False: no tokens.
+            None: those of `default`.
+        default: see `Protocol.default_prefix`.
+
+    Raises:
+        MethodError: bos is True, and there is no tokenizer, or it has no such token.
     """
     if bos is False or (bos is None and (tokenizer is None or default == "none")):
         return ()
     if tokenizer is None:
         raise MethodError("bos=True needs a tokenizer")
-    if (leading := leading_tokens(tokenizer)) or (bos is None and default == "added"):
+    leading = leading_tokens(tokenizer)
+    if leading or (bos is None and default == "added"):
         return leading
     token: int | None = tokenizer.bos_token_id
     if token is None and bos is None and default == "bos or eos":
@@ -213,7 +269,10 @@ def prefix_tokens(
 
 
 def with_prefix(ids: Tensor, start: int, stop: int, prefix: tuple[int, ...]) -> Tensor:
-    """Tokens start to stop of a document (tokens,), the first of them replaced by the prefix; start may be negative."""
+    """Return the tokens from start to stop of a document, (tokens,), with the prefix in place of the first of them.
+
+    If start is negative, the prefix stands before the document.
+    """
     return torch.cat([ids.new_tensor(prefix), ids[max(start + len(prefix), 0) : stop]])
 
 
@@ -225,12 +284,20 @@ def prepare(
     bos: bool | None = None,
     **options: Any,
 ) -> EvalPlan:
-    """Load, tokenise, check and plan, as `perplexity` does; the model may be on the meta device."""
-    given = load(corpus)
-    raw = [document for document in given if isinstance(document, Document)]
+    """Load and tokenise a text, check it against the model, and cut it into spans.
+
+    Args:
+        model: the model, which may be on the meta device.
+        corpus: see `rope_ext_hf.reading.corpora.load`.
+        tokenizer: default: the one beside the weights.
+        bos: see `prefix_tokens`.
+        **options: further arguments of `make_plan`.
+    """
+    loaded = load(corpus)
+    raw = [document for document in loaded if isinstance(document, Document)]
     if tokenizer is None and (raw or bos is not False):
         tokenizer = own_tokenizer(model, needed=any(document.ids is None for document in raw))
-    documents = [document for document in given if isinstance(document, Tokens)]
+    documents = [document for document in loaded if isinstance(document, Tokens)]
     without_text = [
         Tokens(document.name, torch.tensor(list(token_ids(document.ids, document.name)), dtype=torch.int64), ())
         for document in raw
@@ -239,20 +306,32 @@ def prepare(
     check_vocabulary(model, without_text)  # before the tokenizer decodes them
     documents += without_text if tokenizer is None else tokenize(raw, tokenizer)
     check_vocabulary(model, documents)
-    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, left_out=given.left_out, **options)
+    plan = make_plan(documents, tokenizer=tokenizer, bos=bos, **options)
     check_prompts(model, (), max(plan.passes))
     return plan
 
 
 def check_prompts(model: PreTrainedModel, prompts: Iterable[Tensor], longest: int) -> None:
-    """Check token ids against the vocabulary, and warn where a sliding window is shorter than the longest input."""
+    """Check token ids against the vocabulary, and warn if a sliding window is shorter than the longest input."""
     check_vocabulary(model, [Tokens("prompt", ids, ()) for ids in prompts])
     if (warning := sliding_window_warning(model, longest)) is not None:
         warn_caller(warning)
 
 
+def sliding_window_warning(model: PreTrainedModel, longest: int) -> str | None:
+    """Return a warning if spans of `longest` tokens are longer than the sliding window of some layers, else None."""
+    config = model.config.get_text_config()
+    attention = AttentionLayers(config)
+    if not attention.sliding or attention.window is None or attention.window >= longest:
+        return None
+    return (
+        f"{attention.sliding} of {config.num_hidden_layers} layers attend to the last {attention.window:,} tokens "
+        f"only; spans of {longest:,} tokens are longer"
+    )
+
+
 def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> None:
-    """Raise CorpusError where a document holds a token that the model has no embedding for."""
+    """Raise a CorpusError if a document has a token that the model has no embedding for."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     for document in documents:
         ids = document.ids
@@ -267,7 +346,7 @@ def check_vocabulary(model: PreTrainedModel, documents: Sequence[Tokens]) -> Non
 
 
 def own_tokenizer(model: PreTrainedModel, *, needed: bool) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside the model's weights; None where the model has no name and none is needed."""
+    """Return the tokenizer beside the model's weights; None if the model has no folder and needs no tokenizer."""
     if model.name_or_path:
         return load_tokenizer(model.name_or_path)
     if needed:

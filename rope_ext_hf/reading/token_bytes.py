@@ -1,11 +1,12 @@
-"""Where each token of a text ends, in UTF-8 bytes, also where a character is spread over several tokens.
+"""The end of each token of a text in UTF-8 bytes, even if several tokens share a character.
 
     >>> byte_ends("é!", ["Ã", "©", "!"], [(0, 1), (0, 1), (1, 2)])
     (1, 2, 3)
 
-The tokens of byte-level BPE and of byte fallback name their bytes: these are counted where they spell the text. A
-normalised text goes by offsets. These count characters, and every token of a character ends where the character does:
-its bytes are divided evenly among its tokens, if their names do not spell it.
+The names of tokens in byte-level BPE and in byte fallback are their bytes, which are counted if they spell the text.
+Otherwise, for example after a normalisation, the tokenizer's offsets tell. They count characters, and for them every
+token that shares a character ends where the character does: then its bytes are those that the names spell, or else an
+even share.
 """
 
 from __future__ import annotations
@@ -17,18 +18,23 @@ from itertools import accumulate
 
 
 def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Return where each token ends in the text, in UTF-8 bytes; a token begins where the one before it ends.
+    """Return the end of each token in a text, in UTF-8 bytes; a token begins where the previous one ends.
 
-    Tokens, (T,), are as the vocabulary writes them; offsets, (T,), have the first character and the one after the last.
+    Args:
+        text: the text.
+        tokens: the tokens, as the vocabulary writes them.
+        offsets: for each token the first of its characters and the one after its last.
     """
     data = text.encode("utf-8")
-    if (spelled := _spelled(data, tokens)) is not None:
+    spelled = _spelled_ends(data, tokens)
+    if spelled is not None:
         return tuple(spelled)
+    before: Sequence[int]  # the bytes before each character
     before = range(len(text) + 1) if text.isascii() else [0, *accumulate(len(c.encode("utf-8")) for c in text)]
     ends = list(accumulate((before[stop] for _, stop in offsets), max))
     for first, last in _overlapping(offsets):
         begin, end = ends[first - 1] if first else 0, ends[last - 1]
-        spelled = _spelled(data[begin:end], tokens[first:last])
+        spelled = _spelled_ends(data[begin:end], tokens[first:last])
         if spelled is None:
             ends[first:last] = _divided(before, offsets[first:last])
         else:
@@ -37,7 +43,7 @@ def byte_ends(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int
 
 
 def _overlapping(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Runs of tokens, first and one after the last, in which each begins before those to its left have ended."""
+    """Yield the first token, and the one after the last, of runs in which each begins before the previous ones end."""
     first, reach = 0, 0
     for i, (start, stop) in enumerate(offsets):
         if start >= reach:
@@ -49,19 +55,22 @@ def _overlapping(offsets: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]
         yield first, len(offsets)
 
 
-def _spelled(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
-    """Where each token ends in a piece of text, by the tokens' own bytes; None where those do not spell it."""
+def _spelled_ends(piece: bytes, tokens: Sequence[str]) -> list[int] | None:
+    """Return the end of each token in a piece of text by the tokens' own bytes; None if those do not spell it."""
     for parts in (_byte_level(tokens), _byte_fallback(tokens)):
-        if parts is not None:
-            whole = b"".join(parts)  # the tokenizer may add a space before the piece, or leave out spaces there
-            if whole in (piece, b" " + piece) or (piece.endswith(whole) and piece[: len(piece) - len(whole)].isspace()):
-                surplus = len(whole) - len(piece)
-                return [max(0, place - surplus) for place in accumulate(map(len, parts))]
+        if parts is None:
+            continue
+        spelled = b"".join(parts)
+        adds_a_space = spelled == b" " + piece
+        lacks_spaces = piece.endswith(spelled) and piece[: len(piece) - len(spelled)].isspace()
+        if spelled == piece or adds_a_space or lacks_spaces:  # tokenizers add or drop spaces before a piece
+            surplus = len(spelled) - len(piece)
+            return [max(0, end - surplus) for end in accumulate(map(len, parts))]
     return None
 
 
 def _byte_level(tokens: Sequence[str]) -> list[bytes] | None:
-    """The bytes of tokens of byte-level BPE, which writes every byte as one character; None for others."""
+    """Return the bytes of tokens of byte-level BPE, which writes every byte as one character; None for other tokens."""
     bytes_of = _alphabet()
     try:
         known = {token: token.translate(bytes_of).encode("latin-1") for token in set(tokens)}
@@ -72,28 +81,30 @@ def _byte_level(tokens: Sequence[str]) -> list[bytes] | None:
 
 @cache
 def _alphabet() -> dict[int, int]:
+    """Return the bytes of byte-level BPE by the code points of the characters that stand for them."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {ord(character): byte for byte, character in bytes_to_unicode().items()}
 
 
 def _byte_fallback(tokens: Sequence[str]) -> list[bytes]:
-    """The bytes of tokens of SentencePiece, which writes a byte as <0xE9> and a space as ▁."""
-    byte = re.compile("<0x([0-9A-F]{2})>")  # a token of a single byte
-    known = {
-        token: bytes.fromhex(match[1]) if (match := byte.fullmatch(token)) else token.replace("▁", " ").encode("utf-8")
-        for token in set(tokens)
-    }
+    """Return the bytes of tokens of SentencePiece, which writes a single byte as <0xE9> and a space as ▁."""
+    known = {}
+    for token in set(tokens):
+        single_byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+        known[token] = bytes.fromhex(single_byte[1]) if single_byte else token.replace("▁", " ").encode("utf-8")
     return [known[token] for token in tokens]
 
 
 def _divided(before: Sequence[int], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """Where each token ends if a character's bytes are divided evenly among the tokens that it belongs to.
+    """Return the end of each token if a character's bytes are divided evenly among the tokens that share it.
 
-    `before` holds the bytes before each character of the text, `offsets` are those of tokens that overlap.
+    Args:
+        before: the bytes before each character of the text.
+        offsets: those of tokens that overlap.
     """
     first, last = min(start for start, _ in offsets), max(stop for _, stop in offsets)
-    changes = [0] * (last - first + 1)  # in the number of tokens, from one character to the next
+    changes = [0] * (last - first + 1)  # of the number of tokens that share a character, from one to the next
     for start, stop in offsets:
         changes[start - first] += 1
         changes[stop - first] -= 1

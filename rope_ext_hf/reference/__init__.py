@@ -12,10 +12,10 @@ __all__ = ["folder_of", "path"]
 
 
 def path() -> Path:
-    """The folder of the model, tokenizer and model card; it loads with plain transformers."""
+    """Return the folder of the model, its tokenizer and its model card; it loads with plain transformers."""
     return Path(__file__).parent
 
 
 def folder_of(name: str | Path) -> str | Path:
-    """The folder that "reference" means; any other name as it is."""
+    """Return the folder of the bundled model for the name "reference", and any other name as it is."""
     return path() if str(name) == "reference" else name

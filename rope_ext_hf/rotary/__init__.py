@@ -1,1 +1,1 @@
-"""cos and sin, and how vectors and cached keys are rotated by them."""
+"""cos and sin of a method, and the rotation of vectors and cached keys by them."""

@@ -3,10 +3,10 @@
     rope = RotaryEmbedding("yarn", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8)
     cos, sin = rope(x, position_ids)          # (batch, length, 128) each, in x's dtype
 
-Angles are kept in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x frequency
-in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32 product
-is off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)` has rounded the
-frequencies; integers are out of reach of such casts and need no float64, which some devices lack.
+Angles are computed in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x
+frequency in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32
+product would be off by 3e-2 rad at a position of a million, and by 160 rad at 131 thousand once `model.to(bfloat16)`
+has rounded the frequencies. No such cast reaches integers, and they need no float64, which some devices lack.
 """
 
 from __future__ import annotations
@@ -27,15 +27,22 @@ from rope_ext_hf.rotary.forward_state import ForwardState, pop, push, state_of_t
 from rope_ext_hf.rotary.phase import fixed_point, phase_to_radians
 
 Layout = Literal["half", "interleaved", "bare", "complex"]
-"""How cos and sin of a model are arranged: each angle twice, side by side ("half": cos has dim columns, i and i + dim/2
-alike) or next to each other ("interleaved": 2i and 2i + 1 alike), each once ("bare"), or as cos + i sin in one tensor
-("complex")."""
+"""The arrangement of cos and sin that a model reads.
+
+- "half": (..., dim); columns i and i + dim/2 are equal, those of the pair i.
+- "interleaved": (..., dim); columns 2i and 2i + 1 are equal, those of the pair i.
+- "bare": (..., dim/2), each angle once.
+- "complex": cos + i sin in one complex64 tensor, (..., dim/2).
+"""
 
 
 def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None) -> tuple[Tensor, Tensor] | Tensor:
-    """cos and sin, (batch, length, pairs) float32, arranged as a model reads them, see `Layout` and `forward`.
+    """Return cos and sin in the arrangement that a model reads, see `Layout`.
 
-    `dtype`: of cos and sin; None: float32. The complex layout has its own, complex64.
+    Args:
+        cos, sin: (batch, length, pairs) float32.
+        layout: the arrangement.
+        dtype: that of the result; None: float32. The complex layout is complex64 in any case.
     """
     if layout == "complex":
         return torch.complex(cos, sin)
@@ -49,7 +56,16 @@ def arrange(cos: Tensor, sin: Tensor, layout: Layout, dtype: torch.dtype | None)
 
 
 def segment_lengths(position_ids: Tensor) -> Tensor:
-    """Tokens of the input of each token, (rows, tokens); positions that do not ascend begin another one in a row."""
+    """Return the length of the input that each token belongs to, in tokens.
+
+    A row may hold several inputs one after the other (packing): where positions do not ascend, another one begins.
+
+    Args:
+        position_ids: (rows, tokens) integers.
+
+    Returns:
+        (rows, tokens) int64, the largest position of the token's input + 1.
+    """
     begins = torch.nn.functional.pad(position_ids.diff(dim=-1) <= 0, (1, 0), value=True)
     segment = begins.cumsum(-1) - 1
     longest = torch.zeros_like(segment).scatter_reduce(-1, segment, position_ids.to(segment.dtype) + 1, "amax")
@@ -57,7 +73,10 @@ def segment_lengths(position_ids: Tensor) -> Tensor:
 
 
 def lengths_over_axes(position_ids: Tensor) -> Tensor:
-    """`segment_lengths` of positions (axes, rows, tokens); where the axes of a row differ, it is one input."""
+    """Return what `segment_lengths` does, for positions (axes, rows, tokens) of a multimodal model.
+
+    A row whose axes differ has an image or a video in it, and counts as one input.
+    """
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
     return torch.where(text, segment_lengths(largest), largest.amax(-1, keepdim=True) + 1)
@@ -69,26 +88,32 @@ class RotaryEmbedding(nn.Module):
     Args:
         method: a name of `rope_ext_hf.list_methods()` or a method object.
         rotary: the geometry it works on.
-        layout: how the angles are arranged, see `Layout`.
-        cast: give cos and sin in x's dtype; False: float32 whatever x is (OLMo).
-        axis_of_pair: for multimodal RoPE (Qwen2-VL, arXiv 2409.12191, sec. 2.1): which axis of the positions each of
+        layout: the arrangement of cos and sin, see `Layout`.
+        cast: return cos and sin in x's dtype; False: in float32 whatever x is (OLMo).
+        axis_of_pair: for multimodal RoPE (Qwen2-VL, arXiv 2409.12191, sec. 2.1), the axis of the positions that each of
             the dim // 2 pairs is rotated by, such as 0 for time, 1 for height, 2 for width; None: there is one axis.
         **params: the method's parameters, when it is given by name.
 
-    cos and sin depend on this call's positions alone. Under a length-dependent method a row's length is its largest
-    position + 1, unless `at_length` fixes it. |cos error| and |sin error| are below 1e-6 before the cast at every
+    cos and sin depend on the positions of the call alone. Under a length-dependent method a row's length is its largest
+    position + 1, unless `at_length` fixes it. The errors of cos and sin are below 1e-6 before the cast at every
     position below 2^24, whatever dtype the module or model is moved to.
 
-    A method with a trainable parameter has it as `trained`, (dim // 2,) float32 in every dtype of the model. Gradients
-    reach it through cos and sin; its angles are products in float64 (float32 on MPS, where they lose accuracy as
-    positions grow), not in fixed point. `present_method` gives the method with the values it has now.
+    Attributes:
+        longest_seen: the longest input met, in tokens, an int64 buffer; under a method with sticky growth only.
+        trained: the trainable parameter of the method, (dim // 2,) float32 in every dtype of the model; under a method
+            that has one (`learnable`) only. Gradients reach it through cos and sin; angles are then products in float64
+            (float32 on MPS, where they lose accuracy as positions grow), not in fixed point. `present_method` gives the
+            method with its present values.
+        attention_factor: the factor of cos and sin at the fixed or trained length.
+        fixed_length: the length in tokens inside `at_length`; None: outside.
 
     Raises:
         MethodError: a remapping method or a score bias, which cos and sin cannot carry out, or a layout or axes that
             do not exist.
     """
 
-    beside_attention: ClassVar[bool] = False  # True: an attention function carries out the rest of a remapping method
+    beside_attention: ClassVar[bool] = False
+    """Whether a remapping method is allowed, because an attention function carries out the rest of it."""
 
     frequency: Tensor
     axes: Tensor
@@ -107,39 +132,38 @@ class RotaryEmbedding(nn.Module):
         **params: Any,
     ) -> None:
         super().__init__()
-        if layout not in get_args(Layout):
-            raise MethodError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
-        if axis_of_pair is not None and (len(axis_of_pair) != rotary.dim // 2 or min(axis_of_pair, default=0) < 0):
-            raise MethodError(f"axis_of_pair must be {rotary.dim // 2} numbers from 0 on, got {list(axis_of_pair)}")
+        _check_arrangement(rotary, layout, axis_of_pair)
         self.method = resolve_method(method, rotary, **params)
         if isinstance(self.method, RemappingMethod) and not self.beside_attention:
             raise MethodError(
                 f"{self.method.name} changes what attention does with queries and keys, and a rotary module gives cos "
-                "and sin alone, which would be those of the model without it. Give a frequency method, such as yarn; "
+                "and sin alone, which would be those of the unpatched model. Give a frequency method, such as yarn; "
                 f"rope_ext_hf.patch(model, {self.method.name!r}) puts {self.method.name} into a model of transformers"
             )
         self.rotary = rotary
-        self.identity = object()  # shared with the replicas of nn.DataParallel, and not with copies
         self.layout = layout
         self.cast = cast
         self.axis_of_pair = None if axis_of_pair is None else tuple(axis_of_pair)
+        self.identity = object()  # the replicas of nn.DataParallel share it, and copies do not
         self._fixed_by: int | None = None  # the thread inside `at_length`
-        # The frequencies are kept twice. `_values`, Python integers, hold them for good; `frequency` is their copy on
-        # the device. It is no buffer: an average of models with their buffers (SWA, EMA) would round its integers as
-        # floating-point numbers, and `to_empty` would leave it without values.
-        self._values: tuple[int, ...] = ()
+
+        # `_integers` holds the frequencies for good, and `frequency` is their copy on a device, see `_place`. That copy
+        # is no buffer: an average of models with their buffers (SWA, EMA) would round its integers as floating-point
+        # numbers, and `to_empty` would leave it without values.
+        self._integers: tuple[int, ...] = ()
         self._device = torch.device("cpu")
-        if self.method.sticky_length:  # the longest input met, in tokens; a buffer, which compiled code may update
-            with torch.inference_mode(False):  # a tensor of inference mode could not be written to outside of it
-                longest_seen = torch.zeros((), dtype=torch.int64, device="cpu")
-            self.register_buffer("longest_seen", longest_seen, persistent=False)
-        if self.method.trainable:
-            self.trained = nn.Parameter(self._initial_values())
         self._set_length(None)
 
+        if self.method.sticky_length:
+            # A buffer, because compiled code may update buffers. It is not saved: another process begins anew.
+            self.register_buffer("longest_seen", _no_tokens(), persistent=False)
+        if self.method.trainable:
+            self.trained = nn.Parameter(self._initial_values())
+
     def _initial_values(self) -> Tensor:
-        given: tuple[float, ...] = getattr(self.method, self.method.trainable)
-        return torch.tensor(given or (0.0,) * (self.rotary.dim // 2), dtype=torch.float32, device="cpu")
+        """Return what the trainable parameter begins with, (dim // 2,) float32 on the CPU."""
+        parameter: tuple[float, ...] = getattr(self.method, self.method.trainable)
+        return torch.tensor(parameter or (0.0,) * (self.rotary.dim // 2), dtype=torch.float32, device="cpu")
 
     @property
     def present_method(self) -> RopeMethod:
@@ -157,7 +181,10 @@ class RotaryEmbedding(nn.Module):
         return self.fixed_length is None and self.method.depends_on_length(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Frequencies:
-        """The method's frequencies for an input of `length` tokens (None: the fixed length, else the trained one)."""
+        """Return the method's frequencies for an input of `length` tokens.
+
+        `length` None: the fixed length where there is one, else the trained length.
+        """
         return self.present_method.frequencies(self.rotary, self.fixed_length if length is None else length)
 
     @contextmanager
@@ -182,28 +209,29 @@ class RotaryEmbedding(nn.Module):
             self._fixed_by = holder
 
     def reset(self) -> None:
-        """Forget the longest input met, which matters to sticky growth only."""
+        """Forget the longest input met; this changes something only under a method with sticky growth."""
         if self.method.sticky_length:
             self.longest_seen.zero_()
 
     def _set_length(self, length: int | None) -> None:
-        """Take the method's frequencies at `length` (None: the trained length, for static methods)."""
-        inv_freq, self.attention_factor = self._at(length)
-        self._values = tuple(fixed_point(inv_freq).tolist())
+        """Use the method's frequencies at `length` from now on; None: at the trained length, for static methods."""
+        inv_freq, self.attention_factor = self._frequencies_at(length)
+        self._integers = tuple(fixed_point(inv_freq).tolist())
         self.fixed_length = length
         self._place(self._device)
 
-    def _at(self, length: int | None) -> Frequencies:
+    def _frequencies_at(self, length: int | None) -> Frequencies:
+        """Return the frequencies of the table for a length; a subclass may change them."""
         return self.method.frequencies(self.rotary, length)
 
-    def _multiplied(self, inv_freq: Tensor) -> Tensor:
-        """Inverse frequencies as a model uses them, which may multiply those of the method (a subclass)."""
+    def _multiply(self, inv_freq: Tensor) -> Tensor:
+        """Return inverse frequencies as the model uses them; in a subclass it multiplies those of the method."""
         return inv_freq
 
     def _place(self, device: torch.device) -> None:
         """Put the tables of integers onto a device; on the meta device they have no values, like all tensors there."""
         self._device = device
-        self.frequency = constant(self._values, device, torch.int64)
+        self.frequency = constant(self._integers, device, torch.int64)
         if self.axis_of_pair is not None:
             self.axes = constant(self.axis_of_pair, device, torch.int64)
 
@@ -213,30 +241,38 @@ class RotaryEmbedding(nn.Module):
             self._place(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryEmbedding:
-        # What is learned or remembered stays as it was, float32 too, whatever `fn` makes of it: a cast, or `to_empty`.
+        """Move the module, keeping the numbers and dtypes of `trained` and `longest_seen`.
+
+        `fn` may be a cast, which would round them, or `to_empty`, which would leave them without values.
+        """
         kept: dict[str, Tensor] = {}
-        for name in ("trained", "longest_seen"):
-            if (before := getattr(self, name, None)) is not None:
-                initial = self._initial_values() if name == "trained" else torch.zeros_like(before, device="cpu")
-                kept[name] = initial if before.device.type == "meta" else before.detach().clone()
+        for name, initial in (("trained", self._initial_values), ("longest_seen", _no_tokens)):
+            before = getattr(self, name, None)
+            if before is not None:
+                kept[name] = initial() if before.device.type == "meta" else before.detach().clone()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in kept.items():
-            if (after := getattr(self, name)).device.type != "meta":
+            after = getattr(self, name)
+            if after.device.type != "meta":
                 after.data = value.to(after.device)
         self._place(fn(torch.empty(0, dtype=torch.int64, device=self._device)).device)
         return self
 
     def phase_per_position(self, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Fixed-point frequencies and attention factor of inputs of these lengths, on their device.
+        """Return the fixed-point frequencies and the attention factors of inputs of these lengths, on their device.
 
-        `lengths`: (rows,) or, where a row holds several inputs, (rows, tokens) integers. Returned are int64 (rows, 1 or
-        tokens, dim // 2), and (rows, 1 or tokens, 1) float32 or one number.
+        Args:
+            lengths: (rows,) integers in tokens; where a row holds several inputs, (rows, tokens).
+
+        Returns:
+            Frequencies, int64 (rows, 1 or tokens, dim // 2), and attention factors, float32 (rows, 1 or tokens, 1) or
+            one number.
         """
         device = lengths.device
         attention_factor: Tensor | float
         wide = lengths.cpu() if device.type == "mps" else lengths  # no float64 there
         inv_freq, attention_factor = self.method.at_lengths(self.rotary, wide.to(torch.float64))
-        frequency = fixed_point(self._multiplied(inv_freq)).to(device)
+        frequency = fixed_point(self._multiply(inv_freq)).to(device)
         if isinstance(attention_factor, Tensor):
             attention_factor = attention_factor.to(device, torch.float32)
         if lengths.ndim > 1:
@@ -246,19 +282,22 @@ class RotaryEmbedding(nn.Module):
         return frequency.unsqueeze(-2), attention_factor
 
     def resolve_lengths(self, lengths: Tensor) -> Tensor:
-        """The lengths whose frequencies rows of these lengths get: their own; under sticky growth the longest met."""
+        """Return the lengths whose frequencies rows of these lengths get.
+
+        They are the rows' own lengths; under sticky growth, the longest length met so far, these included.
+        """
         if not self.method.sticky_length:
             return lengths
         if lengths.device.type == "meta":  # a tensor without values: nothing to remember
             return lengths.amax().expand_as(lengths)
         self.longest_seen.copy_(torch.maximum(lengths.amax().to(self.longest_seen.device), self.longest_seen))
-        # A copy: a cache keeps these lengths while later forwards write to the buffer.
+        # Copied, because a cache keeps these lengths while later forwards write to the buffer.
         return self.longest_seen.to(lengths.device, copy=True).expand_as(lengths)
 
     def of_rows(self, x: Tensor, position_ids: Tensor, lengths: Callable[[], Tensor]) -> Any:
-        """`forward` where the length of each row, (rows,) integers, does not follow from its positions alone.
+        """Return what `forward` does, for rows whose length does not follow from their positions alone.
 
-        `lengths` is called under a method that depends on them.
+        `lengths` returns them, (rows,) integers in tokens; it is called only under a length-dependent method.
         """
         if not self.length_dependent:
             return self(x, position_ids)
@@ -269,15 +308,15 @@ class RotaryEmbedding(nn.Module):
             pop(self)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor] | Tensor:
-        """Angles for the positions of one call.
+        """Return cos and sin of the angles at the positions of one call.
 
         Args:
-            x: any tensor of the dtype and on the device the angles are returned in.
+            x: any tensor with the dtype and the device of the result.
             position_ids: (batch, length) integers; with `axis_of_pair` also (axes, batch, length).
 
         Returns:
-            cos and sin, (batch, length, dim), (batch, length, dim // 2) if bare; or one complex64 tensor
-            (batch, length, dim // 2).
+            cos and sin, each (batch, length, dim), or (batch, length, dim // 2) in the layout "bare"; one complex64
+            tensor (batch, length, dim // 2) in the layout "complex".
 
         Raises:
             TypeError: positions that are not integers.
@@ -287,13 +326,13 @@ class RotaryEmbedding(nn.Module):
             raise TypeError(f"position_ids must be integers, got {position_ids.dtype}")
         self._follow(x.device)
         position_ids = position_ids.to(x.device)
-        positions = position_ids[..., None]  # that each pair is rotated by, (batch, length, dim // 2), or 1: of all
+        # The position that each pair is rotated by, (batch, length, dim // 2); the last size is 1 for one axis.
+        positions = position_ids[..., None]
         if self.axis_of_pair is not None and position_ids.ndim > 2:
             positions = position_ids.index_select(0, self.axes.to(position_ids.device)).movedim(0, -1)
         attention_factor: Tensor | float = self.attention_factor
-        if self.method.trainable:  # gradients flow through these angles
-            wide = torch.float32 if positions.device.type == "mps" else torch.float64
-            angle = positions.to(wide) * self.method.trained_inv_freq(self.rotary, self.trained.to(x.device, wide))
+        if self.method.trainable:
+            angle = self._trainable_angle(positions)
         else:
             frequency, attention_factor = self._frequency_of_call(position_ids, x.device)
             if frequency.ndim > 2 and frequency.shape[-2] not in (1, positions.shape[-2]):
@@ -308,7 +347,18 @@ class RotaryEmbedding(nn.Module):
             cos, sin = cos * attention_factor, sin * attention_factor
         return arrange(cos, sin, self.layout, x.dtype if self.cast else None)
 
+    def _trainable_angle(self, positions: Tensor) -> Tensor:
+        """Return angles in radians through which gradients reach `trained`."""
+        wide = torch.float32 if positions.device.type == "mps" else torch.float64
+        values = self.trained.to(positions.device, wide)
+        return positions.to(wide) * self.method.trained_inv_freq(self.rotary, values)
+
     def _frequency_of_call(self, position_ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor | float]:
+        """Return the fixed-point frequencies of one call, (dim // 2,) or per row or token, and its attention factor.
+
+        Under a length-dependent method they come from the state of the forward under way, if there is one, and else
+        from the lengths that follow from the positions.
+        """
         if not self.length_dependent:
             return self.frequency.to(device), self.attention_factor
         state = state_of_table(self)
@@ -324,9 +374,28 @@ class RotaryEmbedding(nn.Module):
         return f"{self.method.name}({parameters}), {self.rotary}, layout={self.layout!r}"
 
 
+def _check_arrangement(rotary: Rotary, layout: str, axis_of_pair: Sequence[int] | None) -> None:
+    if layout not in get_args(Layout):
+        raise MethodError(f"layout must be one of {', '.join(get_args(Layout))}; got {layout!r}")
+    if axis_of_pair is not None and (len(axis_of_pair) != rotary.dim // 2 or min(axis_of_pair, default=0) < 0):
+        raise MethodError(f"axis_of_pair must be {rotary.dim // 2} numbers from 0 on, got {list(axis_of_pair)}")
+
+
+def _no_tokens() -> Tensor:
+    """Return the length 0, an int64 tensor on the CPU; an ordinary one, which may be written to later, in any mode."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
 @contextmanager
 def override_angles(tables: Sequence[RotaryEmbedding], radians: Tensor, attention_factor: float) -> Iterator[None]:
-    """Inside, these length-dependent modules rotate pairs by radians (dim // 2,) per position, in this thread."""
+    """Make length-dependent modules rotate by other angles inside the block, in this thread.
+
+    Args:
+        tables: the modules.
+        radians: the angle of each pair per position, (dim // 2,).
+        attention_factor: the factor of cos and sin.
+    """
     frequency = fixed_point(radians.double())
     push(ForwardState(owner=tables[0], tables=tuple(tables), frequency=frequency, attention_factor=attention_factor))
     try:

@@ -3,9 +3,9 @@
     >>> to_pairing(torch.arange(8), "half", heads=1)
     tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
-Both compute the same attention when the rows of the query and key projections are in the order that the code expects:
-the scores q.k sum over dims, and the same permutation acts on both. RoFormer (arXiv 2104.09864, section 3.2.2) has the
-interleaved form; GPT-NeoX introduced the half form. Pure functions of tensors.
+Both compute the same attention if the rows of the query and key projections are in the order that the code expects: the
+scores q.k are sums over dims, and the same permutation acts on q and k. RoFormer (arXiv 2104.09864, section 3.2.2) has
+the interleaved form; GPT-NeoX introduced the half form. All functions are pure functions of tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ PAIRINGS = ("half", "interleaved")
 
 
 def other_pairing(pairing: str) -> str:
+    """Return "interleaved" for "half", and the reverse."""
     _check_pairing(pairing)
     return "interleaved" if pairing == "half" else "half"
 
@@ -24,7 +25,7 @@ def other_pairing(pairing: str) -> str:
 def to_pairing(
     tensor: Tensor, to: str, *, heads: int, rotary_dim: int | None = None, start: int = 0, dim: int = 0
 ) -> Tensor:
-    """Reorder a dimension whose heads are in the other pairing, so that they are in this one; a new tensor.
+    """Return a copy of a tensor with the dims of its heads reordered from the other pairing to this one.
 
     Args:
         tensor: any dtype and shape; dimension `dim` has heads x head_dim entries (rows of a projection weight or of its
@@ -34,6 +35,9 @@ def to_pairing(
         rotary_dim: rotated dims per head; default: all from `start` on. The others keep their place.
         start: first rotated dim of a head.
         dim: the dimension that holds the heads.
+
+    Raises:
+        ValueError: an unknown pairing, or sizes that do not fit the tensor.
     """
     _check_pairing(to)
     if not -tensor.ndim <= dim < tensor.ndim:
@@ -47,7 +51,7 @@ def to_pairing(
     if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
         raise ValueError(f"{rotated} rotated dims from {start} on are not pairs within a head of {head_dim} dims")
     by_head = torch.unflatten(tensor, dim, (heads, head_dim))
-    # The rotated dims are a (pairs, 2) or (2, pairs) array in disguise: the other pairing is its transpose.
+    # The rotated dims of a head are a flattened (pairs, 2) or (2, pairs) array: the other pairing is its transpose.
     sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)
     pairs = torch.unflatten(by_head.narrow(dim + 1, start, rotated), dim + 1, sizes)
     moved = pairs.transpose(dim + 1, dim + 2)
@@ -67,12 +71,15 @@ def _check_pairing(pairing: str) -> None:
 
 
 def rotate(x: Tensor, angles: Tensor, pairing: str) -> Tensor:
-    """Rotate every pair of the last dimension by its angle, in the wider of both dtypes; the result has that of x.
+    """Return x with every pair of its last dimension rotated by its angle.
 
     Args:
         x: (..., head_dim).
         angles: (..., rotated pairs), in radians; must broadcast against x. Dims beyond 2 x pairs are copied.
         pairing: "half" or "interleaved".
+
+    Returns:
+        (..., head_dim) in the dtype of x; it is computed in the wider dtype of x and angles.
     """
     _check_pairing(pairing)
     count = angles.shape[-1]

@@ -12,22 +12,31 @@ _MOST_UNITS = 2**63 - 1024  # half a cycle, 2^63, does not fit into int64; this 
 
 
 def fixed_point(inv_freq: Tensor) -> Tensor:
-    """Radians per position (float64) -> int64 units of 2^-64 cycles per position, whole cycles dropped."""
+    """Convert radians per position, float64, to int64 units of 2^-64 cycles per position; whole cycles are dropped."""
     cycles = inv_freq / TWO_PI
     fraction = cycles - cycles.round()
     return (fraction * _UNITS_PER_CYCLE).clamp(max=float(_MOST_UNITS)).to(torch.int64)
 
 
 def fixed_point_number(radians: float) -> int:
+    """Return what `fixed_point` does, for one number."""
     cycles = radians / TWO_PI
     return int(min((cycles - round(cycles)) * _UNITS_PER_CYCLE, _MOST_UNITS))
 
 
 def angles(position_ids: Tensor, frequency: Tensor) -> Tensor:
-    """Angles of integer positions (..., length), float32 in [-pi, pi], (..., length, dim // 2)."""
+    """Return the angle of each pair at each position.
+
+    Args:
+        position_ids: (..., length) integers.
+        frequency: (dim // 2,) fixed point, or a shape that broadcasts against (..., length, dim // 2).
+
+    Returns:
+        (..., length, dim // 2) float32, radians in [-pi, pi].
+    """
     return phase_to_radians(position_ids[..., None].to(torch.int64) * frequency)
 
 
 def phase_to_radians(phase: Tensor) -> Tensor:
-    """Fixed-point angles, int64 units of 2^-64 cycles, as float32 in [-pi, pi]."""
+    """Convert fixed-point angles, int64 units of 2^-64 cycles, to radians, float32 in [-pi, pi]."""
     return phase.to(torch.float32) * (TWO_PI / _UNITS_PER_CYCLE)

@@ -24,7 +24,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             through unchanged.
 
     Returns:
-        Rotated x, in its shape, dtype and device; computed in the wider of x's dtype and cos's.
+        Rotated x, of the same shape, dtype and device; it is computed in the wider dtype of x and cos.
 
     Raises:
         ValueError: shapes that do not fit each other.
@@ -46,6 +46,7 @@ def apply_rotary_pos_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_padding_mask(mask: Tensor | None, batch: int, length: int) -> None:
+    """Raise ValueError where a mask is not bool (batch, length)."""
     if mask is not None and (mask.dtype != torch.bool or mask.shape != (batch, length)):
         raise ValueError(
             f"padding_mask must be bool ({batch}, {length}), False for padding; got {mask.dtype} {tuple(mask.shape)}"
@@ -59,10 +60,10 @@ class NTKAwareRoPE(nn.Module):
         head_dim: rotated dims per head, all of them; even and at least 4.
         max_seq_len: trained length L0 in tokens.
         base: theta.
-        k: NTK scale alpha; the tables have max_seq_len x k positions. At least 1.
-        dynamic: what happens when an input is longer than the tables. The smallest even k' with max_seq_len x k' >=
-            length is taken in either case; True keeps k' and its tables for all later calls (not from a call that is
-            being traced or exported), False uses them for that call only.
+        k: NTK scale alpha, at least 1; the tables have max_seq_len x k positions.
+        dynamic: whether the tables grow for good. For an input longer than the tables, those of the smallest even k'
+            with max_seq_len x k' >= length are used. True: they replace the tables for all later calls (unless the call
+            is being traced or exported). False: they are for that call only.
         dtype: dtype of the tables.
         device: device of the tables.
 
@@ -70,9 +71,10 @@ class NTKAwareRoPE(nn.Module):
         C, S: cos and sin, (max_seq_len x k, head_dim), half pairing; buffers that are not in the state_dict.
 
     Raises:
-        MethodError: arguments that no table can be made of.
+        MethodError: a head_dim below 4 or odd, a base not above 1, a k below 1, or a dtype that is not floating-point.
 
-    The formula is `ntk`'s: base x k^(d/(d-2)) (YaRN paper, arXiv 2309.00071, sec. 3.1).
+    The formula is that of the method `ntk`: theta_i = b'^(-2i/d) with b' = base x k^(d/(d-2)) (YaRN paper, arXiv
+    2309.00071, sec. 3.1).
     """
 
     C: Tensor
@@ -103,6 +105,7 @@ class NTKAwareRoPE(nn.Module):
         self.register_buffer("S", sin, persistent=False)
 
     def _tables(self, k: float, dtype: torch.dtype, device: torch.device | str | None) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for this k, (max_seq_len x k, head_dim)."""
         frequency = fixed_point(self.rotary.theta_inv_freq(ntk_theta(self.rotary, k))).to(device)
         reach = math.floor(round(self.rotary.trained_length * k, 6))  # 100 x 1.15 is 114.99999999999999
         positions = torch.arange(reach, device=frequency.device)
@@ -111,12 +114,18 @@ class NTKAwareRoPE(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NTKAwareRoPE:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self.C.device.type != "meta":  # `to_empty` does not fill buffers
+        # Computed anew: `to_empty` leaves buffers without values, and a cast to a shorter dtype and back rounds them.
+        if self.C.device.type != "meta":
             self.C, self.S = self._tables(self.k, self.C.dtype, self.C.device)
         return self
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """Rotate x (batch, length, heads, head_dim), whose first token has position `offset`."""
+        """Rotate x (batch, length, heads, head_dim), whose first token has position `offset`.
+
+        Raises:
+            ValueError: x has another number of dimensions or another head_dim.
+            LengthError: a negative offset.
+        """
         if x.ndim != 4 or x.shape[-1] != self.rotary.dim:
             raise ValueError(f"x must be (batch, length, heads, {self.rotary.dim}), got {tuple(x.shape)}")
         if offset < 0:

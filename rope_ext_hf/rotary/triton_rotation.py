@@ -1,6 +1,6 @@
-"""`KeyRotation.apply` as one Triton kernel: it reads and writes each element once, where torch makes several passes.
+"""`KeyRotation.apply` as one Triton kernel, which reads and writes each element once, where torch makes several passes.
 
-Triton comes with torch for CUDA and is optional: without it, or where it cannot compile, torch does the same.
+Triton comes with torch for CUDA and is optional: without it, or where it cannot compile, torch's operators do the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ELEMENTS_PER_PROGRAM = 4096  # elements of `x` that one program of the kernel r
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether the kernel rotates this tensor: on CUDA, outside autograd and outside graphs that torch compiles."""
+    """Whether the kernel can rotate this tensor: on CUDA, without gradients, and outside graphs that torch compiles."""
     if x.device.type != "cuda" or triton is None or torch.compiler.is_compiling():
         return False
     if not x.numel() or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -33,7 +33,7 @@ def can_fuse(x: Tensor) -> bool:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether Triton can build the kernel here, which takes a C compiler and a supported device."""
+    """Whether Triton can build the kernel for a device; it needs a C compiler and a supported device."""
     x, angle = torch.zeros(1, 1, 1, 2, device=device), torch.zeros(1, 1, 1, 1, device=device)
     try:
         rotate_fused(x, angle, angle, start=0, half=True)
@@ -47,14 +47,14 @@ def _compiles(device: torch.device) -> bool:
 
 
 def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool, in_place: int = 0) -> Tensor:
-    """Rotated keys or queries in new memory; dims that are not rotated are copied.
-
-    The last `in_place` tokens are rotated in `x` itself, and returned as they were.
+    """Return rotated keys or queries in new memory; dims that are not rotated are copied.
 
     Args:
         x: (rows, heads, tokens, head_dim), of any strides.
-        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2); `dim` dims from `start` on are rotated.
-        half: pairs are i and i + dim // 2 of them; False: 2i and 2i + 1.
+        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2).
+        start: the first of the `dim` rotated dims.
+        half: True: the dims i and i + dim // 2 of them are a pair; False: 2i and 2i + 1.
+        in_place: the last so many tokens are rotated in `x` itself, and returned unrotated.
     """
     rows, heads, tokens, width = x.shape
     out = torch.empty_like(x)
@@ -73,19 +73,23 @@ def rotate_fused(x: Tensor, cos: Tensor, sin: Tensor, *, start: int, half: bool,
 
 
 def launching_on(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device; its interpreter works on the CPU."""
+    """Return a context in which Triton launches on this device; its interpreter works on the CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two that is at least `count`; Triton's own function takes forty times as long."""
+    """Return the smallest power of two that is at least `count`; Triton's own function takes forty times as long."""
     return 1 << max(0, count - 1).bit_length()
 
 
-def _strides(part: Tensor) -> tuple[int, int, int]:
-    """Strides of cos or sin over rows, tokens and pairs; 0 where there is one for all."""
-    row, _, token, pair = part.stride()
-    return row if part.shape[0] > 1 else 0, token if part.shape[2] > 1 else 0, pair
+def _strides(table: Tensor) -> tuple[int, int, int]:
+    """Return the strides of cos or sin over rows, tokens and pairs; 0 where one row or token stands for all."""
+    row, _, token, pair = table.stride()
+    if table.shape[0] == 1:
+        row = 0
+    if table.shape[2] == 1:
+        token = 0
+    return row, token, pair
 
 
 if triton is not None:
@@ -99,9 +103,10 @@ if triton is not None:
         START: tl.constexpr, DIM: tl.constexpr, OTHERS: tl.constexpr, HALF: tl.constexpr, IN_PLACE: tl.constexpr,
         TOKENS: tl.constexpr, PAIRS: tl.constexpr, OTHERS_BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """One program: a block of tokens of one head. Offsets are int64: keys may have more than 2^31 elements.
+        """Rotate a block of tokens of one head. Offsets are int64: keys may have more than 2^31 elements.
 
-        Heads run fastest, so that programs that run at a time read the same cos and sin, once from memory.
+        The head varies fastest from program to program, so that programs that run at the same time read the same cos
+        and sin, which come from memory once.
         """
         program = tl.program_id(0)
         head = (program % heads).to(tl.int64)
@@ -120,7 +125,7 @@ if triton is not None:
             a, b = tl.load(read + first * x_dim, mask=inside), tl.load(read + second * x_dim, mask=inside)
             _store(read + first * x_dim, write + first * out_dim, a, a * c - b * s, inside, stays, IN_PLACE)
             _store(read + second * x_dim, write + second * out_dim, b, b * c + a * s, inside, stays, IN_PLACE)
-        else:  # pairs are read and written whole: each member on its own would be accesses of a few bytes
+        else:  # both members of a pair at once: each by itself would be accesses of a few bytes
             dim = START + tl.arange(0, 2 * PAIRS)[None]
             within = present & (dim < START + DIM)
             both = tl.load(read + dim * x_dim, mask=within)
@@ -135,7 +140,7 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _store(x, out, before, rotated, inside, stays, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Write rotated elements to `out`; or, where they stay, to `x`, and to `out` what was there."""
+        """Write rotated elements to `out`; those that stay in place go to `x`, and the elements before to `out`."""
         rotated = rotated.to(before.dtype)
         if IN_PLACE:
             tl.store(x, rotated, mask=inside & stays)

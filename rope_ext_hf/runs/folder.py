@@ -1,18 +1,20 @@
-"""A run's folder: its settings and results read back, and JSON files that say whether they are as they were written."""
+"""The folder of a run: reading its settings and results back, and checking that they can be used."""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.errors import FileError, one_line, short
-from rope_ext_hf.files import atomic_file, json_digest, parse_json_object, read_json, write_json
+from rope_ext_hf.files import parse_json_object
 from rope_ext_hf.runs.journal import Cell, Record, RunContents, read_plain, read_records
-from rope_ext_hf.runs.kinds import Run, RunKind, run_kind
-from rope_ext_hf.runs.labels import method_key
+from rope_ext_hf.runs.kinds import RunKind, run_kind
+from rope_ext_hf.runs.labels import Method, method_key
+from rope_ext_hf.runs.run import Run
 
 SETTINGS = "run.json"
 
@@ -21,10 +23,10 @@ def read_run(folder: str | Path) -> Run[Any]:
     """Read a run from its folder, finished or not.
 
     Returns:
-        The run with the results of all methods, in the order in which they were first finished.
+        The run with the results of all methods, in the order in which their first values were measured.
 
     Raises:
-        FileError: not the folder of a run, or a damaged one; the message names file and line.
+        FileError: the folder is not that of a run, or it is damaged; the message names the file and the line.
     """
     folder = Path(folder)
     path = folder / SETTINGS
@@ -38,20 +40,33 @@ def read_run(folder: str | Path) -> Run[Any]:
     kind = run_kind(settings["kind"])
     records = read_records(folder, contents, kind.parse)
     setting = kind.setting(**settings["setting"])
-    return Run(folder, settings, results_from_records(kind, setting, contents, records))
+    return Run(folder, settings, results_from_records(kind, setting, contents, records), kind)
 
 
 def results_from_records(kind: RunKind, setting: Any, contents: RunContents, records: Sequence[Record]) -> list[Any]:
-    """One result per method and cell that has the values of all its items."""
-    found: dict[tuple[str, Cell], dict[int, Record]] = {}
+    """Return one result for each method and cell whose items all have a value.
+
+    Args:
+        kind: makes the results.
+        setting: how the items were read, a `RunKind.setting`.
+        contents: the cells, and how many values a complete one has.
+        records: the values, in any order of items and cells; methods come in the order of their first record.
+    """
+    methods: dict[str, Method] = {}
+    by_cell: dict[tuple[str, Cell], dict[int, Record]] = defaultdict(dict)
     for record in records:
-        found.setdefault((method_key(record.method), record.cell), {})[record.item] = record
-    return [
-        kind.result(method, setting, cell, [each.value for each in complete], [each.cost for each in complete])
-        for key, method in {method_key(record.method): record.method for record in records}.items()
-        for cell, count in sorted(contents.counts.items())
-        if len(complete := [record for _, record in sorted(found.get((key, cell), {}).items())]) == count
-    ]
+        key = method_key(record.method)
+        methods[key] = record.method
+        by_cell[key, record.cell][record.item] = record
+    results = []
+    for key, method in methods.items():
+        for cell, count in sorted(contents.counts.items()):
+            by_item = by_cell.get((key, cell), {})
+            if len(by_item) == count:
+                in_order = [by_item[item] for item in sorted(by_item)]
+                values, costs = [record.value for record in in_order], [record.cost for record in in_order]
+                results.append(kind.result(method, setting, cell, values, costs))
+    return results
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -60,10 +75,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("versions", "setting"), (dict,)),
     "loaded": (dict, type(None)),
 }
+"""The types of the settings that every run has."""
 
 
 def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings that hold everything results, tables and pages need; ValueError names what is wrong."""
+    """Return the settings of a run if results, tables and pages can be made with them.
+
+    Raises:
+        ValueError: a setting is missing, or its type or value is wrong; the message names it.
+    """
     for key, types in _TYPES.items():
         value = settings.get(key)
         if key not in settings or not isinstance(value, types) or isinstance(value, bool):
@@ -73,35 +93,29 @@ def check_settings(settings: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key!r} must be at least 1, got {short(str(settings[key]))}")
     if not all(isinstance(number, str) for number in settings["versions"].values()):
         raise ValueError("'versions' must map names to strings")
-    setting, known = settings["setting"], fields(run_kind(settings["kind"]).setting)
-    needed = {item.name for item in known if item.default is MISSING}
-    expected = {item.name: item.type for item in known}
-    if not needed <= set(setting) <= set(expected):
-        raise ValueError(f"'setting' must have the keys {', '.join(expected)}, got {short(json.dumps(setting))}")
-    for name, value in setting.items():
-        if type(value).__name__ != expected[name]:
-            raise ValueError(f"'setting': {name} must be {expected[name]}, got {short(repr(value))}")
+    _check_setting(settings["setting"], run_kind(settings["kind"]).setting)
     RunContents.from_settings(settings)
     return settings
 
 
+def _check_setting(setting: dict[str, Any], setting_class: type) -> None:
+    """Raise ValueError where a dict does not hold the fields of a dataclass, with values of their types."""
+    described = fields(setting_class)
+    needed = {field.name for field in described if field.default is MISSING}
+    types = {field.name: field.type for field in described}
+    if not needed <= set(setting) <= set(types):
+        raise ValueError(f"'setting' must have the keys {', '.join(types)}, got {short(json.dumps(setting))}")
+    for name, value in setting.items():
+        if type(value).__name__ != types[name]:
+            raise ValueError(f"'setting': {name} must be {types[name]}, got {short(repr(value))}")
+
+
 def other_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names of the settings in which two runs differ, as JSON; sorted."""
+    """Return the sorted names of the settings in which two runs differ.
+
+    Args:
+        before: settings that were read from a file.
+        now: settings of this process. They are compared as JSON has them, so that a tuple equals a list.
+    """
     now = json.loads(json.dumps(now))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-
-
-def write_whole(file: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its checksum, whole or, after a kill at any moment, as it was before."""
-    with atomic_file(file) as part:
-        write_json(part, value | {"checksum": json_digest(value)[:16]})
-
-
-def read_whole(file: Path) -> dict[str, Any]:
-    """Read what `write_whole` wrote; FileError where it cannot be read, or changed since it was written."""
-    value = read_json(file)
-    if value.pop("checksum", None) != json_digest(value)[:16]:
-        raise FileError(
-            f"{str(file)!r} is damaged: it is not as it was written; give another folder, or remove this one"
-        )
-    return value

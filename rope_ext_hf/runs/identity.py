@@ -1,9 +1,12 @@
-"""What the numbers of a run depend on besides text and protocol: the model, what is patched, and the code.
+"""The identity of a run: everything that its numbers depend on besides text and protocol.
 
-A run's folder is named after this, so that a changed model starts another run. A value too many costs a run anew, one
-too few a wrong number: where in doubt, a value is in. Not in it are the tokenizer, since `Measurement.fingerprint` has
-the ids that are read and the bytes of each, and the tokens per pass: these change the last digits of a loss, but a run
-that ran out of memory must go on with fewer.
+That is the model, what is patched, and the code. A run's folder is named after its identity, so that a changed model
+starts a new run. A value that is included needlessly costs a new run, and one that is missing a wrong number; in doubt,
+a value is included. Two things are left out on purpose:
+
+- the tokenizer, because `Measurement.fingerprint` covers the token ids that are read and the bytes of each;
+- the number of tokens per pass. It changes the last digits of a loss, but a run that ran out of memory has to continue
+  with fewer.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from rope_ext_hf import __version__
 from rope_ext_hf.files import read_json, write_json
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods
-from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.geometry import base_rope_of_model
+from rope_ext_hf.patches.patch_records import PatchSpec
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.documents import Tokens
 from rope_ext_hf.reading.spans import prefix_tokens
@@ -42,6 +45,12 @@ if TYPE_CHECKING:
 
 
 def provenance(model: Any, data: str) -> dict[str, Any]:
+    """Return where numbers come from, as settings: the model, the device, and the versions of the software.
+
+    Args:
+        model: the model that is measured.
+        data: what the text is called.
+    """
     parameter = next(model.parameters())
     return {
         "model": model.name_or_path,
@@ -58,20 +67,26 @@ def provenance(model: Any, data: str) -> dict[str, Any]:
 def versions_now() -> dict[str, str]:
     """Return the versions of the packages that results depend on most.
 
-    That of this package is its own word: a checkout on PYTHONPATH is not installed.
+    This package's version is its `__version__`, because a checkout on PYTHONPATH has no installed version.
     """
     return {"rope-ext-hf": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
 _COMPUTING = ("attention", "eval", "methods", "patches", "reading", "rotary")
-"""The folders of this package that compute numbers; what prints, compares or serves them is in others."""
+"""The folders of this package that compute numbers; the other folders print, compare or serve them."""
 _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPUTING)}))(\.|$)")
-"""Modules of packages whose versions a run's settings hold, and of those folders."""
+"""Names of modules that need no digest of their own: their package's version, or their folder's digest, covers them."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What the methods of a run are applied to; `below` are the live patches that stay underneath, bottom first."""
+    """What the methods of a run are applied to.
+
+    Attributes:
+        rotary: the rotary embedding that the methods change.
+        layers: the layers that are patched; None: all.
+        below: patches of the model that stay underneath, the lowest first.
+    """
 
     rotary: Rotary
     layers: tuple[str | int, ...] | None = None
@@ -79,10 +94,11 @@ class Basis:
 
     @classmethod
     def from_specs(cls, specs: tuple[PatchSpec, ...]) -> Basis:
-        """What the last of these patches is applied to."""
+        """Return what the last of these patches is applied to."""
         return cls(specs[-1].rotary, specs[-1].layers, specs[:-1])
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the basis as a run's settings hold it, JSON-ready."""
         return {
             "rotary": self.rotary.to_dict(),
             "layers": self.layers,
@@ -91,7 +107,15 @@ class Basis:
 
 
 def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str, context_length: int | None) -> Basis:
-    """What methods are applied to, as `patch` takes it; of one that the model has, what it is applied to there."""
+    """Return what methods are applied to.
+
+    Where every method is the one that the model is patched with, that is what this patch is applied to.
+
+    Args:
+        model: patched or not.
+        methods: None is the model as it is.
+        over, context_length: as `rope_ext_hf.patch` takes them.
+    """
     specs = present_specs(model)
     if specs and over == "own" and context_length is None and all(method == specs[-1].method for method in methods):
         return Basis.from_specs(specs)
@@ -102,38 +126,50 @@ def find_basis(model: nn.Module, methods: Sequence[RopeMethod | None], over: str
 def model_key(
     model: nn.Module, methods: Sequence[RopeMethod | None], basis: Basis, over: str, *measuring: str
 ) -> dict[str, Any]:
-    """Return what a run of these methods depends on, as settings.
+    """Return what the numbers of a run depend on, as settings: weights, patches and code.
 
-    The method None is the model with its present patches; `measuring` are the names of modules that measure.
+    Args:
+        model: patched or not.
+        methods: None is the model with its present patches.
+        basis: what the methods are applied to.
+        over: as `rope_ext_hf.patch` takes it.
+        measuring: the names of the modules whose code measures.
     """
     specs = present_specs(model)
-    as_it_is = None in methods or (specs and basis == Basis.from_specs(specs))
+    measures_present_patch = None in methods or (specs and basis == Basis.from_specs(specs))
     return {
         "weights": model_digest(model),
         "over": over,
         "basis": basis.to_dict(),
         "patches": [spec.to_dict() for spec in specs] if None in methods else [],
-        # beyond what the method and its basis say; a patch without these arguments has neither
-        "of_patch": _more_of_patch(specs[-1]) if specs and as_it_is else {},
+        "of_patch": _further_arguments(specs[-1]) if specs and measures_present_patch else {},
         "code": code_digest(model, *measuring),
     }
 
 
-def _more_of_patch(spec: PatchSpec) -> dict[str, Any]:
-    own = spec.method.extended_length(spec.rotary)
-    length = {} if spec.target_length in (None, own) else {"target_length": spec.target_length}
-    return length | ({"native": True} if spec.native else {})
+def _further_arguments(spec: PatchSpec) -> dict[str, Any]:
+    """Return the arguments of a patch that neither its method nor its basis shows, where they are not the defaults."""
+    arguments: dict[str, Any] = {}
+    if spec.target_length not in (None, spec.method.extended_length(spec.rotary)):
+        arguments["target_length"] = spec.target_length
+    if spec.native:
+        arguments["native"] = True
+    return arguments
 
 
 def code_digest(model: nn.Module, *measuring: str) -> str:
-    """Return a digest of the source that computes the numbers.
+    """Return a digest of the source code that computes the numbers.
 
-    That is this package's, the code that came with a model, and that of plug-ins: of methods, and of the modules that
-    measure, by their names.
+    It covers the folders of this package that compute, the code that came with the model, and the code of plug-ins.
+
+    Args:
+        model: the classes of its modules say which code came with it.
+        measuring: the names of the modules whose code measures.
     """
-    digest = _own_source().copy()  # a copy from git has the same version for months
-    kinds = {*map(type, model.modules()), *list_methods().values()}
-    for name in sorted({*(kind.__module__ for kind in kinds), *measuring}):
+    # The package's version would not do: a checkout from git has the same version for months.
+    digest = _own_source().copy()
+    classes = {*map(type, model.modules()), *list_methods().values()}
+    for name in sorted({*(cls.__module__ for cls in classes), *measuring}):
         if _KNOWN_SOURCE.match(name):
             continue
         path = inspect.getsourcefile(sys.modules[name]) if hasattr(sys.modules.get(name), "__file__") else None
@@ -145,43 +181,55 @@ def code_digest(model: nn.Module, *measuring: str) -> str:
 
 @cache
 def _own_source() -> hashlib._Hash:
-    of_folders = [sorted(files("rope_ext_hf").joinpath(name).iterdir(), key=attrgetter("name")) for name in _COMPUTING]
-    return _files_digest([path for paths in of_folders for path in paths if path.name.endswith((".py", ".toml"))])
+    """Return a SHA-256 of the code and tables in the folders of this package that compute."""
+    paths = []
+    for name in _COMPUTING:
+        paths += sorted(files("rope_ext_hf").joinpath(name).iterdir(), key=attrgetter("name"))
+    return _files_digest(path for path in paths if path.name.endswith((".py", ".toml")))
 
 
 def _files_digest(paths: Iterable[Any]) -> hashlib._Hash:
-    """SHA-256 of the names and bytes of files, in this order."""
+    """Return a SHA-256 of the names and bytes of files, in this order."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.name.encode() + path.read_bytes())
     return digest
 
 
-_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")  # keys of a saved tokenizer: how it was loaded
+_HOW_LOADED = ("is_local", "local_files_only", "name_or_path")
+"""Keys of a saved tokenizer that say from where it was loaded, and not what it does."""
 
 
 def digest_inputs(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *texts: Sequence[Tokens]
 ) -> dict[str, str]:
-    """Digests of a model, its tokenizer and texts as token ids, by their names in a sentence.
+    """Return digests of a model, its tokenizer and texts, by what a message calls them.
 
-    Each weight is read once, at about 1.4 GB/s a core. Files of the tokenizer are read without what says where it came
-    from. The tokens before every text are named where there are any: runs of earlier releases read without them.
+    Each weight is read once, at about 1.4 GB/s per core. The tokens that every text begins with are named where there
+    are any, because runs of earlier releases read texts without them.
+
+    Args:
+        model: the model.
+        tokenizer: its saved files are read, without the keys that say from where it was loaded.
+        texts: each a sequence of documents as token ids.
     """
-    read = hashlib.sha256()
+    text_digest = hashlib.sha256()
     for documents in texts:
-        read.update(b"text")
-        for each in documents:
-            read.update(f"{len(each.ids)} ".encode() + each.ids.numpy().tobytes())
+        text_digest.update(b"text")
+        for document in documents:
+            text_digest.update(f"{len(document.ids)} ".encode() + document.ids.numpy().tobytes())
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "tokenizer_config.json"
         kept = {name: value for name, value in read_json(config).items() if name not in _HOW_LOADED}
         write_json(config, kept)
-        of_tokenizer = _files_digest(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    prefix = prefix_tokens(tokenizer, None)
-    return {
+        tokenizer_digest = _files_digest(path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    digests = {
         "the model (weights, config or adapter)": model_digest(model),
-        "the tokenizer": of_tokenizer.hexdigest(),
-        "the text": read.hexdigest(),
-    } | ({"what every text begins with": repr(prefix)} if prefix else {})
+        "the tokenizer": tokenizer_digest.hexdigest(),
+        "the text": text_digest.hexdigest(),
+    }
+    prefix = prefix_tokens(tokenizer, None)
+    if prefix:
+        digests["what every text begins with"] = repr(prefix)
+    return digests

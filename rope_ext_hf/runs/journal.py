@@ -1,7 +1,7 @@
-"""The journal of a run: one line per finished piece of work, on disk before it is reported.
+"""The journal of a run: one line for each value that was measured, on disk before progress is reported.
 
-A run's folder may come from somebody else. Links, FIFOs and devices in it are refused, never followed; every record is
-validated once, and an error names file and line.
+A run's folder may come from somebody else. Links, FIFOs and devices in it are refused and never followed; every record
+is validated, and an error names the file and the line.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from rope_ext_hf.runs.labels import method_key
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Cell = tuple[float, ...]  # a context length in tokens; with a depth from 0 to 1, a distance or the index of a task
+Cell = tuple[float, ...]
+"""A context length in tokens, alone or with a depth from 0 to 1, a distance in tokens or the index of a task."""
 
 
 class Value(Protocol):
-    """What one item gives in one cell, such as the loss of a document."""
+    """The value of one item in one cell, such as the loss of a document."""
 
     def to_record(self) -> list[Any]:
-        """As a journal holds it."""
+        """Return the value as a journal holds it, JSON-ready."""
 
 
 _JOURNALS = "records.*.jsonl"
@@ -43,7 +44,15 @@ _GO_ON = "make room, and the same command goes on where this one stopped"
 
 
 class Record(NamedTuple):
-    """One line of a journal: a value as the run's `RunKind` parses it; method None is the model as loaded."""
+    """One line of a journal.
+
+    Attributes:
+        method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
+        item: index of the item.
+        cell: the cell that the value is of.
+        value: the value, as the run's `RunKind` parses it.
+        cost: tokens, seconds and memory that it took.
+    """
 
     method: dict[str, Any] | None
     item: int
@@ -54,14 +63,19 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class RunContents:
-    """What a complete run holds: names of documents or trials, and per cell how many of them have a value."""
+    """The contents of a complete run.
+
+    Attributes:
+        items: the names of the documents or trials.
+        counts: the number of items that have a value, by cell.
+    """
 
     items: tuple[str, ...]
     counts: dict[Cell, int]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RunContents:
-        """Read `items`, `cells` and `per_cell`; ValueError where one is missing, or of another shape."""
+        """Return the contents that `items`, `cells` and `per_cell` describe; ValueError where one of them is wrong."""
         for key in ("items", "cells", "per_cell"):
             if not isinstance(value := settings.get(key), list):
                 raise ValueError(f"{key!r} must be a list, got {short(repr(value))}")
@@ -76,6 +90,7 @@ class RunContents:
 
 
 def _cell(value: Any) -> Cell:
+    """Return a cell from JSON; ValueError if it is none."""
     match value:
         case [int(length)] if 1 <= length < 2**63:
             return (length,)
@@ -84,41 +99,59 @@ def _cell(value: Any) -> Cell:
     raise ValueError(f"expected a cell [length] or [length, depth or task], got {short(repr(value))}")
 
 
-# --- reading a folder that may be somebody else's ---------------------------------------------------------------------
+# --- reading a folder that may come from somebody else ----------------------------------------------------------------
 
 
 def plain_files(folder: Path, pattern: str) -> list[Path]:
-    """The regular files of a folder that match a pattern, sorted; links, FIFOs and devices are left out."""
+    """Return the regular files of a folder that match a pattern, sorted; links, FIFOs and devices are left out."""
     with disk_errors(folder):
         return sorted(path for path in folder.glob(pattern) if stat.S_ISREG(path.lstat().st_mode))
 
 
 def read_plain(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a regular file, at most `most`, by default the limit `json_bytes`; FileError for anything else."""
+    """Return the bytes of a regular file.
+
+    Args:
+        path: the file; a link is not followed.
+        most: the largest number of bytes; default: the limit `json_bytes`.
+
+    Raises:
+        FileError: it is not a regular file, is larger, or cannot be read.
+    """
     most = most or limit("json_bytes")
     with disk_errors(path), _open_plain(path, os.O_RDONLY) as file:
         if os.fstat(file.fileno()).st_size > most:
-            raise FileError(f"{str(path)!r} has more than {most:,} bytes")
+            raise FileError(f"{str(path)!r} has more than {most:,} bytes, the most that is read")
         return file.read()
 
 
 def _open_plain(path: Path, flags: int) -> BinaryIO:
-    """Open a regular file; a link is not followed, a FIFO not waited for."""
+    """Open a regular file, without following a link or waiting for a FIFO."""
     if path.is_symlink():
-        raise FileError(f"{str(path)!r} is a link; a run's folder holds plain files")
+        raise FileError(f"{str(path)!r} is a link; a run's folder holds plain files, so replace it by the file")
     descriptor = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise FileError(f"{str(path)!r} is not a plain file")
-    # Unbuffered where it is written, so that nothing is left to write when it is closed.
+    # A file that is written has no buffer, so that nothing is left to write when it is closed.
     return os.fdopen(descriptor, "rb") if flags == os.O_RDONLY else os.fdopen(descriptor, "a+b", buffering=0)
 
 
 def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any], Value]) -> list[Record]:
-    """Every record of a run, each once, its value made by `parse`; FileError: a damaged one, or two that disagree."""
+    """Return all records of a run, each once.
+
+    Args:
+        folder: the run's folder.
+        contents: the items and cells that a record may have.
+        parse: makes a value from the name of its item and from JSON; ValueError if it is none.
+
+    Raises:
+        FileError: a record is damaged, or two records have different values for the same method, item and cell.
+    """
     places: dict[tuple[str, int, Cell], tuple[str, Record]] = {}
     for path in plain_files(folder, _JOURNALS):
-        for number, line in enumerate(read_plain(path).split(b"\n")[:-1], 1):  # after the last newline: half a line
+        lines = read_plain(path).split(b"\n")[:-1]  # what stands after the last newline is half a line
+        for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
             try:
                 record = _parse_record(line, contents, parse)
@@ -131,8 +164,9 @@ def read_records(folder: Path, contents: RunContents, parse: Callable[[str, Any]
 
 
 def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any], Value]) -> Record:
+    """Return the record of a line; ValueError if it is none, or was changed."""
     raw = parse_json_object(line)
-    written = raw.pop("crc", None)  # an earlier version wrote none
+    checksum = raw.pop("crc", None)  # earlier versions wrote none
     if set(raw) != set(Record._fields):
         raise ValueError(f"expected the keys {', '.join(Record._fields)}, got {short(', '.join(map(str, raw)))}")
     method, item, cell = raw["method"], raw["item"], _cell(raw["cell"])
@@ -150,13 +184,13 @@ def _parse_record(line: bytes, contents: RunContents, parse: Callable[[str, Any]
             cost = Cost(tokens, float(seconds), peak)
         case _:
             raise ValueError(f"expected a cost [tokens, seconds, bytes], got {short(repr(raw['cost']))}")
-    if written not in (None, _checksum(raw)):
-        raise ValueError("the line is not as it was written")
+    if checksum not in (None, _checksum(raw)):
+        raise ValueError("the line was changed after it was written")
     return Record(method, item, cell, value, cost)
 
 
 def _checksum(line: Mapping[str, Any]) -> int:
-    """Of a line without its checksum: a digit that changed is a number, too."""
+    """Return the CRC-32 of a line without its checksum; without it, a digit that changed would still be a number."""
     return zlib.crc32(json.dumps(line).encode())
 
 
@@ -165,10 +199,13 @@ def _checksum(line: Mapping[str, Any]) -> int:
 
 @contextmanager
 def exclusive(folder: Path, rank: int) -> Iterator[None]:
-    """Lock a run's folder for one process of this rank until the process ends; FileError: another one holds it."""
+    """Lock a folder for one process of this rank while inside; FileError: another process holds the lock.
+
+    The system releases the lock of a process that ends.
+    """
     path = folder / f"run.{rank}.lock"
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise FileError(f"{str(path)!r} is not a plain file")
+        raise FileError(f"{str(path)!r} is not a plain file; delete it")
     with ExitStack() as held:
         with disk_errors(path):
             held.enter_context(locked(path, folder))
@@ -176,11 +213,14 @@ def exclusive(folder: Path, rank: int) -> Iterator[None]:
 
 
 def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
-    """Have a function of an argument `out`, a folder or None, make that folder and hold its lock to the end."""
+    """Make a function create the folder of its argument `out` and hold its lock while it runs; a decorator.
+
+    Where `out` is None, the function runs without a folder.
+    """
     arguments = signature(function)
 
     @wraps(function)
-    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+    def with_lock(*args: P.args, **kwargs: P.kwargs) -> T:
         out = arguments.bind(*args, **kwargs).arguments.get("out")
         if out is None:
             return function(*args, **kwargs)
@@ -189,12 +229,15 @@ def holds_folder(function: Callable[P, T]) -> Callable[P, T]:
         with exclusive(Path(out), 0):
             return function(*args, **kwargs)
 
-    return alone
+    return with_lock
 
 
 @contextmanager
 def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
-    """A function that appends a record and returns once it is on disk; half a line left by a kill is cut off first."""
+    """Open the journal of a process, and return a function that appends a record.
+
+    The function returns once the record is on disk. Half a line that a killed process left is cut off first.
+    """
     path = folder / f"records.{rank}.jsonl"
     with disk_errors(path):
         file = _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -203,9 +246,9 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
         value = record.value.to_record()
         line = record._asdict() | {"cell": list(record.cell), "value": value, "cost": list(record.cost)}
         with disk_errors(path, _GO_ON):
-            left = memoryview(json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n")
-            while left:
-                left = left[file.write(left) :]
+            unwritten = memoryview(json.dumps(line | {"crc": _checksum(line)}).encode() + b"\n")
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
             os.fsync(file.fileno())
 
     try:
@@ -215,13 +258,21 @@ def open_journal(folder: Path, rank: int) -> Iterator[Callable[[Record], None]]:
             fsync_path(folder)
         yield write
     finally:
-        with disk_errors(path, _GO_ON):  # a network's file system may find only now that it is full
+        with disk_errors(path, _GO_ON):  # a network file system may report only now that it is full
             file.close()
 
 
 def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int]:
-    """Sizes that all processes of a run use, also those that resume it: the ones of whichever process was first."""
-    # Results agree to the last digit only where all read in the same chunks, and the sizes follow the free memory.
+    """Return the sizes that all processes of a run use, also those that continue it: the sizes of the first process.
+
+    Results are equal to the last digit only where all processes read in the same chunks, and each would choose other
+    sizes, by its free memory.
+
+    Args:
+        folder: the run's folder.
+        chunk: the tokens per pass that this process would use.
+        head_bytes: the bytes of logits that this process would make at a time.
+    """
     path = folder / _CHUNKS
     if not os.path.lexists(path):
         replace_chunks(folder, chunk, head_bytes)
@@ -231,9 +282,9 @@ def agree_on_chunks(folder: Path, chunk: int, head_bytes: int) -> tuple[int, int
                 return chunk, head_bytes
     except (ValueError, RecursionError):
         pass
-    raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it")
+    raise FileError(f"{str(path)!r} does not hold two positive whole numbers; delete it, and it is written anew")
 
 
 def replace_chunks(folder: Path, chunk: int, head_bytes: int) -> None:
-    """Have those who take up the run later use these sizes, where the agreed ones needed too much memory."""
+    """Make later processes of a run use these sizes, because the agreed ones needed too much memory."""
     write_text(folder / _CHUNKS, json.dumps([chunk, head_bytes]))

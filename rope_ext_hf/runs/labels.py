@@ -1,4 +1,7 @@
-"""The names of methods in tables, plots and sentences, and their keys in dicts and journals."""
+"""Names of methods: keys for dicts and journals, and labels for tables, plots and sentences.
+
+`MethodResult`, which every result of a run builds on, is here because it has the key of its method.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,18 @@ from typing import Any
 from rope_ext_hf.errors import MethodError, printable, short
 from rope_ext_hf.methods.registry import method_from_dict
 
-Method = dict[str, Any] | None  # `RopeMethod.to_dict` of the method of a result, or None for the model as loaded
+Method = dict[str, Any] | None
+"""The method of a result: its `RopeMethod.to_dict`, or None for the model as loaded."""
 
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A result of one method at one context length in tokens."""
+    """A result of one method at one context length.
+
+    Attributes:
+        method: `RopeMethod.to_dict` of the method, or None for the model as loaded.
+        length: context length in tokens.
+    """
 
     method: Method
     length: int
@@ -28,12 +37,12 @@ class MethodResult:
         return method_key(self.method)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return the result as a dict, JSON-ready."""
         return asdict(self)
 
 
 def method_key(method: Mapping[str, Any] | None) -> str:
-    """A method as a key of dicts and of a journal: its JSON."""
+    """Return the key of a method for dicts and journals: its JSON."""
     return json.dumps(method)
 
 
@@ -43,25 +52,34 @@ def label(method: dict[str, Any] | None) -> str:
         return "unpatched"
     try:
         return printable(method_from_dict(method).label())
-    except (MethodError, TypeError, ValueError):  # not in this installation, such as a plug-in of the run's author
+    except (MethodError, TypeError, ValueError):
+        # a method that is not in this installation, such as that of a plug-in
         return short(printable(str(method["method"])))
 
 
 def labels(methods: Iterable[dict[str, Any] | None]) -> dict[str, str]:
-    """A label for each method, by its key, in the order given; equal labels get the parameters that tell them apart."""
-    given = {method_key(method): method for method in methods}
-    names = {key: label(method) for key, method in given.items()}
-    for name in {name for name in names.values() if list(names.values()).count(name) > 1}:
-        same = [key for key, other in names.items() if other == name]
-        parameters = {key: dict(given[key] or {}) for key in same}
-        for key in same:
-            told = [f"{k}={v}" for k, v in parameters[key].items() if any(p.get(k) != v for p in parameters.values())]
-            names[key] = f"{name} ({short(printable(', '.join(told)))})"
+    """Return a unique label for each method, by its key, in the order given.
+
+    Where two methods have the same label, it is followed by the parameters in which they differ.
+    """
+    by_key = {method_key(method): method for method in methods}
+    names = {key: label(method) for key, method in by_key.items()}
+    all_names = list(names.values())
+    for name in {name for name in all_names if all_names.count(name) > 1}:
+        same_name = [key for key, other in names.items() if other == name]
+        parameters = {key: dict(by_key[key] or {}) for key in same_name}
+        for key in same_name:
+            differing = [
+                f"{parameter}={value}"
+                for parameter, value in parameters[key].items()
+                if any(others.get(parameter) != value for others in parameters.values())
+            ]
+            names[key] = f"{name} ({short(printable(', '.join(differing)))})"
     return names
 
 
 def short_labels(names: Iterable[str]) -> list[str]:
-    """Labels without further parameters than the factor, where that tells all of them apart."""
+    """Return labels without any parameter but the factor, if they are still unique; else the labels as they are."""
     full = list(names)
-    first = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in full]
-    return first if len(set(first)) == len(full) else full
+    shortened = [name if name == label(None) else "".join(re.findall(r"^\S+| x[\d.]+$", name)) for name in full]
+    return shortened if len(set(shortened)) == len(full) else full

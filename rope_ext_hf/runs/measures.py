@@ -1,6 +1,7 @@
-"""The results of runs of any kind as one form: a number per method and context length, and the items it is a mean over.
+"""Measures: the results of a run of any kind as one number per method and context length, such as a perplexity.
 
-At one length, every method reads the same documents or prompts, so methods are compared item by item.
+Each number is a mean over items: documents, or prompts. At one length all methods read the same items, so methods are
+compared item by item.
 """
 
 from __future__ import annotations
@@ -13,12 +14,18 @@ from functools import cached_property
 from typing import NamedTuple
 
 from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estimate_share, estimate_share_change
+from rope_ext_hf.runs.wording import counted
 
-_LARGEST = 709.0  # nats; a float holds the exponential of this, and of little more
+_LARGEST = 709.0  # nats; the exponential of 710 is too large for a float
 
 
 class EffectiveLength(NamedTuple):
-    """The length in tokens up to which a model reads well, with its 95% interval over prompts; 0 at no length."""
+    """The length up to which a model reads well, with its 95% confidence interval over prompts.
+
+    Attributes:
+        length: in tokens; 0: the model reads well at no length that was measured.
+        low, high: the ends of the interval, in tokens.
+    """
 
     length: int
     low: int
@@ -28,7 +35,7 @@ class EffectiveLength(NamedTuple):
         return f"{self.length:,} ({self.low:,} to {self.high:,})"
 
     def in_words(self, longest: int) -> str:
-        """Return the length and its interval, as a sentence has them; `longest` is the longest length measured."""
+        """Return the length and its interval for a sentence; `longest` is the longest length that was measured."""
         last = ", the longest measured" if self.length == longest else ""
         if self.low == self.high:
             return f"{self.length:,} tokens{last}"
@@ -37,46 +44,63 @@ class EffectiveLength(NamedTuple):
 
 
 class Evidence(IntEnum):
-    """How close a measure is to what a model is used for; the closest one decides first."""
+    """How close a measure is to the use of a model; the closest measure decides first which method is best."""
 
     ANSWERS = 1
     RETRIEVAL = 2
     KEY_TOKENS = 3
     LOSS = 4
-    GAIN = 5  # a difference of losses: a model that reads worse without the evidence gains, too
+    GAIN = 5  # a difference of losses, which also grows where the model reads worse without the evidence
 
 
 @dataclass(frozen=True)
 class Measure:
-    """One number per method and context length."""
+    """One number per method and context length.
 
-    name: str  # what people call the number, such as "perplexity"
-    unit: str  # of the number, such as "nats per token"; "%" for shares, whose values are from 0 to 1; empty: none
+    A method is named by its key (`labels.method_key`).
+
+    Attributes:
+        name: what people call the number, such as "perplexity".
+        unit: the unit of the number, such as "nats per token". "%" for shares, whose values are from 0 to 1; empty for
+            a number without a unit.
+        evidence: how close the measure is to the use of a model.
+        higher_is_better: false for losses and perplexities.
+        items: by method and length, a pair for each document or prompt: a sum, and the weight that it is divided by.
+            The number is the sum of all sums divided by the sum of all weights.
+        kind_of_item: what an item is, in the singular.
+        reaches: effective lengths by method, where this kind of run has them.
+        threshold: the value that effective lengths are defined by; None: there are none.
+        chance: the value that guessing has, for shares and gains.
+        exponential: true for a perplexity: sums are in nats, and the number is the exponential of their mean. Means and
+            tests are of the nats.
+        tolerance: by which share a perplexity may be higher than that of the unpatched model at the context length and
+            still count as reading well, such as 0.05; None: any significant difference counts.
+        of_positions: true if the values of all lengths are from positions in inputs of the longest length. Such values
+            say nothing about shorter inputs.
+    """
+
+    name: str
+    unit: str
     evidence: Evidence
-    higher_is_better: bool  # false for losses and perplexities
-    # a sum and what it is divided by, per document or prompt, by method key and length
+    higher_is_better: bool
     items: Mapping[str, Mapping[int, Sequence[tuple[float, float]]]]
-    kind_of_item: str = "document"  # in the singular
-    # effective lengths by method key, where the kind of run has them
+    kind_of_item: str = "document"
     reaches: Mapping[str, EffectiveLength] = field(default_factory=dict)
-    threshold: float | None = None  # the value that effective lengths are defined by
-    chance: float = 0.0  # the value by luck, of shares and gains
-    # Items hold nats and the number is their exponential, as a perplexity is; means and tests are of the nats.
+    threshold: float | None = None
+    chance: float = 0.0
     exponential: bool = False
-    # the share by which a perplexity may be higher than unpatched at the context length and still count as reading well
     tolerance: float | None = None
-    # Values are of positions in inputs of the longest length, so that they say nothing of inputs of a shorter length.
     of_positions: bool = False
 
     @property
     def shares(self) -> bool:
-        """Whether values are from 0 to 1."""
+        """True if values are shares, from 0 to 1."""
         return self.unit == "%"
 
     @property
     def _fewest(self) -> int:
         """The number of items of the method and length that has the fewest."""
-        return min([len(items) for row in self.items.values() for items in row.values()])
+        return min(len(items) for row in self.items.values() for items in row.values())
 
     @property
     def too_few(self) -> bool:
@@ -85,43 +109,55 @@ class Measure:
 
     @cached_property
     def flaw(self) -> str:
-        """The reason why no method can be compared by this measure, as a clause; empty where methods can be compared.
+        """The reason why methods cannot be compared by this measure, as a clause; empty if they can.
 
-        There are too few items, or no method does better than chance. Whether one method at one length does is tested
-        at 2.5%, one-sided and divided by the number of cells (Bonferroni), because one of many is lucky.
+        There are too few items, or no method does better than guessing. Each method at each length is tested at 2.5%,
+        one-sided, divided by the number of these tests (Bonferroni), because one of many tests succeeds by luck. Where
+        guessing cannot give a right answer at all, one right answer is enough.
         """
         if self.too_few:
             are = "is" if self._fewest == 1 else "are"
-            return f"{_counted(self._fewest, self.kind_of_item)} {are} too few to compare methods"
+            return f"{counted(self._fewest, self.kind_of_item)} {are} too few to compare methods"
+        if not self.higher_is_better:
+            return ""
+        guessing_cannot_succeed = self.shares and self.chance == 0
+        if guessing_cannot_succeed and self._any_above_zero:
+            return ""
         cells = [(key, length) for key, row in self.items.items() for length in row]
-        lucky = self.chance or not self.shares
-        if not lucky and any(value for row in self.items.values() for some in row.values() for value, _ in some):
-            return ""
         level = 1 - (1 - LEVEL) / len(cells)
-        if not self.higher_is_better or any((self.mean(*cell, level=level).low or 0) > self.chance for cell in cells):
-            return ""
+        for key, length in cells:
+            if (self.mean(key, length, level=level).low or 0) > self.chance:
+                return ""
         return f"no method is significantly above chance{f' ({self.chance:.1%})' if self.chance else ''}"
 
+    @property
+    def _any_above_zero(self) -> bool:
+        """True if the value of any item is not zero."""
+        return any(value for row in self.items.values() for items in row.values() for value, _ in items)
+
     def lengths(self, key: str) -> list[int]:
+        """Return the lengths in tokens at which a method was measured, ascending."""
         return sorted(self.items.get(key, {}))
 
     @property
     def longest(self) -> int:
-        """The longest length at which any method was measured."""
-        return max([length for row in self.items.values() for length in row])
+        """The longest length in tokens at which any method was measured."""
+        return max(length for row in self.items.values() for length in row)
 
     def measured(self, length: int) -> list[str]:
+        """Return the methods that were measured at a length."""
         return [key for key, row in self.items.items() if length in row]
 
     def mean(self, key: str, length: int, *, level: float = LEVEL) -> Estimate:
-        """The mean over the items of one method at one length; in nats where the number is their exponential."""
+        """Return the mean over the items of a method at a length, with its interval; for a perplexity in nats."""
         sums, weights = zip(*self.items[key][length], strict=True)
         if self.shares:
-            return estimate_share([a / b for a, b in zip(sums, weights, strict=True)], level=level)
+            shares = [total / weight for total, weight in zip(sums, weights, strict=True)]
+            return estimate_share(shares, level=level)
         return estimate(sums, weights, level=level)
 
     def estimate(self, key: str, length: int) -> Estimate:
-        """The number of one method at one length with its interval, as people read it."""
+        """Return the number of a method at a length, with its interval, as people read it."""
         mean = self.mean(key, length)
         if not self.exponential:
             return mean
@@ -129,45 +165,74 @@ class Measure:
         return Estimate(exponential(mean.value), low, high, mean.items)
 
     def value(self, key: str, length: int) -> float:
-        """The number of one method at one length, without its interval."""
+        """Return the number of a method at a length, without its interval."""
         return self.estimate(key, length).value
 
-    def identical(self, one: tuple[str, int], other: tuple[str, int]) -> bool:
-        """Return whether two methods have the same value for each item; one method's key and length each."""
-        mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
-        return mine is not None and theirs is not None and list(mine) == list(theirs)
+    def sort_value(self, key: str, length: int) -> float:
+        """Return a number by which methods are sorted at a length, the best first; a loss of NaN comes last."""
+        value = self.value(key, length)
+        if math.isnan(value):
+            return math.inf
+        return -value if self.higher_is_better else value
+
+    def identical(self, first: tuple[str, int], second: tuple[str, int]) -> bool:
+        """Return whether every item has the same value under two pairs of a method and a length."""
+        first_items, second_items = self._items_of(first), self._items_of(second)
+        return first_items is not None and second_items is not None and list(first_items) == list(second_items)
+
+    def _items_of(self, place: tuple[str, int]) -> Sequence[tuple[float, float]] | None:
+        key, length = place
+        return self.items.get(key, {}).get(length)
 
     @cached_property
     def _changes(self) -> dict[tuple[tuple[str, int], tuple[str, int]], Estimate | None]:
+        """The changes that were computed before."""
         return {}
 
-    def change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
-        """How much higher the mean of one method's key and length is than that of another, paired by item.
+    def change(self, first: tuple[str, int], second: tuple[str, int]) -> Estimate | None:
+        """Return by how much the mean of the first method and length is higher than that of the second.
 
-        None where either was not measured, or where their items do not weigh the same. Infinite where only one of two
-        losses is finite. In nats where the number is their exponential. Each pair is computed once, in either order.
+        The difference is taken item by item. For a perplexity it is in nats. Each pair is computed once, in either
+        order.
+
+        Args:
+            first, second: the key of a method, and a length in tokens.
+
+        Returns:
+            The mean difference with its interval. None: one of the two was not measured, or their items have different
+            weights. An infinite difference where only one of two losses is finite.
         """
-        if (other, one) in self._changes:
-            turned = self._changes[other, one]
-            return None if turned is None else turned.negated()
-        if (one, other) not in self._changes:
-            self._changes[one, other] = self._change(one, other)
-        return self._changes[one, other]
+        if (second, first) in self._changes:
+            opposite = self._changes[second, first]
+            return None if opposite is None else opposite.negated()
+        if (first, second) not in self._changes:
+            self._changes[first, second] = self._change(first, second)
+        return self._changes[first, second]
 
-    def _change(self, one: tuple[str, int], other: tuple[str, int]) -> Estimate | None:
-        mine, theirs = [self.items.get(key, {}).get(length) for key, length in (one, other)]
-        if mine is None or theirs is None or [weight for _, weight in mine] != [weight for _, weight in theirs]:
+    def _change(self, first: tuple[str, int], second: tuple[str, int]) -> Estimate | None:
+        first_items, second_items = self._items_of(first), self._items_of(second)
+        if first_items is None or second_items is None:
+            return None
+        weights = [weight for _, weight in first_items]
+        if weights != [weight for _, weight in second_items]:
             return None
         if self.shares:
-            return estimate_share_change(*([total / weight for total, weight in side] for side in (mine, theirs)))
-        gaps = [a - b for (a, _), (b, _) in zip(mine, theirs, strict=True)]
-        if not all(map(math.isfinite, gaps)):
-            bad = [not all(math.isfinite(value) for value, _ in side) for side in (mine, theirs)]
-            return Estimate(math.inf * (bad[0] - bad[1]) if bad[0] != bad[1] else math.nan, None, None, len(mine))
-        return estimate(gaps, [weight for _, weight in mine])
+            first_shares, second_shares = (
+                [total / weight for total, weight in items] for items in (first_items, second_items)
+            )
+            return estimate_share_change(first_shares, second_shares)
+        differences = [a - b for (a, _), (b, _) in zip(first_items, second_items, strict=True)]
+        if all(map(math.isfinite, differences)):
+            return estimate(differences, weights)
+        first_bad, second_bad = (
+            not all(math.isfinite(total) for total, _ in items) for items in (first_items, second_items)
+        )
+        if first_bad == second_bad:
+            return Estimate(math.nan, None, None, len(weights))
+        return Estimate(math.inf if first_bad else -math.inf, None, None, len(weights))
 
     def text(self, value: float) -> str:
-        """A number of this measure with as many digits as mean something."""
+        """Return a number of this measure with as many digits as are meaningful."""
         if not math.isfinite(value):
             return "not finite"
         if self.shares:
@@ -175,7 +240,7 @@ class Measure:
         return perplexity_text(value) if self.exponential else f"{value:.3f}"
 
     def change_text(self, change: Estimate) -> str:
-        """A mean of paired differences with its sign: percentage points, percent of a perplexity, or the unit."""
+        """Return a change with its sign: in percentage points, in percent of a perplexity, or in the unit."""
         if self.shares:
             return f"{100 * change.value:+.1f} points"
         if self.exponential:
@@ -184,14 +249,12 @@ class Measure:
 
 
 def exponential(nats: float) -> float:
-    """exp(nats), which is infinite where a float cannot hold it."""
+    """Return exp(nats), and infinity where that is too large for a float."""
     return math.inf if nats > _LARGEST else math.exp(nats)
 
 
 def perplexity_text(value: float) -> str:
-    """Return a perplexity with as many digits as mean something."""
-    return f"{value:.2f}" if value < 100 else f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+    """Return a perplexity with as many digits as are meaningful."""
+    if value < 100:
+        return f"{value:.2f}"
+    return f"{value:,.0f}" if value < 1e5 else f"{value:.1e}"

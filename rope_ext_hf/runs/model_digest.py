@@ -1,11 +1,12 @@
 """A digest of everything that a model computes with: configs, modules, parameters and buffers.
 
-Any bit of a weight, any value of the config and any setting of a module changes it. It is the same for the same model
-loaded again, from another folder, or in another process, and before and after it was patched: what a patch puts in
-stands in a run's settings by itself (`identity.py`). Not seen: hooks and functions that somebody hung onto a model.
+The digest changes with any bit of a weight, any value of the config and any setting of a module. It stays the same when
+the same model is loaded again, from another folder or in another process. It is also the same before and after the
+model is patched, because a run's settings hold the patches by themselves (`identity.py`). Hooks and functions that were
+attached to a model are not seen.
 
-Cost: every weight is read once, without a copy of the model, by SHA-256 on all cores: 1.4 GB/s on one core of a server,
-2.8 GB/s on two, where 8 billion parameters in bfloat16 take 6 s.
+Every weight is read once, without a copy of the model, by SHA-256 on all cores: 1.4 GB/s on one core of a server and
+2.8 GB/s on two, so that 8 billion parameters in bfloat16 take 6 s on two cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from itertools import repeat
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,46 +26,49 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from rope_ext_hf.patches.slots import PatchedSlot, patched_slots
 
-BLOCK_BYTES = 2**22  # bytes that one thread reads at a time, and copies where they are on a GPU
+BLOCK_BYTES = 2**22  # the bytes that a thread reads at a time, and copies to main memory where they are on a GPU
 
 _NOT_IN_CONFIGS = frozenset(
     # where it came from
     {"_name_or_path", "_commit_hash", "_auto_class", "auto_map", "transformers_version", "architectures"}
-    # every tensor has its own, and every module its class
+    # covered by the tensors, each with its dtype, and by the modules, each with its class
     | {"dtype", "torch_dtype", "_post_init_done"}
 )
 _NOT_IN_MODULES = frozenset(
     # where it came from, and where it is
     {"name_or_path", "hf_device_map", "_is_hf_initialized", "is_loaded_in_4bit", "is_loaded_in_8bit", "model_tags"}
-    # which warnings were given, and that a trainer had it
+    # which warnings were shown, and whether a trainer has prepared the model
     | {"warnings_issued", "_is_accelerate_prepared"}
 )
 _LEFT_BEHIND = re.compile(r"(?!.*original).*inv_freq|.*max_seq_len_cached")
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}  # parameters, buffers, children and hooks
+"""Attributes that the last input leaves behind in a rotary embedding whose frequencies follow the input."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that every module has: dicts of parameters, buffers, children and hooks."""
 
 
 def model_digest(model: nn.Module) -> str:
-    """A digest, 64 hexadecimal digits, of a model with its weights on any devices; live patches do not count."""
-    sha, of_tensor = hashlib.sha256(), WeakTensorKeyDictionary()
+    """Return the digest of a model, 64 hexadecimal digits; weights may be on any devices, and patches do not count."""
+    sha, tensor_digests = hashlib.sha256(), WeakTensorKeyDictionary()
     with torch.no_grad():
         values: list[tuple[str, Any]] = [("config", config) for config in _configs(model)]
-        here: list[tuple[str, nn.Module]] = []  # modules whose parameters are where they are used
+        in_place: list[tuple[str, nn.Module]] = []  # modules whose parameters are on a device
         for name, module in _modules(model):
-            if any(map(attrgetter("is_meta"), module.parameters(recurse=False))):  # accelerate keeps them elsewhere
+            offloaded = any(parameter.is_meta for parameter in module.parameters(recurse=False))
+            if offloaded:  # accelerate keeps the weights in main memory or on disk
                 from accelerate.utils import align_module_device
 
-                _add(sha, of_tensor, [*values, *_values(here)])
+                _add(sha, tensor_digests, [*values, *_values(in_place)])
                 with align_module_device(module):
-                    _add(sha, of_tensor, _values([(name, module)]))
-                values, here = [], []
+                    _add(sha, tensor_digests, _values([(name, module)]))
+                values, in_place = [], []
             else:
-                here.append((name, module))
-        _add(sha, of_tensor, [*values, *_values(here)])
+                in_place.append((name, module))
+        _add(sha, tensor_digests, [*values, *_values(in_place)])
     return sha.hexdigest()
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Every module with its name, parents first, those in the slots as they were before a patch."""
+    """Return every module with its name, parents first; where a patch replaced a module, the replaced one."""
     modules: dict[int, tuple[str, nn.Module]] = {}
     waiting = [("", model)]
     while waiting:
@@ -79,21 +83,23 @@ def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _values(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
-    """The class, settings, parameters and buffers of modules, those that are not saved included, with their names."""
-    kept: list[tuple[str, Any]] = []
+    """Return the classes, settings, parameters and buffers of modules with their names, saved or not."""
+    named: list[tuple[str, Any]] = []
     for name, module in modules:
-        # what the last input left behind in such a module does not count
         follows_the_input = re.search("dynamic|longrope", str(getattr(module, "rope_type", ""))) is not None
-        kept.append((f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}"))
+        named.append((f"module {name}", f"{type(module).__module__}.{type(module).__qualname__}"))
         values = vars(module) | dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
         for key in sorted(values.keys() - _OF_TORCH - _NOT_IN_MODULES):
             if not (follows_the_input and _LEFT_BEHIND.fullmatch(key)):
-                kept.append((key, values[key]))
-    return kept
+                named.append((key, values[key]))
+    return named
 
 
 def _configs(model: nn.Module) -> list[dict[str, Any]]:
-    """Every config that a module of the model holds: of a patched one the original, with what its user changed."""
+    """Return every config that a module of the model holds, as dicts.
+
+    Of a config that was patched, it is the original with what its user has changed since.
+    """
     swaps = {id(swap.patched): swap for slot in patched_slots(model) for swap in slot.state.configs}
     changed: dict[int, dict[str, Any]] = {}
     configs: dict[int, Any] = {}
@@ -111,7 +117,7 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
         configs.setdefault(id(config), config)
 
     def settings(config: Any) -> dict[str, Any]:
-        # which way of loading it leaves model_type in the instance, beside the one of its class, differs
+        # some ways of loading a config set model_type in the instance as well as in the class
         values = {"model_type": config.model_type} | vars(config) | changed.get(id(config), {})
         return {key: inner(value) for key, value in values.items() if key not in _NOT_IN_CONFIGS}
 
@@ -119,26 +125,35 @@ def _configs(model: nn.Module) -> list[dict[str, Any]]:
         if hasattr(value, "model_type"):
             return settings(value)
         if isinstance(value, Mapping):
-            return {key: inner(each) for key, each in value.items()}
+            return {key: inner(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [inner(each) for each in value]
-        return value.to_dict() if hasattr(value, "to_dict") else value  # of a quantisation
+            return [inner(item) for item in value]
+        if hasattr(value, "to_dict"):  # the config of a quantisation
+            return value.to_dict()
+        return value
 
-    written: list[dict[str, Any]] = []  # copies of one config count once, wherever a model keeps them
+    distinct: list[dict[str, Any]] = []  # equal configs count once, however many modules have one
     for config in configs.values():
-        if (values := settings(config)) not in written:
-            written.append(values)
-    return written
+        values = settings(config)
+        if values not in distinct:
+            distinct.append(values)
+    return distinct
 
 
 class _Bracket(str):
-    """The end of a collection."""
+    """The mark of the end of a collection."""
 
 
-def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
-    """Add named values; objects other than tensors, numbers, texts and collections of these are passed over.
+def _add(sha: hashlib._Hash, tensor_digests: WeakTensorKeyDictionary, values: Sequence[tuple[str, Any]]) -> None:
+    """Add named values to a digest.
 
-    Each is its name and a text, of a tensor its digest; a collection stands between brackets that carry its name.
+    Each value is added as its name and a text, a tensor as its name and its digest. A collection is added between two
+    brackets with its name. Objects other than tensors, numbers, texts and collections of these are passed over.
+
+    Args:
+        sha: the digest.
+        tensor_digests: the digests of tensors that were read before, so that tied weights are read once.
+        values: names and values.
     """
     waiting = [*values][::-1]
     while waiting:
@@ -147,9 +162,9 @@ def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Sequenc
             case _Bracket():
                 text = str(value)
             case Tensor():
-                if value not in of_tensor:  # tied weights are read once
-                    of_tensor[value] = _digest_of_tensor(value, of_tensor)
-                text = of_tensor[value]
+                if value not in tensor_digests:
+                    tensor_digests[value] = _digest_of_tensor(value, tensor_digests)
+                text = tensor_digests[value]
             case None | bool() | int() | float() | complex() | str() | bytes() | torch.dtype() | Enum():
                 text = repr(value)
             case Mapping():
@@ -168,15 +183,15 @@ def _add(sha: hashlib._Hash, of_tensor: WeakTensorKeyDictionary, values: Sequenc
             sha.update(f"{len(data)}:".encode() + data)
 
 
-def _digest_of_tensor(tensor: Tensor, of_tensor: WeakTensorKeyDictionary) -> str:
-    """A SHA-256 of a shape and of the SHA-256 of each block of bits."""
+def _digest_of_tensor(tensor: Tensor, tensor_digests: WeakTensorKeyDictionary) -> str:
+    """Return a SHA-256 of the dtype and shape of a tensor and of the SHA-256 of each block of its bytes."""
     sha = hashlib.sha256()
-    _add(sha, of_tensor, [("shape", [str(tensor.dtype), *tensor.shape])])
-    if "quant_state" in vars(tensor):  # what a quantised parameter carries beside its codes
-        _add(sha, of_tensor, [("quant_state", vars(tensor.quant_state))])  # type: ignore[attr-defined]
+    _add(sha, tensor_digests, [("shape", [str(tensor.dtype), *tensor.shape])])
+    if "quant_state" in vars(tensor):  # scales and more of a parameter that bitsandbytes quantised
+        _add(sha, tensor_digests, [("quant_state", vars(tensor.quant_state))])  # type: ignore[attr-defined]
     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) and hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        _add(sha, of_tensor, [("context", context), *((name, getattr(tensor, name)) for name in names)])
+        _add(sha, tensor_digests, [("context", context), *((name, getattr(tensor, name)) for name in names)])
     elif tensor.numel() and tensor.device.type != "meta":
         dense = tensor.detach()
         if dense.is_quantized:
@@ -184,7 +199,7 @@ def _digest_of_tensor(tensor: Tensor, of_tensor: WeakTensorKeyDictionary) -> str
         if dense.layout is not torch.strided:
             dense = dense.to_dense()
         blocks = torch.split(dense.contiguous().reshape(-1).view(torch.uint8), BLOCK_BYTES)
-        with ThreadPoolExecutor() as threads:  # hashlib lets other threads run
+        with ThreadPoolExecutor() as threads:  # hashlib releases the interpreter lock
             for digest in threads.map(lambda block: hashlib.sha256(block.cpu().numpy().data).digest(), blocks):
                 sha.update(digest)
     return sha.hexdigest()

@@ -26,8 +26,8 @@ from rope_ext_hf.files import PlainLoader, write_text
 from rope_ext_hf.hub import model_commit
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.registry import method_from_dict
-from rope_ext_hf.patches.config import saved_specs
 from rope_ext_hf.patches.loading import find_config
+from rope_ext_hf.patches.patch_records import saved_specs
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.questions import Question, anything, shell_line
 from rope_ext_hf.reading.documents import corpus_name

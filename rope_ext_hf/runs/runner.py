@@ -29,9 +29,11 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.runs import journal
 from rope_ext_hf.runs.folder import SETTINGS, check_settings, other_settings, read_run, results_from_records
 from rope_ext_hf.runs.identity import Basis, find_basis, model_key, provenance
-from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.workers import Workers
 
@@ -204,7 +206,7 @@ def carry_out(
             job.score(scorer, range(len(measurement.items)), set(), records.append, shown)
             kind = run_kind(measurement.kind)
             results = results_from_records(kind, measurement.setting, measurement.contents, records)
-            return _in_unit(Run(None, settings, results), plan)
+            return _in_unit(Run(None, settings, results, kind), plan)
         settings = check_settings(json.loads(json.dumps(settings)))
         if workers.count > 1:
             workers.agree(_in_words(settings, job))

@@ -1,10 +1,11 @@
-"""Means with their 95% confidence intervals, by the textbook's methods, computed by scipy.
+"""Means with 95% confidence intervals, by textbook methods that scipy computes.
 
     >>> estimate([1.0, 1.2, 0.9, 1.1, 1.4])
     Estimate(value=1.1..., low=0.8..., high=1.3..., items=5)
 
-An item is a document, a prompt or a row of questions: what was drawn independently. The tokens of one document are not
-independent, so they are no items. docs/evaluation.md has a table of how often these intervals cover the true mean.
+An item is what was drawn independently: a document, a prompt or a row of questions. The tokens of one document are not
+independent of each other, so they are not items. docs/evaluation.md has a table of how often these intervals cover the
+true mean.
 """
 
 from __future__ import annotations
@@ -14,18 +15,23 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
-FEWEST = 3  # items that an interval needs; Student's interval of two is 9 times as wide as their distance
+FEWEST = 3  # items that an interval needs; Student's interval of two items is 13 times as wide as they are apart
 LEVEL = 0.95  # confidence level of every interval that is shown
 
 
 class Estimate(NamedTuple):
-    """A mean over items, or a mean difference, with its confidence interval."""
+    """A mean over items, or a mean difference, with its confidence interval.
 
-    value: float  # the mean; not finite where an item's value is not
-    # ends of the interval; None with fewer than `FEWEST` items, and where the value is not finite
+    Attributes:
+        value: the mean; not finite where the value of an item is not.
+        low, high: the ends of the interval; None with fewer than `FEWEST` items, and where the value is not finite.
+        items: the number of items.
+    """
+
+    value: float
     low: float | None
     high: float | None
-    items: int  # number of items
+    items: int
 
     def text(self, number: Callable[[float], str]) -> str:
         """Return the value, formatted by `number`, with its interval in parentheses where there is one."""
@@ -34,20 +40,22 @@ class Estimate(NamedTuple):
         return f"{number(self.value)} ({number(self.low)} to {number(self.high)})"
 
     def negated(self) -> Estimate:
-        """Return the estimate of the difference the other way round."""
+        """Return the estimate of the opposite difference."""
         low, high = [None if end is None else -end for end in (self.high, self.low)]
         return Estimate(-self.value, low, high, self.items)
 
     def line_below(self, number: Callable[[float], str]) -> str:
-        """Return the interval in parentheses, on a line of its own below a value; empty where there is none."""
-        return "" if self.low is None or self.high is None else f"\n({number(self.low)} to {number(self.high)})"
+        """Return a line break and the interval in parentheses, formatted by `number`; empty without an interval."""
+        if self.low is None or self.high is None:
+            return ""
+        return f"\n({number(self.low)} to {number(self.high)})"
 
 
 def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, level: float = LEVEL) -> Estimate:
     """Estimate the mean of items, or of paired differences, with Student's t interval.
 
     The mean is a ratio of two totals, `sum(sums) / sum(weights)`: nats per token, for example. Its standard error is
-    the usual one of a ratio, which for equal weights is that of a mean.
+    the usual one of a ratio; with equal weights, it is the standard error of the mean.
 
     Source: Cochran, Sampling Techniques (3rd edition, 1977), section 2.11.
 
@@ -65,12 +73,14 @@ def estimate(sums: Sequence[float], weights: Sequence[float] | None = None, *, l
         return Estimate(value, None, None, items)
     mean_weight = math.fsum(weight for _, weight in counted) / items
     residuals = [(total - value * weight) / mean_weight for total, weight in counted]
-    error = math.sqrt(math.fsum(each * each for each in residuals) / (items - 1) / items)
+    error = math.sqrt(math.fsum(residual * residual for residual in residuals) / (items - 1) / items)
     return _students(value, error, items, level)
 
 
 def estimate_share(shares: Sequence[float], *, level: float = LEVEL) -> Estimate:
-    """Estimate the mean of values from 0 to 1: Wilson's interval where each is 0 or 1, Student's where there are parts.
+    """Estimate the mean of values from 0 to 1.
+
+    The interval is Wilson's where every value is 0 or 1, and Student's where there are values between.
 
     Source: Wilson, Probable inference, the law of succession, and statistical inference (1927).
     """
@@ -84,20 +94,24 @@ def estimate_share(shares: Sequence[float], *, level: float = LEVEL) -> Estimate
 
 @cache
 def _wilson(right: int, items: int, level: float) -> tuple[float, float]:
-    from scipy.stats import binomtest  # loaded where it is needed: it takes a second
+    """Return the ends of Wilson's interval of the share of right answers."""
+    from scipy.stats import binomtest  # imported here because scipy takes a second to load
 
     ends = binomtest(right, items).proportion_ci(level, method="wilson")
     return float(ends.low), float(ends.high)
 
 
 def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Estimate:
-    """Estimate how much higher the mean of `ones` is than that of `others`, values from 0 to 1 paired by item.
+    """Estimate by how much the mean of `ones` is higher than that of `others`; values are from 0 to 1.
 
-    Newcombe's interval where each value is 0 or 1: Wilson's intervals of the two shares, joined by their correlation.
-    Student's of the differences where there are parts.
+    The interval is Newcombe's where every value is 0 or 1: Wilson's intervals of the two shares, joined by the
+    correlation of the answers. Where there are values between, it is Student's interval of the differences.
 
     Source: Newcombe, Improved confidence intervals for the difference between binomial proportions based on paired data
     (1998), method 10.
+
+    Args:
+        ones, others: the values of the same items, in the same order.
     """
     changes = [one - other for one, other in zip(ones, others, strict=True)]
     items, value = len(changes), math.fsum(changes) / len(changes)
@@ -114,6 +128,7 @@ def estimate_share_change(ones: Sequence[float], others: Sequence[float]) -> Est
     correlation = _correlation(both, sum(ones) - both, sum(others) - both, items)
 
     def joined(one: float, other: float) -> float:
+        """Return the distance of an end of the interval from the difference, from those of the two shares."""
         return math.sqrt(max(0.0, one * one - 2 * correlation * one * other + other * other))
 
     below = joined(first.value - first.low, second.high - second.value)
@@ -125,7 +140,8 @@ def _correlation(both: float, first: float, second: float, items: int) -> float:
     """Return the correlation of paired right and wrong answers, with Newcombe's correction for continuity.
 
     Args:
-        both: items that are right for both; `first`, `second`: right for one alone.
+        both: number of items that are right for both.
+        first, second: number of items that are right for the first alone, and for the second alone.
         items: number of all items.
     """
     neither = items - both - first - second
@@ -137,6 +153,7 @@ def _correlation(both: float, first: float, second: float, items: int) -> float:
 
 
 def _standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of values."""
     from scipy.stats import sem
 
     return float(sem(values))
@@ -147,11 +164,12 @@ def _students(
     error: float,
     items: int,
     level: float = LEVEL,
-    ends: tuple[float, float] = (-math.inf, math.inf),  # the least and the largest possible value
+    ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> Estimate:
+    """Return an estimate with Student's t interval, cut off at `ends`, the least and the largest possible value."""
     from scipy.stats import t
 
-    if error == 0:  # items that are all equal; scipy answers NaN
+    if error == 0:  # all items are equal, for which scipy returns NaN
         return Estimate(value, value, value, items)
     low, high = t.interval(level, items - 1, loc=value, scale=error)
     return Estimate(value, max(ends[0], float(low)), min(ends[1], float(high)), items)

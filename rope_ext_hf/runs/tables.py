@@ -1,4 +1,4 @@
-"""What the tables of results have in common, for a terminal and for a page.
+"""Tables of results, for a terminal and for a page.
 
 Names come from files and models and may hold anything: they go into tables as text, never as markup, with control
 characters escaped.
@@ -14,22 +14,31 @@ from rich.table import Table
 from rich.text import Text
 
 from rope_ext_hf.errors import multiple_text
-from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.run import Run
 
-BEYOND = "\u2020"  # the mark of a value at a length beyond the one that the model is for under its method
+BEYOND = "\u2020"
+"""The mark (a dagger) of a value at a length beyond the one that the method was set for."""
+BEYOND_NOTE = f"{BEYOND} beyond the length that this method was set for"
+BEST_NOTE = "* best, or no significant difference from the best"
 
 
-def beyond_mark(run: Run[Any], result: Any) -> str:
-    """The mark of a result, or a blank where the other results of the run have it; empty where none has."""
-    if run.beyond(result):
-        return BEYOND
-    return " " if run.any_beyond else ""
+def results_table(title: str, caption: str, *heads: str) -> Table:
+    """Return an empty table with these column heads; the first column is aligned left, the others right."""
+    table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
+    for index, head in enumerate(heads):
+        first = index == 0
+        table.add_column(head, justify="left" if first else "right", overflow="fold", no_wrap=first)
+    return table
 
 
 def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
-    """A table with these heads and a column per context length, in tokens and in context lengths of the model."""
-    if run.any_beyond:
-        caption += f"\n{BEYOND} beyond the length that this method was set for"
+    """Return an empty table with these column heads, and then a column for each context length of the run.
+
+    The head of such a column has the length in tokens and in context lengths of the model. The caption gets a line that
+    explains the dagger, where a result has it.
+    """
+    if _any_beyond(run):
+        caption += f"\n{BEYOND_NOTE}"
     columns = [f"{length:,}\n{multiple_text(length, run.context_length)}" for length in run.lengths]
     return results_table(title, caption, *heads, *columns)
 
@@ -37,21 +46,33 @@ def length_table(run: Run[Any], title: str, caption: str, *heads: str) -> Table:
 def two_column_table(
     run: Run[Any], title: str, caption: str, second: str, text: Callable[[float], str], cell: Callable[[Any], Text]
 ) -> Table:
-    """A row for each method and each value of the attribute `second`, which `text` writes, with a `cell` per length."""
+    """Return a table with a row for each method and each value of a further attribute, and a column per length.
+
+    Args:
+        run: the run with the results.
+        title, caption: above and below the table.
+        second: the attribute of the results that is the second column, such as "depth".
+        text: makes the text of the second column from its value.
+        cell: makes the text of a result.
+    """
     view = length_table(run, title, caption, "method", second)
-    for name, row in run.by_label.items():
-        at = {(getattr(result, second), result.length): cell(result) for result in row}
-        values = sorted({value for value, _ in at})
+    for name, results in run.by_label.items():
+        cells = {(getattr(result, second), result.length): cell(result) for result in results}
+        values = sorted({value for value, _ in cells})
         for value in values:
-            head = Text(name if value == values[0] else "")
-            cells = (at.get((value, length), "") for length in run.lengths)
-            view.add_row(head, text(value), *cells, end_section=value == values[-1])
+            method = Text(name if value == values[0] else "")
+            row = [cells.get((value, length), "") for length in run.lengths]
+            view.add_row(method, text(value), *row, end_section=value == values[-1])
     return view
 
 
-def results_table(title: str, caption: str, *heads: str) -> Table:
-    """A table with these heads, numbers to the right of the first column."""
-    table = Table(title=Text(title), caption=Text(caption), box=SIMPLE_HEAD, pad_edge=False)
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left", overflow="fold", no_wrap=not index)
-    return table
+def beyond_mark(run: Run[Any], result: Any) -> str:
+    """Return the dagger of a result; a blank where another result of the run has it, so that numbers are aligned."""
+    if run.beyond(result):
+        return BEYOND
+    return " " if _any_beyond(run) else ""
+
+
+def _any_beyond(run: Run[Any]) -> bool:
+    """Return whether any result of a run is of a length beyond the one that its method was set for."""
+    return any(run.beyond(result) for result in run.results)

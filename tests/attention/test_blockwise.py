@@ -27,8 +27,8 @@ from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
 from rope_ext_hf.methods.tiles import Mask, Tile
-from rope_ext_hf.rotary import kv_cache as cache
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary import key_rotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 from tests.support.contracts import THETA, assert_close, attend_and_definition
 from tests.support.dispatch import MemoryAndWork
 from tests.support.oracles import distances
@@ -331,7 +331,7 @@ def as_if_cuda(
 
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     monkeypatch.setitem(kernels.KERNELS, device, kernels.KERNELS["cuda"]._replace(windows=windows))
-    monkeypatch.setattr(cache, "_FUSED_UPCAST_DEVICES", {device})
+    monkeypatch.setattr(key_rotation, "_FUSED_UPCAST_DEVICES", {device})
 
 
 @pytest.mark.parametrize(
@@ -410,9 +410,9 @@ def test_what_stairs_take_of_a_gpu_at_131k(windows: bool, triton: bool, monkeypa
         return out
 
     if triton:  # each element is read and written once
-        for module in (attending, cache, tile_batches):
+        for module in (attending, key_rotation, tile_batches):
             monkeypatch.setattr(module, "can_fuse", lambda x: True)
-        monkeypatch.setattr(cache, "rotate_fused", rotated)
+        monkeypatch.setattr(key_rotation, "rotate_fused", rotated)
         monkeypatch.setattr(
             tile_batches, "merge_fused", lambda out, lse, *parts: works[-1].launch(out, out, lse, *parts)
         )

@@ -16,7 +16,7 @@ from rope_ext_hf.methods.grouped import JetLong, SelfExtend
 from rope_ext_hf.methods.input_chunks import DualChunk
 from rope_ext_hf.methods.remapping import LeakyReRoPE, RemappingMethod, ReRoPE
 from rope_ext_hf.methods.stairs import Stairs
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 from tests.support.contracts import THETA
 from tests.support.dispatch import LargestTensor
 from tests.support.models import build, tokens

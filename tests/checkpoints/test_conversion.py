@@ -184,9 +184,7 @@ def test_a_vision_tower_is_left_alone(tmp_path: Path) -> None:
 def test_two_stacks_of_layers_are_not_guessed_at(tmp_path: Path) -> None:
     tensors = llama_tensors("first.") | llama_tensors("second.")
     source = write_folder(tmp_path / "source", tensors)
-    with pytest.raises(
-        rope.CheckpointError, match=r"under 'first' and 'second' .* which of them is the language model"
-    ):
+    with pytest.raises(rope.CheckpointError, match=r"under 'first' and 'second' .*which of them is the language model"):
         convert(source, tmp_path / "converted", "interleaved")
     assert untouched(tmp_path)
 

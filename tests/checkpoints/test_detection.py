@@ -18,7 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints import detection as detect
+from rope_ext_hf.checkpoints import detection
+from rope_ext_hf.checkpoints.detection import combine_evidence
+from rope_ext_hf.checkpoints.pairing_report import TextLosses
+from rope_ext_hf.checkpoints.pairing_scores import pairing_correlations
+from rope_ext_hf.checkpoints.text_losses import SPAN_TOKENS, SPANS
 from rope_ext_hf.reading.corpora import stdlib_held_out
 from rope_ext_hf.reference import path
 from rope_ext_hf.rotary.pairing import PAIRINGS
@@ -194,7 +198,7 @@ def test_a_quarter_of_the_layers_may_say_otherwise(monkeypatch: pytest.MonkeyPat
         model = build("llama", num_hidden_layers=len(differences))
         found = iter(differences)
         answers = lambda *arguments: torch.tensor([[next(found), 0.0]]).expand(200, 2)  # noqa: E731
-        monkeypatch.setattr(detect, "scores", answers)
+        monkeypatch.setattr(detection, "pairing_correlations", answers)
         return rope.detect_pairing(model)
 
     assert verdict([0.3, 0.3, 0.3, -0.05]).pairing == "half"
@@ -227,7 +231,7 @@ def test_packed_damaged_and_missing_weights_do_not_tell(tmp_path: Path) -> None:
 
 
 def test_two_dims_are_one_pair_either_way() -> None:
-    found = detect.scores(torch.randn(4, 2, 8), torch.randn(2, 2, 8), torch.ones(1))
+    found = pairing_correlations(torch.randn(4, 2, 8), torch.randn(2, 2, 8), torch.ones(1))
     assert found.tolist() == [[0.0, 0.0]] * 4
 
 
@@ -310,7 +314,7 @@ def test_a_text_says_the_same(folders: dict[str, Path], pairing: str) -> None:
     assert report.text.pairing == pairing
     worse, better = sorted([report.text.half, report.text.interleaved], reverse=True)
     assert worse - better > 1.5  # nats per byte: 3.55 and 1.59 when this was written
-    assert report.text.tokens == detect.SPANS * (detect.SPAN_TOKENS - 1)
+    assert report.text.tokens == SPANS * (SPAN_TOKENS - 1)
     assert f"perplexity       half {math.exp(report.text.half):.4g}, interleaved" in str(report)
 
 
@@ -331,10 +335,10 @@ def test_the_weights_are_put_back(method: str | None) -> None:
 def test_the_weights_are_put_back_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     model = bundled()
     before = copy.deepcopy(model.state_dict())
-    forward, calls = model.forward, iter(range(detect.SPANS + 3))
+    forward, calls = model.forward, iter(range(SPANS + 3))
 
     def failing(**arguments: Any) -> Any:
-        if next(calls) == detect.SPANS + 2:  # in the other order already
+        if next(calls) == SPANS + 2:  # in the other order already
             raise KeyboardInterrupt
         return forward(**arguments)
 
@@ -361,18 +365,18 @@ def test_weights_and_text_are_weighed_together() -> None:
     base = rope.detect_pairing(path())
     unsure = replace(base, pairing=None, confidence=0.5, reason="chance")
     says = {
-        "half": detect.TextLosses(1.0, 3.0, 0.1, 99, "half"),
-        "interleaved": detect.TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
+        "half": TextLosses(1.0, 3.0, 0.1, 99, "half"),
+        "interleaved": TextLosses(3.0, 1.0, 0.1, 99, "interleaved"),
     }
-    mute = detect.TextLosses(3.0, 3.0, 0.1, 99, None)
-    assert detect.combine_evidence(base, says["half"]).pairing == "half"
-    assert detect.combine_evidence(base, mute).pairing == "half"
-    assert detect.combine_evidence(base, says["interleaved"]).pairing is None
-    assert "the text interleaved" in (detect.combine_evidence(base, says["interleaved"]).reason or "")
-    found = detect.combine_evidence(unsure, says["interleaved"])
+    mute = TextLosses(3.0, 3.0, 0.1, 99, None)
+    assert combine_evidence(base, says["half"]).pairing == "half"
+    assert combine_evidence(base, mute).pairing == "half"
+    assert combine_evidence(base, says["interleaved"]).pairing is None
+    assert "the text interleaved" in (combine_evidence(base, says["interleaved"]).reason or "")
+    found = combine_evidence(unsure, says["interleaved"])
     assert (found.pairing, found.reason) == ("interleaved", None)
     assert found.confidence > 0.9999
-    assert detect.combine_evidence(unsure, mute).reason == "chance"
+    assert combine_evidence(unsure, mute).reason == "chance"
 
 
 def test_texts_that_cannot_be_read() -> None:

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 import rope_ext_hf as rope
+from rope_ext_hf.checkpoints.head_blocks import RowLayout
 from rope_ext_hf.checkpoints.reordering import reordered
-from rope_ext_hf.checkpoints.row_layouts import RotaryTensors, RowLayout
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.patches.geometry import checkpoint_geometry
 from rope_ext_hf.reading.documents import Tokens

@@ -9,13 +9,9 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import (
-    HeadBlock,
-    RotaryTensors,
-    RowLayout,
-    ScaleBlocks,
-    evenly_spaced,
-)
+from rope_ext_hf.checkpoints.head_blocks import HeadBlock, RowLayout, ScaleBlocks
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
+from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import class_pairing, config_pairing, stated_rotary
 from tests.support.models import known_config

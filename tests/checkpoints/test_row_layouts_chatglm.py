@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.row_layouts import HeadBlock, RotaryTensors, RowLayout
+from rope_ext_hf.checkpoints.head_blocks import HeadBlock, RowLayout
+from rope_ext_hf.checkpoints.row_layouts import RotaryTensors
 from rope_ext_hf.patches.families import families
 from rope_ext_hf.patches.family_settings import stated_rotary
 from rope_ext_hf.rotary.pairing import PAIRINGS

@@ -15,7 +15,7 @@ import torch
 import transformers
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.detection import PairingReport
+from rope_ext_hf.checkpoints.pairing_report import PairingReport
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.rotary.pairing import PAIRINGS
 from tests.support.checkpoint_folders import OTHER, all_tensors, convert, same, unstated, untouched, watch_reads

@@ -27,10 +27,11 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.hub import load_empty
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.grouped import SelfExtend
-from rope_ext_hf.patches.patching import resolve_choice
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.reference import path
+from rope_ext_hf.runs.chosen_methods import resolve_choice
 from tests.support.models import build
+from tests.support.texts import ONE_MODULE
 
 runner = CliRunner()
 
@@ -130,8 +131,8 @@ def test_help_has_a_line_of_80_columns_per_command(monkeypatch: pytest.MonkeyPat
 # What makes an example quick: the last of two values of an option counts.
 QUICK = {
     "demo": ["--texts", "3", "--questions", "5"],
-    "ppl": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
-    "sweep": ["--max-spans", "1", "--data", "stdlib?max_documents=1"],
+    "ppl": ["--max-spans", "1", "--data", ONE_MODULE],
+    "sweep": ["--max-spans", "1", "--data", ONE_MODULE],
     "passkey": ["--trials", "1"],
     "lm-eval": ["--limit", "1"],
 }
@@ -170,7 +171,7 @@ def test_the_example_of_every_command_parses_as_a_shell_hands_it_over(command: s
         (["describe", "reference", "--method", " , "], "--method names no method"),
         (["patch", "reference", "--method", "", "--out", "new"], "--method names no method"),
         (["ppl", "reference", "--lengths", "256", "--method", "yarn", "--target-length", ""], "not a length in tokens"),
-        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' is no name"),
+        (["ppl", "reference", "--lengths", "256", "--data", ""], "'' does not name a text"),
     ],
 )
 def test_an_option_with_nothing_in_it_is_refused(
@@ -328,7 +329,7 @@ def test_ppl_prints_a_table_and_writes_results(tmp_path: Path) -> None:
             "needs one number per pair",
         ),
         (["ppl", "reference", "--lengths", "x"], "not a length"),
-        (["ppl", "reference", "--lengths", "2M", "--data", "stdlib?max_documents=1"], "no document has 2097152 tokens"),
+        (["ppl", "reference", "--lengths", "2M", "--data", ONE_MODULE], "no document has 2097152 tokens"),
         (["ppl", "reference", "--lengths", "256", "--data", "no-such-file.txt"], "no such text file"),
         (["ppl", "reference", "--lengths", "256", "--dtype", "float3"], "unknown dtype"),
         (["ppl", "reference", "--lengths", "256", "--device", "quantum"], "cannot be used here"),
@@ -360,7 +361,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], message: st
     if arguments[0] in ("ppl", "sweep", "passkey"):
         arguments = [*arguments, "--out", str(tmp_path)]
     if arguments[0] == "ppl" and "--data" not in arguments:
-        arguments += ["--data", "stdlib?max_documents=1"]
+        arguments += ["--data", ONE_MODULE]
     check_bad_input(arguments, message)
 
 
@@ -509,13 +510,13 @@ def test_a_terminal_gets_no_control_characters_and_no_markup(capsys: pytest.Capt
 def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns
     from rope_ext_hf.reading.spans import Setting
-    from rope_ext_hf.runs.kinds import Run
+    from rope_ext_hf.runs.run import Run
 
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}
     result = PerplexityRuns().result(method, setting, (256,), [DocumentLoss("a", 1.0, 1, 1, 1)])
     settings = {"kind": "perplexity", "context_length": 256, "over": "own", "loaded": None}
-    table = Run(None, settings, [result]).table()
+    table = Run(None, settings, [result], PerplexityRuns()).table()
     assert table is not None
     console.print_table(table)
     out = capsys.readouterr().out
@@ -525,9 +526,9 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.slow
 def test_memory_is_checked_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rope_ext_hf.reading import preflight
+    from rope_ext_hf.reading import memory as reading_memory
 
-    monkeypatch.setattr(preflight, "available", lambda device: 2_000_000_000)
+    monkeypatch.setattr(reading_memory, "available", lambda device: 2_000_000_000)
     monkeypatch.setattr(hub, "from_pretrained", lambda *_: pytest.fail("weights were read"))
     (text := tmp_path / "text.txt").write_text("x" * 530_000, encoding="utf-8")
     options = ["--dtype", "float32", "--data", str(text), "--out", str(tmp_path)]
@@ -559,7 +560,7 @@ def test_a_table_says_what_its_length_is_the_length_of(tmp_path: Path) -> None:
     del config["rope_ext_hf"]  # as somebody else would have trained it
     (tmp_path / "m" / "config.json").write_text(json.dumps(config), encoding="utf-8")
     shutil.copy(path() / "tokenizer_config.json", tmp_path / "m")
-    options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", "stdlib?max_documents=1"]
+    options = ["--lengths", "2,256", "--targets", "1", "--max-spans", "1", "--data", ONE_MODULE]
     options += ["-m", "ntk", "--factor", "4", "--out", str(tmp_path / "out")]
     for over, words in (("original", "256 tokens without its own scaling"), ("own", "1,024 tokens")):
         code, out, err = run("ppl", str(tmp_path / "m"), *options, "--over", over)
@@ -576,7 +577,7 @@ def test_what_it_will_take_is_said_first(command: str, tmp_path: Path, monkeypat
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    text = "stdlib?max_documents=1"
+    text = ONE_MODULE
     options = ["--trials", "2", "--haystack", text] if command == "passkey" else ["--max-spans", "4", "--data", text]
     code, _, err = run(command, "reference", "--lengths", "256,512", *options, "--out", str(tmp_path))
     assert code == 2
@@ -592,8 +593,8 @@ def test_memory_is_said_where_it_is_not_ample(tmp_path: Path, monkeypatch: pytes
         raise CheckpointError("weights are read now")
 
     monkeypatch.setattr(hub, "from_pretrained", read)
-    monkeypatch.setattr("rope_ext_hf.reading.preflight.available", lambda device: 40_000_000)
-    options = ["--max-spans", "4", "--data", "stdlib?max_documents=1", "--out", str(tmp_path)]
+    monkeypatch.setattr("rope_ext_hf.reading.memory.available", lambda device: 40_000_000)
+    options = ["--max-spans", "4", "--data", ONE_MODULE, "--out", str(tmp_path)]
     code, _, err = run("ppl", "reference", "--lengths", "256,512", *options)
     assert code == 2
     needs = next(line for line in err.splitlines() if line.startswith("needs"))
@@ -614,7 +615,7 @@ def test_warnings_are_one_line(tmp_path: Path) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "narrow")
     common = ["ppl", str(tmp_path / "narrow"), "--lengths", "256", "--max-spans", "1", "--out", str(tmp_path)]
-    common += ["--data", "stdlib?max_documents=1"]
+    common += ["--data", ONE_MODULE]
     done = subprocess.run([sys.executable, "-m", "rope_ext_hf", *common], capture_output=True, text=True, check=True)
     said = "warning  3 of 3 layers attend to the last 64 tokens only; spans of 256 tokens are longer"
     assert said in done.stderr.splitlines()

@@ -14,6 +14,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reference import path
 from tests.support.every_model import tiny
+from tests.support.texts import ONE_MODULE
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning"),  # the command line prints them
@@ -21,8 +22,8 @@ pytestmark = [
 ]
 
 KINDS = ("plain", "native", "restored", "converted", "adapter", "vision")
-HAYSTACK = ["--haystack", "stdlib?max_documents=1"]
-QUICK = ["--max-spans", "1", "--data", "stdlib?max_documents=1"]
+HAYSTACK = ["--haystack", ONE_MODULE]
+QUICK = ["--max-spans", "1", "--data", ONE_MODULE]
 COMMANDS: dict[str, list[str]] = {
     "describe": [],
     "patch": ["--method", "yarn", "--target-length", "1k"],

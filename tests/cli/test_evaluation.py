@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rope_ext_hf.reference import path
 from tests.support.commands import run, run_json
 from tests.support.oracles import nats
+from tests.support.texts import ONE_MODULE
 
 TEXT = "".join(f"def add_{i}(first, second):\n    return first + second * {i}\n" for i in range(40))
 QUICK = ("--dtype", "float32", "--max-spans", "2")
@@ -76,7 +77,7 @@ def test_a_sweep_that_is_typed_again_measures_what_is_new_and_report_rebuilds_it
 def test_passkey_finds_within_the_trained_length_and_not_at_twice(tmp_path: Path) -> None:
     found = run_json(
         *("passkey", "reference", "--task", "key-value", "--lengths", "256,512", "--depths", "0.5", "--trials", "2"),
-        *("--haystack", "stdlib?max_documents=1", "--out", tmp_path, "--dtype", "float32"),
+        *("--haystack", ONE_MODULE, "--out", tmp_path, "--dtype", "float32"),
     )
     assert [(each["length"], each["trials"]) for each in found["results"]] == [(256, 2), (512, 2)]
     near, far = found["results"]

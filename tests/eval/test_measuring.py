@@ -128,7 +128,7 @@ def test_bfloat16_in_chunks_is_near_one_shot() -> None:
 
     model = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.bfloat16).eval()
     rope.patch(model, "yarn", factor=4)
-    (document,) = tokenize(load("stdlib", max_documents=1), AutoTokenizer.from_pretrained(path()))
+    (document,) = tokenize(load("stdlib")[:1], AutoTokenizer.from_pretrained(path()))
     scorer = TokenScorer(model, chunk=100)
     assert scorer.chunked
     gaps = []
@@ -145,8 +145,8 @@ def test_offloaded_keys_and_values_change_nothing() -> None:
     scorer = TokenScorer(model, chunk=37, offload_cache=True)
     torch.testing.assert_close(scorer.losses(ids, 5), TokenScorer(model, chunk=37).losses(ids, 5), atol=0, rtol=0)
     assert scorer.chunked
-    assert scorer.cache is not None
-    assert all(layer.offload and layer.keys.device.type == "cpu" for layer in scorer.cache.layers)
+    assert scorer.reader.cache is not None
+    assert all(layer.offload and layer.keys.device.type == "cpu" for layer in scorer.reader.cache.layers)
     document = tokens("a", 150, 1)
     found = perplexity(model, [document], lengths=[64], bos=False, offload_cache=True)
     assert found == perplexity(model, [document], lengths=[64], bos=False)

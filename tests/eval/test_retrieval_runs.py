@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaForCausalLM, 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import CorpusError, MethodError, UnsupportedModelError
 from rope_ext_hf.eval import Passkey, passkey
-from rope_ext_hf.eval.retrieval_runs import Retrieval, make_trials, shared_trials
+from rope_ext_hf.eval.retrieval_runs import Retrieval, RetrievalRuns, make_trials, shared_trials
 from rope_ext_hf.eval.statements import RETRIEVALS
 from rope_ext_hf.patches.patching import fixed_length
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path
-from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.run import Run
 from tests.support.models import build, build_config
 
 TEXT = "The quick brown fox jumps over the lazy dog. Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. " * 40
@@ -343,12 +343,12 @@ def test_picture_and_table(tmp_path: Path) -> None:
         "model": "reference",
         "data": "task key-value",
     }
-    Run(None, settings, results).plot(tmp_path / "map.png")
+    Run(None, settings, results, RetrievalRuns()).plot(tmp_path / "map.png")
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
 
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(Run(None, settings, results).table())
+        console.print(Run(None, settings, results, RetrievalRuns()).table())
     text = captured.get()
     assert [line.split()[0] for line in text.splitlines() if "unpatched" in line or "yarn" in line] == [
         "unpatched",

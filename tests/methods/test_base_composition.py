@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rope_ext_hf.errors import MethodError
-from rope_ext_hf.methods import Rotary, frequencies, resolve_method
-from rope_ext_hf.methods.base import TrainedScaling
-from rope_ext_hf.methods.registry import rotary_from_dict
+from rope_ext_hf.methods.base import Rotary, TrainedScaling
+from rope_ext_hf.methods.registry import frequencies, resolve_method, rotary_from_dict
 from rope_ext_hf.rotary.embedding import RotaryEmbedding
 from tests.support.method_checks import (
     assert_same,

@@ -167,7 +167,7 @@ def test_the_band_of_mrrope_lies_among_the_pairs_that_rotate() -> None:
     got = frequencies("mrrope", part, factor=4, **betas).inv_freq
     assert_same(got[:12], frequencies("mrrope", whole, factor=4, **betas).inv_freq[:12])
     assert not got[12:].any()
-    with pytest.raises(MethodError, match=r"the 12 here complete 651\.9 to 27\.\d+"):
+    with pytest.raises(MethodError, match=r"The 12 pairs of this model complete 651\.9 to 27\.\d+"):
         frequencies("mrrope", part, factor=4)  # none of fewer than one cycle: those that do not rotate do not count
 
 

@@ -1,4 +1,4 @@
-"""Adapters of PEFT trained on patched models: what their folders record, and loading them again."""
+"""PEFT adapters of patched models: the record of the patch in their folders, and loading them again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def lora(**settings: Any) -> Any:
 
 
 def adapted(model: Any, **settings: Any) -> Any:
-    """A model with a random adapter, which changes its logits."""
+    """Return the model with a random adapter, which changes its logits."""
     import peft
 
     torch.manual_seed(3)
@@ -66,7 +66,7 @@ def adapted(model: Any, **settings: Any) -> Any:
 
 
 def settings_of(folder: Path) -> dict[str, Any]:
-    """An adapter's settings; PEFT keeps the names of modules in a set, which a copy may iterate in another order."""
+    """Return an adapter's settings, with names of modules in order: PEFT keeps them in a set."""
     values: dict[str, Any] = json.loads((folder / "adapter_config.json").read_text())
     names = values.get("target_modules")
     return values | {"target_modules": sorted(names)} if isinstance(names, list) else values
@@ -144,7 +144,7 @@ def test_the_patch_of_a_saved_base_model_is_applied_once(method: str, base: Path
 
 
 def test_a_base_model_loaded_plainly_from_a_patched_folder(base: Path, tmp_path: Path) -> None:
-    """No patch of ours is live, so that nothing is recorded: the folder of the base model has it."""
+    """No patch of ours is live, so the adapter gets no record: the folder of the base model holds the patch."""
     import peft
 
     rope.patch(plain(base), "yarn", factor=4).save_pretrained(tmp_path / "patched")
@@ -268,7 +268,7 @@ def test_an_adapter_without_a_task_names_its_class(base: Path, tmp_path: Path) -
     loaded = rope.from_pretrained(tmp_path / "adapter")
     assert type(loaded.get_base_model()).__name__ == "LlamaModel"
     with torch.no_grad():
-        outs = [each(input_ids=tokens(LONG)).last_hidden_state for each in (loaded, model)]
+        outs = [peft_model(input_ids=tokens(LONG)).last_hidden_state for peft_model in (loaded, model)]
     assert torch.equal(*outs)
 
 
@@ -319,7 +319,7 @@ def test_from_the_cache_of_the_hub(base: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter of the bundled model, patched; without a tokenizer."""
+    """Return the folder of an adapter of the patched bundled model; it has no tokenizer."""
     folder = tmp_path_factory.mktemp("bundled") / "adapter"
     model = AutoModelForCausalLM.from_pretrained(reference(), dtype=torch.float32)
     adapted(rope.patch(model, "dca", target_length=512)).save_pretrained(folder)
@@ -445,26 +445,26 @@ def that_is_no_json(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (without_a_base, "an adapter without the name of its model"),
         (of_a_missing_folder, r"the model that the adapter '.*' was trained on could not be found: no such model"),
         (of_itself, "could not be found: .* is an adapter itself; merge it"),
         (of_another_model, "for 16 rotated dims per head, this model has 32"),
-        (of_a_type_that_is_none, "an adapter of type 'LORAX', unknown to PEFT"),
+        (of_a_type_that_is_none, "an adapter of type 'LORAX', which the installed PEFT does not know"),
         (with_a_module_to_import, r"names a module to import \(megatron_core\)"),
-        (with_an_unknown_method, "a method that is not registered here"),
+        (with_an_unknown_method, "records a patch whose method cannot be used here"),
         (with_a_damaged_record, "the 'rope_ext_hf' record of the adapter .* is damaged"),
         (with_a_record_that_is_a_list, "the 'rope_ext_hf' record of the adapter .* is damaged"),
         (with_stacked_records_that_are_none, "the 'rope_ext_hf' record of the adapter .* is damaged"),
         (that_is_no_json, "adapter_config.json' cannot be read"),
     ],
 )
-def test_refused(damage: Callable[[Path], None], said: str, base: Path, tmp_path: Path) -> None:
+def test_refused(damage: Callable[[Path], None], message: str, base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "adapter"
     adapted(rope.patch(plain(base), "yarn", factor=4)).save_pretrained(folder)
     damage(folder)
-    with pytest.raises(rope.RopeExtError, match=said):
+    with pytest.raises(rope.RopeExtError, match=message):
         rope.from_pretrained(folder)
     result = CliRunner().invoke(app, ["ppl", str(folder), "--lengths", "64"])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.stderr
@@ -487,7 +487,7 @@ def test_no_code_of_an_adapter_runs(base: Path, tmp_path: Path) -> None:
 def test_peft_is_asked_for(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapted(plain(base)).save_pretrained(tmp_path / "adapter")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(CheckpointError, match="is a PEFT adapter; install peft"):
+    with pytest.raises(CheckpointError, match="PEFT is not installed: pip install peft"):
         rope.from_pretrained(tmp_path / "adapter")
 
 

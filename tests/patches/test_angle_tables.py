@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import RoFormerConfig, RoFormerForCausalLM, RoFormerForMaskedLM
 
 import rope_ext_hf as rope
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import TRAINED, VOCABULARY, static_cases, tokens
 
 CASES = static_cases("llama")  # of heads of 16 dims, as here
@@ -52,7 +52,7 @@ def output(model: Any, ids: Tensor) -> Tensor:
 
 
 def table_of(form: dict[str, Any], rows: int) -> Tensor:
-    """[sin | cos] of every position, from transformers' own frequencies of a Llama with these rope settings."""
+    """Return [sin | cos] of every position, by the frequencies of transformers' Llama with these rope settings."""
     config = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=4,
@@ -66,7 +66,7 @@ def table_of(form: dict[str, Any], rows: int) -> Tensor:
 
 
 def with_table(model: Any, table: Tensor) -> Any:
-    """A copy of a model that was never patched, with this table."""
+    """Return a copy of an unpatched model, with this table."""
     model = copy.deepcopy(model)
     encoder = getattr(model, "roformer", model).encoder
     encoder.embed_positions = type(encoder.embed_positions)(*table.shape)
@@ -77,7 +77,7 @@ def with_table(model: Any, table: Tensor) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_patched_model_is_one_with_the_table_of_transformers_frequencies(case: str, tmp_path: Path) -> None:
-    """Beyond the rows that it had, and plain loading of what is saved gives the same."""
+    """The inputs are longer than the table was; and plain loading of the saved model gives the same."""
     method, params, form = CASES[case].method, CASES[case].params, CASES[case].form
     stock, ids = build(), tokens(3 * TRAINED, batch=2)
     expected = output(with_table(stock, table_of(form, 4 * TRAINED)), ids)
@@ -120,7 +120,7 @@ def test_every_class_patched_and_unpatched(cls: str, tmp_path: Path) -> None:
 
 
 def test_in_bfloat16(tmp_path: Path) -> None:
-    """Rounded once, from exact angles."""
+    """The table is computed exactly and rounded once."""
     model, ids = rope.patch(build(dtype=torch.bfloat16), "linear", factor=4), tokens(2 * TRAINED)
     exact = table_of(CASES["linear"].form, 4 * TRAINED)
     stock = with_table(build(dtype=torch.bfloat16), exact.bfloat16())
@@ -132,7 +132,7 @@ def test_in_bfloat16(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_table_has_as_many_rows_as_before(tmp_path: Path) -> None:
-    """Sizes alone would not tell that its table is of a patch."""
+    """The size of the table does not tell that it is that of a patch."""
     stock, ids = build(), tokens(TRAINED)
     rope.patch(copy.deepcopy(stock), "theta", theta=500.0).save_pretrained(tmp_path)
     loaded = rope.from_pretrained(tmp_path)
@@ -141,7 +141,7 @@ def test_a_folder_whose_table_has_as_many_rows_as_before(tmp_path: Path) -> None
 
 
 def test_a_plainly_loaded_folder_can_be_patched_anew(tmp_path: Path) -> None:
-    """From the model before the recorded patch, as other families; unpatching gives what was loaded."""
+    """The new patch starts from the model before the recorded patch; unpatching gives the loaded model."""
     stock, ids = build(), tokens(3 * TRAINED)
     rope.patch(copy.deepcopy(stock), "linear", factor=4).save_pretrained(tmp_path)
     plain = RoFormerForMaskedLM.from_pretrained(tmp_path)
@@ -165,7 +165,7 @@ def test_a_cache_continues() -> None:
 
 
 def test_state_dicts_go_in_and_out() -> None:
-    """The table of a state_dict follows from the method, whatever was in it."""
+    """The table in a state_dict that is loaded is ignored: the method decides."""
     model, ids = rope.patch(build(), "linear", factor=4), tokens(TRAINED)
     expected = output(model, ids)
     state = model.state_dict()
@@ -207,21 +207,21 @@ def test_description() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "said"),
+    ("method", "message"),
     [
         ("dynamic-yarn", "rotates all rows of a batch by one table .* use a static method"),
         ("rerope", "does not go through transformers' attention interface, so rerope"),
     ],
 )
-def test_refused_methods(method: str, said: str) -> None:
+def test_refused_methods(method: str, message: str) -> None:
     model = build()
-    with pytest.raises(rope.UnsupportedModelError, match=said):
+    with pytest.raises(rope.UnsupportedModelError, match=message):
         rope.patch(model, method, target_length=4 * TRAINED)
     assert torch.equal(output(model, tokens(TRAINED)), output(build(), tokens(TRAINED)))
 
 
 def test_rotated_values() -> None:
-    """An attention factor would scale them; a conversion would have to move columns of the next weight."""
+    """An attention factor would scale the values, and a conversion would have to move columns of the next weight."""
     stock, ids = build(rotary_value=True), tokens(2 * TRAINED)
     with pytest.raises(rope.UnsupportedModelError, match=r"'rotary_value' .* attention factor of yarn would scale"):
         rope.patch(stock, "yarn", factor=4)
@@ -247,7 +247,7 @@ def test_a_copy_of_a_folder_would_keep_its_table(tmp_path: Path) -> None:
 
 
 def test_conversion_of_a_live_model_and_back() -> None:
-    """Half weights under half rotation give what it gave; written out, because its class runs one rotation."""
+    """The expected order of rows is written out, because the class can run one rotation only."""
     model, ids = build("RoFormerForCausalLM"), tokens(TRAINED)
     expected = output(model, ids)
     weight = model.roformer.encoder.layer[0].attention.self.query.weight.clone()
@@ -261,7 +261,7 @@ def test_conversion_of_a_live_model_and_back() -> None:
 
 
 def test_offset_law() -> None:
-    """Scores depend on differences of positions: a masked beginning changes nothing, in an encoder of any length."""
+    """Scores depend on differences of positions alone, so that masked tokens at the beginning change nothing."""
     model, ids = rope.patch(build(), "ntk", factor=4), tokens(TRAINED, batch=1)
     shifted = torch.cat((torch.full((1, 100), 5), ids), 1)
     mask = torch.cat((torch.zeros(1, 100, dtype=torch.int64), torch.ones_like(ids)), 1)
@@ -272,7 +272,7 @@ def test_offset_law() -> None:
 
 
 def test_perplexity_of_a_causal_model() -> None:
-    """The measurements run on it like on any other."""
+    """Measurements run on this model as on any other."""
     from rope_ext_hf.eval import perplexity
     from rope_ext_hf.reading.documents import Tokens
 

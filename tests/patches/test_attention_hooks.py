@@ -1,4 +1,4 @@
-"""Attention-level methods in whole models, against models whose attention is the definition, written out here."""
+"""Remapping methods in whole models, compared with models whose attention is the plain definition."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_layers_without_rope_get_the_temperature_alone(method: str, temperature:
         with torch.no_grad():
             parts = [model(x, past_key_values=cache, use_cache=True).logits for x in torch.split(ids, [100, 1, 91], 1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=ATOL, rtol=0)
-    said = "the method does not reach them" if temperature == "none" else f"the temperature ({temperature}) is all"
-    assert any(note.startswith("1 of the 2 full-attention layers do not rotate") and said in note for note in notes)
+    effect = "the method does not reach them" if temperature == "none" else f"the temperature ({temperature}) is all"
+    assert any(note.startswith("1 of the 2 full-attention layers do not rotate") and effect in note for note in notes)
     with defined(model, "llama", fitted):
         torch.testing.assert_close(actual, logits(model, ids), atol=ATOL, rtol=0)
 
@@ -91,8 +91,8 @@ def test_padding_changes_nothing(name: str, method: str, positions: bool) -> Non
         for i, row in enumerate(rows):
             where = slice(total - row.shape[1], total) if left else slice(0, row.shape[1])
             ids[i, where], mask[i, where] = row[0], 1
-        given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
-        together = logits(model, ids, attention_mask=mask, **given)
+        arguments = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if positions else {}
+        together = logits(model, ids, attention_mask=mask, **arguments)
         for out, real, expected in zip(together, mask.bool(), alone, strict=True):
             torch.testing.assert_close(out[real], expected, atol=ATOL, rtol=0)
 
@@ -120,7 +120,7 @@ def test_packed_rows_are_separate_inputs(method: str) -> None:
 
 
 def by_hand(model: Any, ids: Tensor, count: int) -> Tensor:
-    """Greedy decoding without a cache."""
+    """Return the tokens with `count` more, by greedy decoding without a cache."""
     for _ in range(count):
         ids = torch.cat([ids, logits(model, ids)[:, -1:].argmax(-1)], dim=1)
     return ids
@@ -249,7 +249,7 @@ def test_gradients_are_those_of_the_definition(method: str) -> None:
 
 @each_method
 def test_gradients_of_upper_layers_alone(method: str) -> None:
-    """The lower layers' attention then goes through the kernels, the upper ones' does not, in one forward."""
+    """In one forward the attention of the lower layers then runs as kernels, and that of the upper ones does not."""
     model, ids = rope.patch(build("llama"), method), tokens(100, batch=2)
     mask = torch.ones_like(ids)
     mask[1, :30] = 0
@@ -265,7 +265,7 @@ def test_gradients_of_upper_layers_alone(method: str) -> None:
 @pytest.mark.parametrize("reentrant", [False, True])
 @each_method
 def test_gradient_checkpoints_of_two_forwards(method: str, reentrant: bool) -> None:
-    """What a backward runs again is attention of the forward it belongs to, whose padding was another."""
+    """A backward runs the attention of its own forward again, though another forward with other padding came since."""
     model = rope.patch(build("llama"), method).train()
     masks = torch.ones(2, 2, 100, dtype=torch.int64)
     masks[0, 0, :30] = masks[1, 1, :50] = 0
@@ -356,7 +356,7 @@ def test_a_models_own_scaling_stays_underneath() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "given", "error", "said"),
+    ("method", "parameters", "error", "message"),
     [
         ("rerope", {"window": 65}, MethodError, "64"),
         ("rerope", {"window": 0}, MethodError, "window"),
@@ -370,11 +370,13 @@ def test_a_models_own_scaling_stays_underneath() -> None:
         ("dca", {"frequency": "rerope"}, MethodError, "frequency"),
     ],
 )
-def test_what_cannot_be_is_refused(method: str, given: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_what_cannot_be_is_refused(
+    method: str, parameters: dict[str, Any], error: type[Exception], message: str
+) -> None:
     model, ids = build("llama"), tokens(20)
     before = logits(model, ids)
-    with pytest.raises(error, match=said):
-        rope.patch(model, method, **given)
+    with pytest.raises(error, match=message):
+        rope.patch(model, method, **parameters)
     assert torch.equal(logits(model, ids), before)
 
 

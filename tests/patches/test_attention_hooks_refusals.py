@@ -84,7 +84,7 @@ def test_attention_outside_a_forward_is_refused() -> None:
 def test_transformers_own_masks_take_the_fast_path(
     name: str, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask of (tokens, tokens) would mean that its mask function was not recognised."""
+    """A mask of (tokens, tokens) would mean that the mask function was not recognised."""
     masks: list[Any] = []
 
     def spy(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ def test_transformers_own_masks_take_the_fast_path(
 
 @pytest.mark.parametrize("padded", [0, 3])
 def test_the_sliding_window_of_the_score_path_is_exact(padded: int) -> None:
-    """Query m sees the keys m - w + 1 to m, and no further one: each key has a value of its own."""
+    """Query m sees the keys m - w + 1 to m and no others: each key has a value of its own, which tells."""
     window, count = 4, 12
     keys = (torch.arange(count)[None] - padded).clamp(min=0)
     mask = (torch.arange(count) >= padded)[None] if padded else None
@@ -115,8 +115,8 @@ def test_the_sliding_window_of_the_score_path_is_exact(padded: int) -> None:
     value = torch.eye(count)[None, None]
     out = attend(LocalAttention(window), None, positions, query, key, value, 1.0)[0, 0]
     for m in range(padded, count):
-        seen = [n for n in range(count) if out[m, n] > 0]
-        assert seen == list(range(max(padded, m - window + 1), m + 1))
+        visible = [n for n in range(count) if out[m, n] > 0]
+        assert visible == list(range(max(padded, m - window + 1), m + 1))
 
 
 def gemma3_with_images(**text: Any) -> Any:
@@ -168,7 +168,7 @@ def with_adaption_prompt(model: Any) -> Any:
 @pytest.mark.parametrize("order", ["patch-first", "adapter-first"])
 @pytest.mark.parametrize("method", REMAPPING_OVER_64)
 def test_adapters_that_rotate_queries_of_their_own_are_refused(method: str, order: str, family: str) -> None:
-    """PEFT's AdaptionPrompt rotates queries by the cos and sin of the layer, which say half of it under remapping."""
+    """PEFT's AdaptionPrompt rotates queries by the layer's cos and sin, half of a rotation under remapping."""
     model, parameters = build(family), REMAPPING_OVER_64[method]
     refused = pytest.raises(UnsupportedModelError, match=r"AdaptedAttention stands around the attention of .*self_attn")
     if order == "patch-first":

@@ -1,4 +1,4 @@
-"""Remapping methods whose rule follows the length of a row: as loaded up to the context length, remapped beyond."""
+"""Remapping methods whose rule follows the length of a row: unchanged up to the context length, remapped beyond."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def patched(model: Any, method: str) -> Any:
 
 
 def one_layer(**more: Any) -> Any:
-    """A model whose keys do not depend on what earlier tokens attended to, so that a row may grow step by step."""
+    """Return a model whose keys do not depend on what earlier tokens attended to, so that a row may grow."""
     return build("llama", num_hidden_layers=1, **more)
 
 
@@ -56,10 +56,10 @@ def test_rows_up_to_the_context_length_are_as_loaded_to_the_bit(name: str, metho
         (batch, {}),
         (batch[:, :-1], {"attention_mask": mask[:, :-1], "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, :-1]}),
     ]
-    expected = [logits(model, ids, **given) for ids, given in cases]
+    expected = [logits(model, ids, **arguments) for ids, arguments in cases]
     with patched(model, method):
-        for (ids, given), each in zip(cases, expected, strict=True):
-            assert torch.equal(logits(model, ids, **given), each)
+        for (ids, arguments), unpatched in zip(cases, expected, strict=True):
+            assert torch.equal(logits(model, ids, **arguments), unpatched)
         assert not torch.equal(logits(model, tokens(LONG)), logits(build(name), tokens(LONG)))
 
 
@@ -91,7 +91,8 @@ def test_generation_within_the_context_length_is_as_loaded(name: str, cache: str
     with rope.patched(model, "jet-long"):
         actual = model.generate(ids, attention_mask=mask, **settings)
     assert torch.equal(actual.sequences, expected.sequences)
-    assert all(torch.equal(one, other) for one, other in zip(actual.logits, expected.logits, strict=True))
+    for actual_step, expected_step in zip(actual.logits, expected.logits, strict=True):
+        assert torch.equal(actual_step, expected_step)
 
 
 @pytest.mark.sampled(7)
@@ -121,7 +122,8 @@ def test_each_row_of_a_batch_has_its_own_rule(method: str) -> None:
             together = logits(model, ids, attention_mask=mask)
             for out, real, expected in zip(together, mask.bool(), alone, strict=True):
                 torch.testing.assert_close(out[real], expected, atol=ATOL, rtol=0)
-    assert [torch.equal(one, other) for one, other in zip(alone, as_loaded, strict=True)] == [False, False, True, True]
+    unchanged = [torch.equal(row, loaded) for row, loaded in zip(alone, as_loaded, strict=True)]
+    assert unchanged == [False, False, True, True]
 
 
 @each_method
@@ -129,7 +131,7 @@ def test_each_row_of_a_batch_has_its_own_rule(method: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.slow
 def test_a_row_grows_past_the_context_length(method: str, cache: str) -> None:
-    """Each step has the rule of the length so far, over keys that were stored under another."""
+    """Each step attends by the rule of the length so far, to keys that were stored under the rule of a shorter one."""
     model, first = one_layer(), torch.cat([tokens(50), tokens(50, seed=2)])
     mask = torch.ones_like(first)
     mask[1, :20] = 0
@@ -214,20 +216,20 @@ def test_compiled() -> None:
     inputs = [tokens(TRAINED, batch=2), tokens(LONG, batch=2)]
     expected = [logits(model, ids) for ids in inputs]
     compiled = torch.compile(model)
-    for ids, each in zip(inputs, expected, strict=True):
-        torch.testing.assert_close(logits(compiled, ids), each, atol=ATOL, rtol=0)
+    for ids, eager in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(logits(compiled, ids), eager, atol=ATOL, rtol=0)
 
 
 @contextmanager
 def merged_as_released(model: Any, window: int, dtype: torch.dtype) -> Iterator[None]:
-    """Attention of the authors' files for Qwen3: a window, plus all keys in groups, less the window in groups.
+    """Run attention as in the authors' files for Qwen3: a window, plus all keys in groups, less the window in groups.
 
     The longest row of the batch decides. The third part is taken from the second by its log-sum-exp, where digits get
-    lost: float64 here unless asked otherwise.
+    lost; in float64 few enough for a comparison.
     """
 
-    def part(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
+    def part(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
         return scores.softmax(-1).nan_to_num() @ value, scores.logsumexp(-1, keepdim=True)
 
     def attention(
@@ -281,7 +283,7 @@ def test_the_group_is_the_smallest_that_keeps_distances_trained(window: int, lim
 
 
 @pytest.mark.parametrize(
-    ("method", "given", "said"),
+    ("method", "arguments", "message"),
     [
         ("self-extend", {"group": "long"}, 'group must be a whole number or "length"'),
         ("jet-long", {"group": 2.5}, 'group must be a whole number or "length"'),
@@ -291,10 +293,10 @@ def test_the_group_is_the_smallest_that_keeps_distances_trained(window: int, lim
         ("jet-long", {"window": 2 * TRAINED}, "window is"),
     ],
 )
-def test_what_cannot_be_is_refused(method: str, given: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(method: str, arguments: dict[str, Any], message: str) -> None:
     model = build("llama")
-    with pytest.raises(MethodError, match=said):
-        rope.patch(model, method, **given)
+    with pytest.raises(MethodError, match=message):
+        rope.patch(model, method, **arguments)
 
 
 def test_what_is_said_of_a_model() -> None:

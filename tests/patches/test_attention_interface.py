@@ -1,3 +1,5 @@
+"""Our part of transformers' attention interface: eval mode, and the arguments of mask functions."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -38,16 +40,17 @@ def test_queries_have_the_places_after_the_tokens_before_them() -> None:
 
 @pytest.mark.parametrize("places", [{"q_length": 4, "q_offset": 3}, {"cache_position": torch.arange(3, 7)}])
 def test_places_in_both_spellings(places: dict[str, Any]) -> None:
-    """Those of transformers 5.24, and those of 5.0."""
+    """The arguments of transformers 5.24, and those of 5.0."""
 
     def make_mask(cache_position: Any) -> None:
-        """One of 5.0."""
+        """A mask function of transformers 5.0."""
 
     assert tokens_before_queries(places) == 3
-    made = places_of_queries(make_mask if "cache_position" in places else sdpa_of_today, 3, 4, torch.device("cpu"))
-    assert made.keys() == places.keys()
-    assert all(torch.equal(torch.as_tensor(made[name]), torch.as_tensor(value)) for name, value in places.items())
+    mask_function = make_mask if "cache_position" in places else sdpa_of_today
+    arguments = places_of_queries(mask_function, 3, 4, torch.device("cpu"))
+    assert arguments.keys() == places.keys()
+    assert all(torch.equal(torch.as_tensor(arguments[name]), torch.as_tensor(value)) for name, value in places.items())
 
 
 def sdpa_of_today(q_length: int, q_offset: int) -> None:
-    """A mask function that takes places as transformers 5.24 gives them."""
+    """A mask function of transformers 5.24."""

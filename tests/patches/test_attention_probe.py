@@ -1,4 +1,4 @@
-"""Keywords of attention functions that a release of transformers gives another name, or adds."""
+"""Keywords of attention functions that a release of transformers renames or adds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rope_ext_hf.errors import UnsupportedModelError
 from tests.support.models import FAMILIES, build, logits, tokens
 
 KEYWORDS = {"scaling": "gemma3", "softcap": "gemma2", "s_aux": "gpt_oss"}
-"""Those that change a result, and a family whose result they change."""
+"""Keywords that change a result, and a family whose result each changes."""
 
 
 class Functions:
-    """transformers' table of attention functions, whose functions are called with other keywords."""
+    """transformers' table of attention functions, but each function is called with other keywords."""
 
     def __init__(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self.change = change
@@ -37,7 +37,7 @@ class Functions:
 def release_with(
     family: str, monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], dict[str, Any]], **back: str
 ) -> Any:
-    """A model of a family whose class hands on other keywords, which its own function takes (`back`: old=new names)."""
+    """Return a model whose class passes changed keywords on; its own function takes them back (`back`: old=new)."""
     model = build(family)
     modeling: Any = sys.modules[type(model).__module__]
     own = modeling.eager_attention_forward
@@ -78,11 +78,11 @@ def test_a_new_keyword_that_changes_nothing_is_passed_over(
 
 
 def test_keywords_of_a_user_change_nothing() -> None:
-    """As trainers and collators give them; positions that start anew say where an input begins."""
+    """Trainers and collators give these keywords; where an input begins follows from positions that start anew."""
     model, ids = rope.patch(build("llama"), "rerope"), tokens(100)
     ends = torch.tensor([0, 100], dtype=torch.int32)
-    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 100, "max_length_k": 100}
-    assert torch.equal(logits(model, ids, **given, num_items_in_batch=torch.tensor(7)), logits(model, ids))
+    keywords = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 100, "max_length_k": 100}
+    assert torch.equal(logits(model, ids, **keywords, num_items_in_batch=torch.tensor(7)), logits(model, ids))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

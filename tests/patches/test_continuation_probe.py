@@ -1,4 +1,4 @@
-"""The trial of a patch with a cache: what is right passes, and a cache that is missed is refused, not run silently."""
+"""The trial of a patch with a cache: a model that goes on from it passes, and hooks that miss the cache are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support import every_model
 from tests.support.models import FAMILIES, build
 
 KINDS = ["dynamic-ntk", "dynamic-yarn", "rerope", "dca", "dynamic-self-extend"]
-"""Methods that work with the cache: frequencies that follow the length, moved positions, moved positions by length."""
+"""Methods that work with the cache: length-dependent ones, remapping ones, and a remapping one by length."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,7 @@ def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def missed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks that see no cache, as if a release had given it another name and type."""
+    """Make hooks see no cache, as if a release had given it another name and type."""
     for module in (forward_context, length_hooks):
         monkeypatch.setattr(module, "cache_argument", lambda decoder, call: None)
 
@@ -73,7 +73,7 @@ def test_a_refusal_leaves_an_earlier_patch_as_it_was(monkeypatch: pytest.MonkeyP
 
 
 def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in 5.24, where the cache under its new name was taken for the paged one of continuous batching."""
+    """So it was in 5.24, where the cache under its new name was taken for the paged one of continuous batching."""
     monkeypatch.setattr(length_hooks, "paged_cache", lambda call: call.get("cache") or call.get("past_key_values"))
     with pytest.raises(UnsupportedModelError, match="a paged cache holds parts of many inputs"):
         rope.patch(build("llama"), "dynamic-ntk")
@@ -83,7 +83,7 @@ def test_an_error_of_ours_in_the_trial_is_a_refusal(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
 @pytest.mark.parametrize("of_type", ["paligemma", "minimax"])
 def test_what_the_unpatched_model_does_is_no_fault_of_the_patch(of_type: str, method: str, dtype: torch.dtype) -> None:
-    """PaliGemma's attention is not causal, and MiniMax continues its linear attention otherwise than it begins it."""
+    """PaliGemma's attention is not causal, and MiniMax computes linear attention differently onto a cache."""
     model = rope.patch(every_model.tiny(of_type).to(dtype), method, target_length=512)
     noted = any("not checked" in note and "unpatched, too," in note for note in rope.describe(model).notes)
     assert noted == (not continuation_probe._tried)

@@ -1,4 +1,4 @@
-"""The arguments of a decoder by what they are, under the names of every release of transformers and under new ones."""
+"""The arguments of a decoder, found under the names of every release of transformers and under new ones."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Later(nn.Module):
 
 class Attribute(nn.Module):
     def forward(self, input_ids: Any = None, kv_store: transformers.cache_utils.Cache | None = None) -> None:
-        """An annotation as a text with dots."""
+        """An annotation that is text with dots."""
 
 
 class Both(nn.Module):
@@ -83,11 +83,11 @@ class Nameless(nn.Module):
 
 class Wrapper(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """All is passed on."""
+        """It passes everything on."""
 
 
 def annotated(annotation: Any) -> nn.Module:
-    """A decoder whose forward has this annotation, not as a text."""
+    """Return a decoder whose forward has this annotation, as an object and not as text."""
 
     def forward(self: Any, input_ids: Any = None, kv_store: Any = None) -> None:
         """Its annotation is set below."""
@@ -108,14 +108,14 @@ NAMES = [
 
 
 def paged() -> Any:
-    """A paged cache of continuous batching, without its memory."""
+    """Return a paged cache of continuous batching, without its memory."""
     return PagedAttentionCache.__new__(PagedAttentionCache)
 
 
 # --- by what they are ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("decoder", "name"), NAMES, ids=lambda each: type(each).__name__ if each else "")
+@pytest.mark.parametrize(("decoder", "name"), NAMES, ids=lambda decoder: type(decoder).__name__ if decoder else "")
 def test_the_name_of_the_cache_is_that_of_the_class(decoder: nn.Module, name: str) -> None:
     assert cache_parameter(decoder) == name
     assert cache_parameter(Wrapper(), decoder) == name  # as of a PEFT model around it
@@ -159,7 +159,7 @@ def test_an_annotation_for_type_checkers_alone_is_read_by_its_word() -> None:
 
 
 def _without_globals(function: Any) -> Any:
-    """The function as in a module that has imported nothing."""
+    """Return the function as it would be in a module that has imported nothing."""
     bare = type(function)(function.__code__, {}, function.__name__, function.__defaults__)
     bare.__annotations__ = function.__annotations__
     return bare
@@ -172,7 +172,7 @@ def test_a_name_that_is_not_found_is_an_error_with_the_release() -> None:
         cache_parameter(Nameless())
 
 
-@pytest.mark.parametrize("decoder", [Old(), New(), Later(), Nameless()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("decoder", [Old(), New(), Later(), Nameless()], ids=lambda decoder: type(decoder).__name__)
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "kv_store"])
 def test_a_cache_is_found_under_every_name(decoder: nn.Module, name: str) -> None:
     cache, ids = DynamicCache(), tokens(4)
@@ -182,7 +182,7 @@ def test_a_cache_is_found_under_every_name(decoder: nn.Module, name: str) -> Non
     assert cache_argument(decoder, arguments(decoder, (ids,), {})) is None
 
 
-@pytest.mark.parametrize(("decoder", "name"), NAMES, ids=lambda each: type(each).__name__ if each else "")
+@pytest.mark.parametrize(("decoder", "name"), NAMES, ids=lambda decoder: type(decoder).__name__ if decoder else "")
 def test_a_cache_is_found_by_its_place(decoder: nn.Module, name: str) -> None:
     cache = DynamicCache()
     place = list(inspect.signature(decoder.forward).parameters).index(name)
@@ -210,7 +210,7 @@ def test_the_cache_beside_an_encoders() -> None:
 
 
 def _released() -> str:
-    """The name of the cache in an output of this release."""
+    """Return the name of the cache in an output of this release."""
     return cache_parameter(build("llama"))
 
 
@@ -255,7 +255,7 @@ class Placed(nn.Module):
 
 
 class Counting(DynamicCache):  # type: ignore[misc]
-    """A cache that counts three tokens, as a static one of 5.0 whose other keys are zero."""
+    """A cache that counts three tokens, as a static cache of 5.0 does whose other keys are zero."""
 
     counted: Any = torch.tensor(3)
 
@@ -278,17 +278,20 @@ def test_the_tokens_in_a_cache_are_those_before_the_place_that_is_given() -> Non
 
 def renamed(model: Any, old: str, monkeypatch: pytest.MonkeyPatch) -> type[UnsupportedModelError]:
     """Rename an argument in the forward of a model's decoder, as a release of transformers may."""
-    kind = type(model.model)
-    before = inspect.signature(kind.forward)
-    after = [each.replace(name=f"new_{name}") if name == old else each for name, each in before.parameters.items()]
+    decoder_class = type(model.model)
+    before = inspect.signature(decoder_class.forward)
+    after = [
+        parameter.replace(name=f"new_{name}") if name == old else parameter
+        for name, parameter in before.parameters.items()
+    ]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs = {name.removeprefix("new_"): value for name, value in kwargs.items()}
         return original(self, *args, **kwargs)
 
-    original = kind.forward
+    original = decoder_class.forward
     forward.__signature__ = before.replace(parameters=after)  # type: ignore[attr-defined]
-    monkeypatch.setattr(kind, "forward", forward)
+    monkeypatch.setattr(decoder_class, "forward", forward)
     return UnsupportedModelError
 
 
@@ -346,7 +349,7 @@ model of several layers steps are not one forward."""
 
 
 def names_of_the_cache() -> list[str]:
-    """The old name, which works up to transformers 5.39, and the one of this release."""
+    """Return the old name, which works up to transformers 5.39, and the name of this release."""
     return sorted({"past_key_values", cache_parameter(build("llama"))})
 
 

@@ -77,24 +77,24 @@ def phi3(which: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    ("which", "how"),
+    ("which", "mode"),
     [
-        pytest.param(which, how, marks=[pytest.mark.thorough] * ((which, how) not in QUICK))
+        pytest.param(which, mode, marks=[pytest.mark.thorough] * ((which, mode) not in QUICK))
         for which in OVER_LONGROPE
         if which != "unpatched"
-        for how in ("compiled", "compiled for any length", "exported")
+        for mode in ("compiled", "compiled for any length", "exported")
     ],
 )
-def test_one_graph_over_the_longrope_of_phi3(which: str, how: str) -> None:
-    """On both sides of the original length, and of the extended one."""
+def test_one_graph_over_the_longrope_of_phi3(which: str, mode: str) -> None:
+    """Inputs are shorter and longer than the original length, and than the extended one."""
     model, unpatched, kept = phi3(which), phi3("unpatched"), OVER_LONGROPE[which][2]
     traced: Any
-    if how == "exported":
+    if mode == "exported":
         shapes = {"input_ids": {1: torch.export.Dim("length", min=4, max=1024)}, "use_cache": None}
         example = (tokens(HALF + 3),)
         traced = torch.export.export(model, example, {"use_cache": False}, dynamic_shapes=shapes).module()
     else:
-        dynamic = True if how == "compiled for any length" else None
+        dynamic = True if mode == "compiled for any length" else None
         traced = torch.compile(model, backend="eager", fullgraph=True, dynamic=dynamic)
     for length in (HALF + 1, HALF - 4, HALF, 4 * HALF, 4 * HALF + 1, 6 * HALF):
         ids = tokens(length)

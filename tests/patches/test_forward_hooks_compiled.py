@@ -39,19 +39,19 @@ class Graphs:
 
         def run(*args: Any) -> Any:
             outputs = graph.forward(*args)
-            self.outputs += [each for each in outputs if isinstance(each, Tensor)]
+            self.outputs += [output for output in outputs if isinstance(output, Tensor)]
             return outputs
 
         return run
 
-    def made(self, tensor: Tensor) -> bool:
-        """Whether a graph returned this tensor, or another one in its memory."""
+    def returned(self, tensor: Tensor) -> bool:
+        """Return whether a graph returned this tensor, or another one in its memory."""
         storage = tensor.untyped_storage().data_ptr()
-        return any(each.untyped_storage().data_ptr() == storage for each in self.outputs)
+        return any(output.untyped_storage().data_ptr() == storage for output in self.outputs)
 
 
 def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
-    """Every tensor that the package reads again in a later step."""
+    """Return every tensor that the package reads again in a later step."""
     state = vars(cache).get("_rope_ext_hf_cache_state")
     rows = getattr(state, "rows", None)
     buffers = [value for name, value in model.named_buffers() if "longest_seen" in name]
@@ -71,7 +71,7 @@ def kept_between_steps(model: Any, cache: Any) -> list[Tensor]:
     ],
 )
 def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: str, kind: str, prefill: str) -> None:
-    """CUDA graphs write over their outputs at the next step; an operator that they cannot hold says so."""
+    """CUDA graphs write over their outputs at the next step, so that no output may be kept between steps."""
     name, params, most = METHODS[which]
     model, ids, graphs = rope.patch(build("llama"), name, **params), tokens(PROMPT + STEPS), Graphs()
     compiled: Any = torch.compile(model, backend=graphs)
@@ -86,10 +86,10 @@ def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: 
         at_first = graphs.count
         for at in range(PROMPT, PROMPT + STEPS):
             step = {"input_ids": ids[:, at : at + 1], "position_ids": torch.tensor([[at]])}
-            found = compiled(**step, past_key_values=cache).logits
+            actual = compiled(**step, past_key_values=cache).logits
             made.append(graphs.count - at_first)
-            torch.testing.assert_close(found, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
-            assert not any(graphs.made(tensor) for tensor in kept_between_steps(model, cache))
+            torch.testing.assert_close(actual, model(**step, past_key_values=eager_cache).logits, atol=1e-4, rtol=0)
+            assert not any(graphs.returned(tensor) for tensor in kept_between_steps(model, cache))
     assert made[-1] <= most
     assert made[-1] == made[SETTLED - 1]  # the later steps run what the first ones compiled
     assert graphs.outputs
@@ -102,7 +102,7 @@ def test_a_step_compiles_into_few_graphs_and_keeps_none_of_their_outputs(which: 
     [pytest.param(which, marks=[pytest.mark.thorough] * (which != "dynamic-yarn")) for which in METHODS],
 )
 def test_generate_compiles_by_itself_into_few_graphs(which: str) -> None:
-    """What transformers does on CUDA with a static cache, forced here."""
+    """transformers does so on CUDA with a static cache; here it is made to."""
     from transformers.generation.configuration_utils import CompileConfig
 
     name, params, most = METHODS[which]
@@ -113,15 +113,15 @@ def test_generate_compiles_by_itself_into_few_graphs(which: str) -> None:
     expected = model.generate(ids, attention_mask=mask, **options)
     config = CompileConfig(backend=lambda *given: graphs(*given), mode=None)  # it is copied, and a function is not
     config._compile_all_devices = True
-    found = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
-    assert torch.equal(found, expected)
+    actual = model.generate(ids, attention_mask=mask, cache_implementation="static", compile_config=config, **options)
+    assert torch.equal(actual, expected)
     assert 0 < graphs.count <= most
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_one_operator_stands_for_the_attention_of_a_remapping_method() -> None:
-    """Marked so that CUDA graphs leave it out, with padding and in a compiled forward without a cache."""
+    """Its tag has CUDA graphs leave it out. The forward has padding and no cache."""
     model, ids = rope.patch(build("llama"), "self-extend", group=4, window=16), tokens(PROMPT, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :30] = 0

@@ -43,7 +43,7 @@ def patched(method: str, family: str = "llama") -> Any:
 
 @torch.no_grad()
 def error_of_padded_row(run: Callable[..., Any], alone: Callable[..., Any]) -> float:
-    """Difference of a padded row from the same row alone, in standard deviations of what the model returns."""
+    """Return the difference of a padded row from the same row alone, in standard deviations of the output."""
     ids, mask = tokens(LONG, batch=2), torch.ones(2, LONG, dtype=torch.int64)
     mask[1, SHORT:] = 0
     row = run(input_ids=ids, attention_mask=mask)[0][1, :SHORT]
@@ -133,7 +133,7 @@ def test_copies_run_their_own_modules(method: str, copied: Callable[[Any], Any])
 
 
 def replica_of(module: nn.Module) -> nn.Module:
-    """A copy of a model's modules around the same weights, as `torch.nn.DataParallel` makes one for each device."""
+    """Return a copy of a model's modules around the same weights, as `torch.nn.DataParallel` makes for each device."""
     replica: Any = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     replica._parameters, replica._buffers = dict(module._parameters), dict(module._buffers)
     replica._modules = {name: replica_of(child) for name, child in module._modules.items() if child is not None}

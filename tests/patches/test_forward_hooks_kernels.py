@@ -36,7 +36,7 @@ def patched(method: str) -> Any:
 
 @torch.no_grad()
 def read_and_decode(model: Any, rows: slice = slice(None)) -> Tensor:
-    """Logits of a padded batch, and of two more tokens of each row onto its cache."""
+    """Return the logits of a padded batch, and of two more tokens of each row onto its cache."""
     ids, mask = tokens(152).expand(2, -1)[rows], torch.ones(2, 152, dtype=torch.int64)[rows]
     for row, length in zip(mask, LENGTHS, strict=False):
         row[: 150 - length] = 0
@@ -69,7 +69,7 @@ def test_a_kernel_rotates_by_the_angles_of_the_patch(method: str, first: str, fo
 
 @pytest.mark.parametrize("method", OWN_ANGLES)
 def test_a_kernel_that_rotates_all_rows_alike_is_refused_where_they_differ(method: str, folder: Path) -> None:
-    """Also where it came with another model of the class, and after the model has run without it."""
+    """The kernel came with another model of the class, and after this model had run without it."""
     model = patched(method)
     expected = read_and_decode(model, slice(0, 1))
     read_and_decode(model)

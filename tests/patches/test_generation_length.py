@@ -1,4 +1,4 @@
-"""`max_length` of a generation config that states the context length: it follows a patch, and comes back."""
+"""`max_length` of a generation config that states the context length: a patch raises it, and unpatching undoes that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import TRAINED, build, tokens
 
 EXTENDED = 4 * TRAINED
@@ -69,10 +69,10 @@ def test_what_the_user_changes_is_kept() -> None:
     other.generation_config.max_length = 77
     another = copy.deepcopy(model)
     another.generation_config = GenerationConfig(max_length=TRAINED)
-    found = [rope.unpatch(each).generation_config for each in (model, other, another)]
-    assert [(each.max_length, each.repetition_penalty) for each in found[:2]] == [(TRAINED, 1.5), (77, 1.5)]
-    assert found[2].max_length == TRAINED
-    assert found[2].repetition_penalty is None
+    configs = [rope.unpatch(patched).generation_config for patched in (model, other, another)]
+    assert [(config.max_length, config.repetition_penalty) for config in configs[:2]] == [(TRAINED, 1.5), (77, 1.5)]
+    assert configs[2].max_length == TRAINED
+    assert configs[2].repetition_penalty is None
 
 
 def test_patches_over_patches() -> None:
@@ -86,12 +86,12 @@ def test_patches_over_patches() -> None:
     assert model.generation_config.max_length == TRAINED
 
 
-@pytest.mark.parametrize("how", ["save_pretrained", "copy"])
+@pytest.mark.parametrize("way", ["save_pretrained", "copy"])
 @pytest.mark.parametrize("method", ["yarn", "linear"])
-def test_a_folder_states_it_and_keeps_the_way_back(how: str, method: str, tmp_path: Path) -> None:
+def test_a_folder_states_it_and_keeps_the_way_back(way: str, method: str, tmp_path: Path) -> None:
     model = stating(TRAINED)
     model.save_pretrained(tmp_path / "source")
-    if how == "copy":
+    if way == "copy":
         save_patched_folder(
             rope.patch(load_empty(tmp_path / "source"), method, factor=4), tmp_path / "source", tmp_path / "out"
         )

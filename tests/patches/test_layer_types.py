@@ -1,4 +1,4 @@
-"""Models with several rotary embeddings: which of them a method is applied to, and which keep their own."""
+"""Models with several rotary embeddings: the layers that a method changes, and those that stay."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ IDS = tokens(40)
 
 
 def equal_weights(config: Any, model: Any) -> Any:
-    """A model of another config with the same weights."""
+    """Return a model of another config with the same weights."""
     other = type(model)(config).eval()
     other.load_state_dict(model.state_dict())
     return other
 
 
 def with_form(model: Any, layer_types: tuple[str, ...], **form: Any) -> Any:
-    """The same weights in a model whose config states a scaling for these layer types."""
+    """Return a model with the same weights whose config states a scaling for these layer types."""
     config = copy.deepcopy(model.config)
     for layer_type in layer_types:
         config.rope_parameters[layer_type] |= form
@@ -39,13 +39,13 @@ def with_form(model: Any, layer_types: tuple[str, ...], **form: Any) -> Any:
 
 
 def frequencies(model: Any) -> dict[str, Tensor]:
-    """The inverse frequencies of every label of every rotary module, by path."""
+    """Return the inverse frequencies of every rotary embedding of a model, by path and name."""
     slots = [(path, module) for path, module in model.named_modules() if hasattr(module, "tables")]
     return {f"{path} {name}": slot.table(name).frequencies().inv_freq for path, slot in slots for name in slot.tables}
 
 
 class TestGemma:
-    """Sliding layers and full ones have a theta each."""
+    """Gemma 3, whose sliding and full-attention layers have a theta each."""
 
     def test_the_default_is_the_layers_that_attend_to_everything(self) -> None:
         model = build("gemma3")
@@ -107,7 +107,7 @@ class TestGemma:
         assert rope.describe(model).method == "linear"
 
     @pytest.mark.parametrize(
-        ("layers", "said"),
+        ("layers", "message"),
         [
             ("full", "no 'full' layers, only full_attention, sliding_attention"),
             (2, "numbers from 0 to 1; got 2"),
@@ -115,10 +115,10 @@ class TestGemma:
             ([True], "numbers from 0 to 1; got True"),
         ],
     )
-    def test_layers_that_do_not_exist(self, layers: Any, said: str) -> None:
+    def test_layers_that_do_not_exist(self, layers: Any, message: str) -> None:
         model = build("gemma3")
         before = state(model)
-        with pytest.raises(MethodError, match=said):
+        with pytest.raises(MethodError, match=message):
             rope.patch(model, "yarn", factor=4, layers=layers)
         assert state(model) == before
 
@@ -140,7 +140,7 @@ V4: dict[str, Any] = {"factor": 4, "attention_factor": 1.0}
 
 
 class TestDeepseekV4:
-    """Sliding layers use the embedding "main", all others and their compressors and indexers "compress"."""
+    """DeepSeek V4: sliding layers use the embedding "main"; all others, with compressors and indexers, "compress"."""
 
     def build(self) -> Any:
         return tiny("deepseek_v4", layer_types=["sliding_attention", *self.compressed], num_hidden_layers=3)
@@ -232,7 +232,7 @@ def test_full_attention_layers_without_rotary_settings(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["deepseek_v32", "glm_moe_dsa"])
 def test_an_indexer_is_scaled_with_its_attention(model_type: str) -> None:
-    """Which keys a query sees follows from the indexer's own scores: 8 of 40 here, so that it matters."""
+    """The indexer's own scores choose the keys that a query sees: 8 of 40 here, so that its rotation matters."""
     model = tiny(model_type)
     config = copy.deepcopy(model.config)
     config.rope_parameters = config.rope_parameters | YARN

@@ -1,7 +1,7 @@
-"""Length-dependent methods: every row its own length, every cache one base; against references that use no hooks.
+"""Length-dependent methods: each row by its own length, and all keys of a cache by one; compared without any hooks.
 
 A decode step of a one-layer model equals the full recomputation, because the hidden states that its keys come from do
-not depend on the scale; deeper models are compared with a Llama written here that caches unrotated keys.
+not depend on the frequencies. Deeper models are compared with a Llama written here that caches unrotated keys.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_a_cached_step_equals_the_recomputation(name: str, rule: str) -> None:
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @every_rule
 def test_sliding_layers_too(rule: str) -> None:
-    """A window shorter than the text, whose layer keeps only the last keys."""
+    """The window is shorter than the text, and the layer keeps only the last keys."""
     model = patched("mistral", rule, num_hidden_layers=1, sliding_window=24)
     ids = tokens(150)
     actual = in_parts(model, ids, [50])
@@ -74,7 +74,7 @@ def test_sliding_layers_too(rule: str) -> None:
     ],
 )
 def test_a_cached_step_in_bfloat16(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near the same weights in float32 as bfloat16 is without a cache."""
+    """It is as near the same weights in float32 as bfloat16 is without a cache."""
     if rule == "longrope" and FAMILIES[name].rotated != 16:
         pytest.skip("other lists of divisors")
     method, params = RULES[rule]
@@ -95,9 +95,9 @@ def test_a_cached_step_in_bfloat16(name: str, rule: str, monkeypatch: pytest.Mon
 
 
 CAUSAL = set(families()) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-AFTER_THE_ROTATION = {"hunyuan_v1_dense", "hunyuan_v1_moe"}  # a norm with weights comes then
+AFTER_THE_ROTATION = {"hunyuan_v1_dense", "hunyuan_v1_moe"}  # a norm with weights follows the rotation
 INDEXED = {"deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note_text"}  # keys of an index are cached, too
-NOT_HERE = {
+NOT_COMPARED = {
     "longcat_flash",  # two attentions in a layer
     "deepseek_v4",  # its cache keeps keys of windows
     "bamba",  # unpatched, a step onto its cache is not the recomputation either
@@ -105,7 +105,7 @@ NOT_HERE = {
     "roformer",  # static methods only
 }
 ROTATES_WHERE_IT_SLIDES = {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1"}
-MINISTRAL: dict[str, Any] = {  # what is not a method's is to stay
+MINISTRAL: dict[str, Any] = {  # its temperature is to stay under a method
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
@@ -113,30 +113,32 @@ MINISTRAL: dict[str, Any] = {  # what is not a method's is to stay
         "original_max_position_embeddings": TRAINED,
     }
 }
-OF_ITS_OWN: dict[str, dict[str, Any]] = {
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "olmo_hybrid": {},  # one of its two layers attends
     "falcon_h1": {"num_hidden_layers": 1},
     "ministral3": MINISTRAL,
-    "gemma4_text": {"per_layer_config": {}},  # the one of build_known is of the second layer
+    "gemma4_text": {"per_layer_config": {}},  # build_known states settings of its second layer
 } | {
-    name: {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}  # theirs is of another length
+    name: {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}
+    }  # their own scaling states another length
     for name in ("apertus", "cwm")
 }
 WITHOUT_LAYER_TYPES = ("olmo_hybrid", "falcon_h1")
 
 
 def rotating_once(model_type: str) -> Any:
-    """A model of one layer with rotation, whose keys do not depend on how other tokens were turned."""
+    """Return a model of one layer with rotation, whose keys do not depend on how other tokens were rotated."""
     layer_type = "sliding_attention" if model_type in ROTATES_WHERE_IT_SLIDES else "full_attention"
-    one = {"num_hidden_layers": 1, "layer_types": [layer_type], "sliding_window": 512}
-    options = OF_ITS_OWN.get(model_type, {})
-    return build_known(model_type, **(options if model_type in WITHOUT_LAYER_TYPES else one | options))
+    sizes = {"num_hidden_layers": 1, "layer_types": [layer_type], "sliding_window": 512}
+    options = OWN_SETTINGS.get(model_type, {})
+    return build_known(model_type, **(options if model_type in WITHOUT_LAYER_TYPES else sizes | options))
 
 
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
-@pytest.mark.parametrize("model_type", sorted(CAUSAL - AFTER_THE_ROTATION - INDEXED - NOT_HERE))
+@pytest.mark.parametrize("model_type", sorted(CAUSAL - AFTER_THE_ROTATION - INDEXED - NOT_COMPARED))
 def test_the_cache_of_every_family_of_the_table(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How it keeps its keys is found by looking; a step is the recomputation."""
+    """The layout of its keys is probed; then a step equals the recomputation."""
     ids = tokens(TRAINED + 6)
 
     def gap(method: str) -> float:
@@ -171,7 +173,7 @@ def test_looking_at_a_cache_leaves_nothing_behind() -> None:
 
 
 def inverse_frequencies(rule: str, length: int, dim: int = 16, theta: float = 10_000.0) -> tuple[list[float], float]:
-    """FORMULAS in plain Python; (dim / 2 numbers, attention factor)."""
+    """Return the dim / 2 inverse frequencies of a rule, and its attention factor, by formulas in plain Python."""
     ratio = length / TRAINED
     alpha = {
         "paper": lambda: max(1.0, ratio),
@@ -195,7 +197,7 @@ def inverse_frequencies(rule: str, length: int, dim: int = 16, theta: float = 10
 
 
 def rotated(x: Tensor, rule: str, length: int, positions: Tensor) -> Tensor:
-    """(heads, tokens, 16), half pairing, in float64."""
+    """Return x rotated in half pairing, (heads, tokens, 16) float64."""
     inv_freq, factor = inverse_frequencies(rule, length)
     angle = positions[:, None].double() * torch.tensor(inv_freq, dtype=torch.float64)
     first, second = x.double().chunk(2, -1)
@@ -248,7 +250,7 @@ class UnrotatedLlama:
 
 
 def cache_gap(model: Any, rule: str, sizes: Sequence[int], steps: int) -> float:
-    """Prefill in parts, then single tokens."""
+    """Return the largest difference from `UnrotatedLlama`, over a prefill in parts and then single tokens."""
     ids = tokens(sum(sizes) + steps, seed=len(sizes))
     reference = UnrotatedLlama(model, rule)
     expected = torch.cat([reference(part) for part in torch.split(ids[0], [*sizes, *[1] * steps])])
@@ -268,18 +270,18 @@ def test_the_cache_equals_one_of_unrotated_keys(rule: str, sizes: list[int], ste
     "rule", [pytest.param(rule, marks=[pytest.mark.thorough] * (rule != "even")) for rule in RULES]
 )
 def test_in_bfloat16_rounding_does_not_accumulate(rule: str) -> None:
-    """After 1,024 steps the scores of the last query are within 1% of those of un-rotated float32 keys."""
+    """After 1,024 steps the scores of the last query are within 1% of those of unrotated float32 keys."""
     model = patched("llama", rule, num_hidden_layers=1).to(torch.bfloat16)
     ids = tokens(32 + 1024)
     with torch.no_grad():
         cache = model(ids[:, :32], use_cache=True).past_key_values
         for at in range(32, ids.shape[1] - 1):
             model(ids[:, at : at + 1], past_key_values=cache)
-        seen: list[Tensor] = []
+        recorded: list[Tensor] = []
         attention = torch.nn.functional.scaled_dot_product_attention
 
         def spy(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            seen.extend((query, key))
+            recorded.extend((query, key))
             return attention(query, key, *args, **kwargs)
 
         torch.nn.functional.scaled_dot_product_attention = spy
@@ -287,7 +289,7 @@ def test_in_bfloat16_rounding_does_not_accumulate(rule: str) -> None:
             model(ids[:, -1:], past_key_values=cache)
         finally:
             torch.nn.functional.scaled_dot_product_attention = attention
-    query, key = (tensor[0].double() for tensor in seen)
+    query, key = (tensor[0].double() for tensor in recorded)
     layer = model.model.layers[0]
     hidden = layer.input_layernorm(model.model.embed_tokens(ids[0]))
     q, k = (
@@ -308,7 +310,7 @@ def test_in_bfloat16_rounding_does_not_accumulate(rule: str) -> None:
 
 
 def rows_gap(model: Any, lengths: Sequence[int], side: str, given_positions: bool = False) -> float:
-    """Rows padded to one batch against each alone, in a model that has met nothing else."""
+    """Return the largest difference of rows in a padded batch from each alone, in copies that have read nothing."""
     longest = max(lengths)
     ids, mask = torch.full((len(lengths), longest), 3), torch.zeros(len(lengths), longest, dtype=torch.int64)
     rows = [tokens(n, seed=i)[0] for i, n in enumerate(lengths)]
@@ -332,7 +334,7 @@ def rows_gap(model: Any, lengths: Sequence[int], side: str, given_positions: boo
 )
 @settings(max_examples=15, deadline=None)
 def test_rows_do_not_touch_each_other(rule: str, lengths: list[int], side: str, given_positions: bool) -> None:
-    """Whatever its batch mates and its padding, a row's logits are those it has alone."""
+    """A row's logits are those it has alone, whatever stands beside it and however it is padded."""
     assert rows_gap(patched("llama", rule), lengths, side, given_positions) <= 1e-4
 
 
@@ -369,7 +371,7 @@ def chunks_gap(model: Any, ids: Tensor, sizes: Sequence[int]) -> float:
 @given(sizes=st.lists(st.integers(1, 80), min_size=1, max_size=4), steps=st.integers(0, 8), room=st.integers(0, 100))
 @settings(max_examples=15, deadline=None)
 def test_under_a_fixed_length_parts_do_not_matter(rule: str, sizes: list[int], steps: int, room: int) -> None:
-    """One prefill, any parts, single tokens and no cache at all: one result, that of an input of the held length."""
+    """One prefill, any parts, single tokens or no cache at all give one result: that of an input of the held length."""
     model, ids = patched("llama", rule), tokens(sum(sizes) + steps)
     with rope.fixed_length(model, ids.shape[1] + room):
         assert chunks_gap(model, ids, sizes) <= 1e-4

@@ -1,4 +1,4 @@
-"""What a cache carries from one forward to the next: rows that move, copies, and caches that are refused."""
+"""The state that a cache carries from one forward to the next: rows that move, copies, and caches that are refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def model_under(which: str, name: str = "llama", **overrides: Any) -> Any:
 
 
 def padded() -> tuple[Tensor, Tensor]:
-    """A batch of prompts with padding on the left, and its mask."""
+    """Return a batch of prompts with padding on the left, and its mask."""
     longest = max(PROMPTS)
     ids, mask = (torch.zeros(len(PROMPTS), longest, dtype=torch.int64) for _ in range(2))
     for row, length in enumerate(PROMPTS):
@@ -74,7 +74,7 @@ MOVES: dict[str, tuple[Callable[[Any], None], list[int]]] = {
 
 
 def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: bool) -> list[Tensor]:
-    """The last logits of three parts of new tokens, the rows of which differ."""
+    """Return the last logits of three parts of new tokens, which differ from row to row, onto a cache."""
     actual = []
     for count, seed in ((1, 5), (14, 6), (1, 7)):
         new = new_tokens(len(ids), count, seed)
@@ -85,9 +85,9 @@ def continued(model: Any, cache: Any, ids: Tensor, mask: Tensor, positions: bool
 
 
 def alone(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
-    """The same from forwards of each row without padding and without a cache.
+    """Return the same logits from forwards of each row without padding and without a cache.
 
-    Each by a copy: transformers' own form of the rule keeps the frequencies of a longer input before it in 5.0.
+    Each forward runs a copy: in 5.0 transformers' own form of the rule keeps the frequencies of a longer input.
     """
     actual = []
     for count, seed in ((1, 5), (14, 6), (1, 7)):
@@ -98,8 +98,8 @@ def alone(model: Any, ids: Tensor, mask: Tensor) -> list[Tensor]:
 
 
 def agree(actual: list[Tensor], expected: list[Tensor]) -> None:
-    for each, reference in zip(actual, expected, strict=True):
-        torch.testing.assert_close(each, reference, atol=2e-4, rtol=0)
+    for step, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(step, reference, atol=2e-4, rtol=0)
 
 
 @every_method
@@ -111,11 +111,11 @@ def test_lengths_move_with_the_rows(which: str, move: str) -> None:
     """Rows of several lengths that a beam search, or a selection, puts into another order."""
     model, (ids, mask) = model_under(which, num_hidden_layers=1), padded()
     change, order = MOVES[move]
-    given = {} if move == "swapped" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    arguments = {} if move == "swapped" else {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     with torch.no_grad():
-        cache = model(ids, attention_mask=mask, use_cache=True, **given).past_key_values
+        cache = model(ids, attention_mask=mask, use_cache=True, **arguments).past_key_values
         change(cache)
-        actual = continued(model, cache, ids[order], mask[order], positions=bool(given))
+        actual = continued(model, cache, ids[order], mask[order], positions=bool(arguments))
     if which == "hf":  # transformers' own form of this rule, which has no cache to get wrong
         model = stock("hf", num_hidden_layers=1)
     agree(actual, alone(model, ids[order], mask[order]))
@@ -124,7 +124,7 @@ def test_lengths_move_with_the_rows(which: str, move: str) -> None:
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @pytest.mark.parametrize("which", ["paper", "even", "self-extend"])
 def test_rows_move_between_steps(which: str) -> None:
-    """Again and again, as a beam search moves them, in layers that keep everything and in windows."""
+    """Rows move before every step, as in a beam search, in layers that keep all keys and in layers with windows."""
     windows = {} if which == "self-extend" else {"sliding_window": 24}
     model = model_under(which, "mistral" if windows else "llama", num_hidden_layers=1, **windows)
     ids, mask = padded()
@@ -277,7 +277,7 @@ ELSEWHERE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("case", ELSEWHERE)
 def test_a_cache_filled_elsewhere_is_refused(case: str) -> None:
-    """And the model that filled it continues it, also in a copy of that model."""
+    """The model that filled it continues it, and so does a copy of that model."""
     filled, continuing, message = ELSEWHERE[case]
     first, model, ids = filled(), continuing(), tokens(TRAINED + 9)
     with torch.no_grad():
@@ -305,22 +305,22 @@ def test_an_unpatched_cache_is_refused_inside_fixed_length(which: str) -> None:
 @every_method
 @pytest.mark.parametrize("mask", [None, torch.ones(1, 2 * TRAINED + 1, dtype=torch.int64)], ids=["bare", "masked"])
 def test_a_packed_prefill_is_not_continued(which: str, mask: Tensor | None) -> None:
-    """Two inputs in a row: the length and the position of the next token follow from neither."""
+    """A row holds two inputs; which of them the next token continues is not known."""
     if which == "sticky" and mask is not None:
         pytest.skip("the same as without a mask")
     model, ids = model_under(which, num_hidden_layers=1), tokens(2 * TRAINED + 1)
     positions = torch.arange(TRAINED).repeat(2)[None]
-    given = {} if mask is None else {"attention_mask": mask[:, :-1]}
+    arguments = {} if mask is None else {"attention_mask": mask[:, :-1]}
     with torch.no_grad():
-        cache = model(ids[:, :-1], position_ids=positions, use_cache=True, **given).past_key_values
-        given = {} if mask is None else {"attention_mask": mask}
+        cache = model(ids[:, :-1], position_ids=positions, use_cache=True, **arguments).past_key_values
+        arguments = {} if mask is None else {"attention_mask": mask}
         with pytest.raises(LengthError, match=r"a row of this cache holds several inputs .* one input per row"):
-            model(ids[:, -1:], position_ids=torch.tensor([[TRAINED]]), past_key_values=cache, **given)
+            model(ids[:, -1:], position_ids=torch.tensor([[TRAINED]]), past_key_values=cache, **arguments)
 
 
 @every_method
 def test_positions_that_begin_elsewhere_are_continued(which: str) -> None:
-    """A row of one input whose positions are given, padding among them, is no packed one."""
+    """A row of one input with positions for its padding is not taken for several inputs."""
     model, (ids, mask) = model_under(which, num_hidden_layers=1), padded()
     for fill in (0, 1):
         positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, fill)
@@ -330,7 +330,7 @@ def test_positions_that_begin_elsewhere_are_continued(which: str) -> None:
 
 
 def test_a_cache_is_filled_anew_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill that fails leaves no account of what the cache held before."""
+    """A prefill that fails leaves no state of the earlier contents of the cache."""
     model, ids = model_under("paper", num_hidden_layers=1), tokens(80)
     cache = transformers.DynamicCache(config=model.config)
 

@@ -33,8 +33,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def generated(model: Any, ids: Tensor, **options: Any) -> Tensor:
     torch.manual_seed(0)
-    asked = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
-    out: Tensor = model.generate(ids, **asked)
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": 0} | options
+    out: Tensor = model.generate(ids, **settings)
     return out
 
 
@@ -69,7 +69,7 @@ def test_a_padded_batch_generates_what_each_row_does_alone(rule: str) -> None:
 @pytest.mark.slow
 @each_kind_of_rule
 def test_a_cropped_cache_goes_on(rule: str) -> None:
-    """What assisted decoding does: several tokens at once, some of them taken back, over every step of the rules."""
+    """As in assisted decoding, several tokens are added at once and some taken back, past every step of the rules."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(150)
     with torch.no_grad():
         cache = model(ids[:, :50], use_cache=True).past_key_values
@@ -108,7 +108,7 @@ ASSISTANCE: dict[str, Callable[[], dict[str, Any]]] = {
 @each_kind_of_rule
 @pytest.mark.parametrize("way", ASSISTANCE)
 def test_assisted_decoding(rule: str, way: str) -> None:
-    """Between two steps of a rule the result is greedy search's; the cache is as good as one never cropped."""
+    """Between two steps of a rule the result is that of greedy search; the cropped cache is as good as any other."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(35).repeat(1, 2)
     mask = torch.ones_like(ids)
     out: Any = generated(model, ids, attention_mask=mask, return_dict_in_generate=True, **ASSISTANCE[way]())
@@ -126,7 +126,7 @@ def test_assisted_decoding(rule: str, way: str) -> None:
 @pytest.mark.filterwarnings("ignore:Every layer attends:UserWarning")
 @pytest.mark.parametrize("rule", ["even", "hf", "longrope"])
 def test_assisted_decoding_with_windows(rule: str) -> None:
-    """Whose layers keep what may be taken back for as long as it may."""
+    """Layers with windows keep the keys that may be taken back for as long as they may."""
     model, ids = patched("mistral", rule, num_hidden_layers=1, sliding_window=24), tokens(35).repeat(1, 2)
     out: Any = generated(
         model, ids, attention_mask=torch.ones_like(ids), prompt_lookup_num_tokens=4, return_dict_in_generate=True
@@ -179,7 +179,7 @@ def test_a_prompt_is_used_again(rule: str) -> None:
 @pytest.mark.slow
 @each_kind_of_rule
 def test_a_conversation_in_one_cache(rule: str) -> None:
-    """What was generated, and a new question, onto the same cache; from below the trained length to far beyond."""
+    """Each turn adds a question and its answer to one cache, from below the trained length to far beyond."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(20)
     cache = transformers.DynamicCache(config=model.config)
     for turn in range(4):
@@ -193,7 +193,7 @@ def test_a_conversation_in_one_cache(rule: str) -> None:
 
 
 def quantized(backend: str, config: Any) -> Any:
-    """Such a cache, and how far its rounding may take the logits (relative)."""
+    """Return a quantized cache of a backend."""
     options: dict[str, Any] = {"fp8": {}, "quanto": {"nbits": 4}, "hqq": {"nbits": 8, "axis_key": 1, "axis_value": 1}}
     if backend != "fp8":
         pytest.importorskip({"quanto": "optimum.quanto", "hqq": "hqq"}[backend])
@@ -206,7 +206,7 @@ def quantized(backend: str, config: Any) -> Any:
 @pytest.mark.parametrize("backend", ["fp8", "quanto", "hqq"])
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_quantized_caches(name: str, backend: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are never turned and rounded again: what is off at the end is what was at the first step."""
+    """Keys are never rotated and rounded again, so that errors do not grow from the first step to the last."""
     if rule == "longrope" and FAMILIES[name].rotated != 16:
         pytest.skip("other lists of divisors")
     ids, ends = tokens(140), (60, 65, 100, 129, 140)
@@ -262,7 +262,7 @@ class Stream:
 @pytest.mark.slow
 @each_kind_of_rule
 def test_offloaded_caches(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their keys are on their way somewhere between two forwards, so that none is turned in place."""
+    """Their keys may be under way to another device between two forwards, so that none is rotated in place."""
     monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: Stream())
     model, ids = patched("llama", rule), tokens(140)
     cache = transformers.DynamicCache(config=model.config, offloading=True)
@@ -288,7 +288,7 @@ def test_a_cache_from_elsewhere_is_refused() -> None:
 
 @each_kind_of_rule
 def test_an_error_inside_leaves_nothing_behind(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step that turns keys; once what it has added is taken off again, the cache goes on."""
+    """The error comes in a step that rotates keys. Without the keys that it has added, the cache goes on."""
     model, ids = patched("llama", rule, num_hidden_layers=1), tokens(2 * TRAINED + 1)
 
     def fail(*_: Any, **__: Any) -> None:
@@ -344,7 +344,7 @@ def test_sticky_keeps_the_largest_until_reset() -> None:
 
 
 def test_sticky_growth_reaches_caches_under_way() -> None:
-    """What another call made of the frequencies holds for the next step of this one."""
+    """A longer input in another call changes the frequencies of the next step of this one."""
     model = rope.patch(build("llama", num_hidden_layers=1), "dynamic-ntk", growth="even", sticky=True)
     ids = tokens(40)
     with torch.no_grad():

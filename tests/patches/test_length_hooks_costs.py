@@ -14,7 +14,8 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from rope_ext_hf.errors import LengthError
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation, rotate_cached_keys_
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.rotating_cache import rotate_cached_keys_
 from tests.support.dispatch import HostReads
 from tests.support.length_examples import LONG, RULES, in_parts, patched, stock
 from tests.support.models import TRAINED, build, logits, tokens
@@ -23,7 +24,7 @@ from tests.support.models import TRAINED, build, logits, tokens
 
 
 def compiled(model: Any, kind: str, ids: Tensor, fullgraph: bool) -> tuple[int, Tensor]:
-    """How many graphs a prefill of 62 tokens and single steps after it take, and the logits."""
+    """Return the number of graphs of a prefill of 62 tokens and single steps after it, and the logits."""
     from torch._dynamo.testing import CompileCounter
 
     torch.compiler.reset()
@@ -76,7 +77,7 @@ def test_a_fixed_length_compiles_whole(rule: str, kind: str) -> None:
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(("rule", "kind"), [("even", "dynamic"), ("hf", "static")])
 def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
-    """Where the cache is looked at: in no more graphs than stock's dynamic, which cannot be compiled whole either."""
+    """Graphs end where the cache is read. transformers' own dynamic rule has as many, and is not one graph either."""
     model = patched("llama", rule, num_hidden_layers=1)
     graphs, actual = compiled(model, kind, COMPILED, fullgraph=False)
     assert graphs <= graphs_of_stock(kind, "dynamic")
@@ -98,7 +99,7 @@ def test_decoding_compiles_with_breaks(rule: str, kind: str) -> None:
     "rule", [pytest.param(rule, marks=[pytest.mark.thorough] * (rule not in ("paper", "even"))) for rule in RULES]
 )
 def test_a_step_does_not_wait_for_the_device(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rules that change with every token never do; rules in steps look once where a row may have come to the next."""
+    """Rules that change with every token never wait; rules in steps wait once where a row may have passed a step."""
     model, ids = patched("llama", rule), tokens(LONG)
     reads, waited = HostReads(), []
 
@@ -146,7 +147,7 @@ def test_positions_without_a_mask_are_looked_at_once(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_are_turned_in_little_memory(dtype: torch.dtype) -> None:
-    """One layer at a time, and of what is wider than the keys only a stretch."""
+    """Layers are rotated one at a time, and float32 copies are made of a stretch of the keys only."""
     from torch.profiler import ProfilerActivity, profile
 
     class Layer:
@@ -155,12 +156,12 @@ def test_keys_are_turned_in_little_memory(dtype: torch.dtype) -> None:
         def __init__(self) -> None:
             self.keys = torch.ones(1, 4, 4096, 64, dtype=dtype)
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         layers = [(Layer(), KeyLayout("half", 0, 64)) for _ in range(12)]
         rotate_cached_keys_(layers, KeyRotation(torch.ones(1, 1, 4096, 32), torch.zeros(1, 1, 4096, 32)))
     held = sum(layer.keys.nbytes for layer, _ in layers)
-    assert seen.profiler is not None
-    results: Any = seen.profiler.kineto_results
+    assert profiled.profiler is not None
+    results: Any = profiled.profiler.kineto_results
     events = list(results.experimental_event_tree())
     for event in events:
         events.extend(event.children)

@@ -435,7 +435,7 @@ def test_a_device_among_the_weights_is_refused(tmp_path: Path) -> None:
     build("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00002.safetensors")
     (tmp_path / "pytorch_model.bin").symlink_to("/dev/zero")
-    with pytest.raises(FileError, match=r"pytorch_model\.bin' is no regular file"):
+    with pytest.raises(FileError, match=r"pytorch_model\.bin' is not a regular file"):
         rope.from_pretrained(tmp_path)
 
 

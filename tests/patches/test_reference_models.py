@@ -106,7 +106,7 @@ def test_a_reference_model_of_another_name_is_left_alone(tmp_path: Path) -> None
 
 
 def test_a_model_is_compared_before_it_is_evaluated() -> None:
-    """In a loop of one's own, which keeps both models as TRL's trainers do; under a wrapper, too."""
+    """The loop is the user's own and keeps both models as TRL's trainers do; one of them is in a wrapper."""
 
     class Loop:
         def __init__(self, model: Any, ref_model: Any) -> None:

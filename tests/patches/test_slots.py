@@ -1,4 +1,4 @@
-"""Slots: what is said of models that have none."""
+"""Models without a slot: each refusal says why."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ NO_MODELS = {
 }
 
 
-@pytest.mark.parametrize("given", NO_MODELS)
-def test_what_is_no_model_is_named(given: str) -> None:
-    thing, said = NO_MODELS[given]
-    calls: list[Any] = [lambda each: rope.patch(each, "yarn", factor=4.0), rope.describe]
-    if given != "a module":  # nothing in it is patched, so that there is nothing to take off
+@pytest.mark.parametrize("case", NO_MODELS)
+def test_what_is_no_model_is_named(case: str) -> None:
+    thing, message = NO_MODELS[case]
+    calls: list[Any] = [lambda model: rope.patch(model, "yarn", factor=4.0), rope.describe]
+    if case != "a module":  # nothing in it is patched, so that there is nothing to take off
         calls += [rope.unpatch, rope.reset]
     for call in calls:
-        with pytest.raises(UnsupportedModelError, match=said):
+        with pytest.raises(UnsupportedModelError, match=message):
             call(thing)
 
 

@@ -21,35 +21,37 @@ from tests.support.tiers import needs_family
     ("method", "params"), [("yarn", {"factor": 4}), ("dynamic-ntk", {}), ("linear", {"factor": 2})]
 )
 def test_unpatch_after_to_empty(name: str, method: str, params: dict[str, Any]) -> None:
-    given, ids = build(name), tokens(150)
-    expected = logits(given, ids)
+    stock, ids = build(name), tokens(150)
+    expected = logits(stock, ids)
     with torch.device("meta"):
-        model = type(given)(given.config)
+        model = type(stock)(stock.config)
     rope.patch(model, method, **params)
     model = model.to_empty(device="cpu").eval()
     for buffer in (
         buffer for path, buffer in model.named_buffers() if "replaced" not in path and "frequency" not in path
     ):
         if buffer.is_floating_point() and buffer.numel() == 1:  # Gemma's scale of embeddings: not of RoPE
-            buffer.fill_(float(dict(given.named_buffers())["model.embed_tokens.embed_scale"]))
-    model.load_state_dict(given.state_dict())
-    assert torch.equal(logits(model, ids), logits(rope.patch(given, method, **params), ids))
+            buffer.fill_(float(dict(stock.named_buffers())["model.embed_tokens.embed_scale"]))
+    model.load_state_dict(stock.state_dict())
+    assert torch.equal(logits(model, ids), logits(rope.patch(stock, method, **params), ids))
     assert torch.equal(logits(rope.unpatch(model), ids), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("method", ["rerope", "dca", "jet-long"])
 def test_a_remapping_method_is_patched_again_once_weights_are_there(name: str, method: str) -> None:
-    given, ids = build(name), tokens(150)
+    stock, ids = build(name), tokens(150)
     with torch.device("meta"):
-        model = type(given)(given.config)
+        model = type(stock)(stock.config)
     rope.patch(model, method)
     model = model.to_empty(device="cpu").eval()
-    model.load_state_dict(given.state_dict())
-    with pytest.raises(UnsupportedModelError, match="had no weights yet, when its model was patched; patch it again"):
+    model.load_state_dict(stock.state_dict())
+    with pytest.raises(
+        UnsupportedModelError, match="had no weights yet, when its model was patched; patch the model again"
+    ):
         model(ids)
     rope.patch(model, method)
-    assert torch.equal(logits(model, ids), logits(rope.patch(given, method), ids))
+    assert torch.equal(logits(model, ids), logits(rope.patch(stock, method), ids))
     assert torch.equal(logits(rope.unpatch(model), ids), logits(build(name), ids))
 
 
@@ -79,7 +81,7 @@ class KeepsNothing(OlderRotary):
 
 
 class KeepsNoBase(OlderRotary):
-    """Built anew from its attributes, it would have the default base."""
+    """A rotary module that, built anew from its attributes, would have the default base."""
 
     def __init__(self, dim: int, max_position_embeddings: int = 2048, base: float = 10_000.0):
         super().__init__(dim, max_position_embeddings, base)
@@ -91,7 +93,7 @@ class InWeights(KeepsNothing):
 
 
 def with_rotary(cls: type, model: Any) -> Any:
-    """The model with a rotary module of that class, for base 5000."""
+    """Return the model with a rotary module of this class, for base 5000."""
     decoder = getattr(model, "model", None) or model.gpt_neox
     decoder.rotary_emb = cls(2 * decoder.rotary_emb.inv_freq.shape[-1], 64, 5_000.0)
     return model
@@ -99,7 +101,7 @@ def with_rotary(cls: type, model: Any) -> Any:
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Memory that nobody has filled is NaN inside."""
+    """Have memory that nothing has filled hold NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield
@@ -107,15 +109,15 @@ def poisoned() -> Iterator[None]:
 
 
 def later(cls: type, name: str, method: str, params: dict[str, Any]) -> tuple[Any, Any]:
-    """A model patched on the meta device that got its weights later, and the model that it got them from."""
+    """Return a model patched on the meta device that got its weights later, and the model that it got them from."""
     form = {"rope_type": "default", "rope_theta": 5_000.0}
-    given = with_rotary(cls, build(name, form))
+    stock = with_rotary(cls, build(name, form))
     with torch.device("meta"):
-        model = with_rotary(cls, type(given)(given.config))
+        model = with_rotary(cls, type(stock)(stock.config))
         rope.patch(model, method, **params)
     model = model.to_empty(device="cpu").eval()
-    model.load_state_dict(given.state_dict())
-    return model, given
+    model.load_state_dict(stock.state_dict())
+    return model, stock
 
 
 OLDER_FAMILIES = ("llama", "qwen3", "mistral", "gpt_neox")
@@ -142,11 +144,11 @@ def over_older_models(*classes: type) -> Any:
 def test_a_rotary_module_without_a_config_is_built_anew(
     cls: type, method: str, params: dict[str, Any], name: str
 ) -> None:
-    model, given = later(cls, name, method, params)
+    model, stock = later(cls, name, method, params)
     rope.unpatch(model)
-    assert torch.equal(logits(model, tokens(80)), logits(given, tokens(80)))
+    assert torch.equal(logits(model, tokens(80)), logits(stock, tokens(80)))
     assert torch.equal(
-        logits(rope.patch(model, method, **params), tokens(80)), logits(rope.patch(given, method, **params), tokens(80))
+        logits(rope.patch(model, method, **params), tokens(80)), logits(rope.patch(stock, method, **params), tokens(80))
     )
 
 
@@ -154,29 +156,29 @@ def test_a_rotary_module_without_a_config_is_built_anew(
 def test_a_rotary_module_that_cannot_be_built_anew_is_not_given_back(
     cls: type, method: str, params: dict[str, Any], name: str
 ) -> None:
-    model, given = later(cls, name, method, params)
+    model, stock = later(cls, name, method, params)
     refused = r"lost its frequencies.* Load the model anew with its weights"
     with pytest.raises(UnsupportedModelError, match=refused):
         rope.unpatch(model)
     with pytest.raises(UnsupportedModelError, match=refused):
         rope.patch(model, "linear", factor=2)
     if method == "yarn":  # whose own frequencies are there
-        assert torch.equal(logits(model, tokens(80)), logits(rope.patch(given, method, **params), tokens(80)))
+        assert torch.equal(logits(model, tokens(80)), logits(rope.patch(stock, method, **params), tokens(80)))
 
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("method", ["yarn", "linear"])
 def test_a_table_of_angles_is_filled_anew(method: str) -> None:
     needs_family("roformer")
-    given = build_known("roformer")
+    stock = build_known("roformer")
     with torch.device("meta"):
-        model = type(given)(given.config)
+        model = type(stock)(stock.config)
     rope.patch(model, method, factor=2)
     model = model.to_empty(device="cpu").eval()
-    state = given.state_dict()
+    state = stock.state_dict()
     model.load_state_dict(state)
-    assert torch.equal(logits(model, tokens(40)), logits(rope.patch(given, method, factor=2), tokens(40)))
-    assert torch.equal(logits(rope.unpatch(model), tokens(40)), logits(rope.unpatch(given), tokens(40)))
+    assert torch.equal(logits(model, tokens(40)), logits(rope.patch(stock, method, factor=2), tokens(40)))
+    assert torch.equal(logits(rope.unpatch(model), tokens(40)), logits(rope.unpatch(stock), tokens(40)))
 
 
 AVERAGES: dict[str, dict[str, Any]] = {
@@ -201,8 +203,8 @@ def test_an_average_of_models_with_their_buffers_rotates_as_they_do(
     with rope.fixed_length(model, 2_000_000), rope.fixed_length(averaged.module, 2_000_000):
         expected = rotary_of(model).tables["all"](torch.zeros(1), far)
         actual = rotary_of(averaged.module).tables["all"](torch.zeros(1), far)
-    for one, other in zip(actual, expected, strict=True):
-        assert torch.allclose(one, other, atol=1e-6)
+    for part, reference in zip(actual, expected, strict=True):
+        assert torch.allclose(part, reference, atol=1e-6)
 
 
 def test_the_tables_are_no_buffers_and_follow_their_module() -> None:

@@ -122,13 +122,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], tuple[int, ...]]]
         CONTIGUOUS,
     ),
 }
-FAMILIES = {name: each for name, each in FAMILIES.items() if hasattr(transformers, f"{each[0]}Config")}
+FAMILIES = {name: settings for name, settings in FAMILIES.items() if hasattr(transformers, f"{settings[0]}Config")}
 ROPE_KEYS = ("mrope_section", "partial_rotary_factor")
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
 def build(model_type: str, layers: int = 2, **form: Any) -> Any:
-    """A seeded model of text and images, with rope settings of transformers beside the family's own."""
+    """Return a seeded model of text and images, with rope settings of transformers beside the family's own."""
     name, text, vision, _ = FAMILIES[model_type]
     settings = {"rope_type": "default", "rope_theta": 1e4} | {key: text[key] for key in ROPE_KEYS if key in text}
     text = {key: value for key, value in text.items() if key not in ROPE_KEYS}
@@ -142,7 +142,7 @@ def build(model_type: str, layers: int = 2, **form: Any) -> Any:
 
 
 def with_image(length: int = 40) -> dict[str, Tensor]:
-    """Text around an image of 4 x 4 patches, which become 2 x 2 tokens."""
+    """Return the inputs of text around an image of 4 x 4 patches, which become 2 x 2 tokens."""
     ids = tokens(length).clone()
     ids[:, 3:9] = torch.tensor([112, *[IMAGE] * 4, 113])
     pixels = torch.randn(16, 3 * 4 * 4, generator=torch.Generator().manual_seed(0))
@@ -190,7 +190,7 @@ def test_a_patch_equals_the_same_weights_loaded_natively(model_type: str, conten
 
 
 def with_video(length: int = 40) -> dict[str, Tensor]:
-    """Text around a video of two frames of 4 x 4 patches, which become 2 x 2 tokens each."""
+    """Return the inputs of text around a video of two frames of 4 x 4 patches, which become 2 x 2 tokens each."""
     ids = tokens(length).clone()
     ids[:, 3:13] = torch.tensor([112, *[TOKENS["video_token_id"]] * 8, 113])
     pixels = torch.randn(32, 3 * 4 * 4, generator=torch.Generator().manual_seed(0))
@@ -204,7 +204,7 @@ def with_video(length: int = 40) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen2_5_vl"])
 def test_a_video_is_read_as_natively(model_type: str) -> None:
-    """Its tokens differ in time, too."""
+    """The tokens of a video differ in time as well as in height and width."""
     model, inputs = build(model_type), with_video()
     as_loaded = logits(model, **inputs)
     positions, _ = model.model.get_rope_index(
@@ -225,11 +225,11 @@ def test_a_video_is_read_as_natively(model_type: str) -> None:
 def test_generating_from_an_image_equals_whole_forwards(model_type: str) -> None:
     model, inputs = rope.patch(build(model_type), "ntk", factor=4), with_image()
     with torch.no_grad():
-        made = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        generated = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     for at in range(40, 46):
-        ids = made[:, :at]
+        ids = generated[:, :at]
         whole = logits(model, **inputs | {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()})
-        assert made[0, at] == whole[0, -1].argmax()
+        assert generated[0, at] == whole[0, -1].argmax()
 
 
 @pytest.mark.slow
@@ -253,8 +253,8 @@ def test_an_image_from_the_image_processor_is_read_as_natively(model_type: str) 
     native.load_state_dict(model.state_dict(), strict=False)
     torch.testing.assert_close(logits(model, **inputs), logits(native, **inputs), atol=1e-4, rtol=0)
     with torch.no_grad():
-        made = [each.generate(**inputs, max_new_tokens=8, do_sample=False) for each in (model, native)]
-    assert torch.equal(*made)
+        generated = [patched.generate(**inputs, max_new_tokens=8, do_sample=False) for patched in (model, native)]
+    assert torch.equal(*generated)
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_a_saved_model_loads_plainly(model_type: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
 @pytest.mark.parametrize("method", ["dynamic-ntk", "dynamic-yarn"])
 def test_decoding_of_text_follows_the_length(model_type: str, method: str) -> None:
-    """One layer of attention: with more, hidden states keep the frequencies that they were computed with."""
+    """With more than one layer of attention, hidden states would keep the frequencies that they were computed with."""
     layers = 2 if model_type == "qwen3_5" else 1  # the first of two is linear attention
     model, ids = rope.patch(build(model_type, layers), method), tokens(128)
     with torch.no_grad():
@@ -376,8 +376,10 @@ class TestModule:
         merged = RotaryEmbedding(method, self.rotary, axis_of_pair=self.axes, **parameters)
         plain = RotaryEmbedding(method, self.rotary, **parameters)
         positions = torch.arange(300).expand(2, -1)
-        for given in (positions, positions.expand(3, -1, -1)):
-            for ours, theirs in zip(merged(torch.zeros(1), given), plain(torch.zeros(1), positions), strict=True):
+        for position_ids in (positions, positions.expand(3, -1, -1)):
+            for ours, theirs in zip(
+                merged(torch.zeros(1), position_ids), plain(torch.zeros(1), positions), strict=True
+            ):
                 assert torch.equal(ours, theirs)
 
     def test_the_length_of_a_row_is_its_largest_position_over_all_axes(self) -> None:

@@ -1,4 +1,4 @@
-"""What the module in a patched slot shows to code outside: the numbers of the patch, or an error."""
+"""Attributes of the module in a patched slot: the numbers of the patch, or an error."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def test_numbers_are_those_of_transformers_own_module(method: str, family: str) 
     parameters, form = NATIVE[method]
     if form["rope_type"] not in FAMILIES[family].forms:
         pytest.skip(f"transformers' {family} has no rope type {form['rope_type']!r}")
-    shown = rotary_of(rope.patch(build(family), method, **parameters))
+    patched = rotary_of(rope.patch(build(family), method, **parameters))
     own = rotary_of(build(family, form, max_position_embeddings=256))
     for name in ("inv_freq", "original_inv_freq"):
-        value: Tensor = getattr(shown, name)
+        value: Tensor = getattr(patched, name)
         assert value.dtype == torch.float32
         assert torch.allclose(value, getattr(own, name), rtol=1e-6, atol=0)
-    assert shown.attention_scaling == pytest.approx(own.attention_scaling)
-    assert shown.rope_type == own.rope_type == shown.config.rope_parameters["rope_type"]
-    assert shown.max_seq_len_cached == shown.config.max_position_embeddings
+    assert patched.attention_scaling == pytest.approx(own.attention_scaling)
+    assert patched.rope_type == own.rope_type == patched.config.rope_parameters["rope_type"]
+    assert patched.max_seq_len_cached == patched.config.max_position_embeddings
 
 
 def test_cos_and_sin_follow_from_what_is_shown() -> None:
@@ -64,17 +64,17 @@ def test_each_type_of_layers_has_its_own_numbers(method: str) -> None:
     loaded = build("gemma3")
     own = rotary_of(loaded)
     local, everywhere = own.sliding_attention_inv_freq.clone(), own.full_attention_inv_freq.clone()
-    shown = rotary_of(rope.patch(loaded, method, factor=4.0))
-    assert torch.allclose(shown.sliding_attention_inv_freq, local, rtol=1e-6)
-    assert not torch.allclose(shown.full_attention_inv_freq, everywhere, rtol=1e-2)
+    patched = rotary_of(rope.patch(loaded, method, factor=4.0))
+    assert torch.allclose(patched.sliding_attention_inv_freq, local, rtol=1e-6)
+    assert not torch.allclose(patched.full_attention_inv_freq, everywhere, rtol=1e-2)
     if method == "linear":
-        assert torch.allclose(shown.full_attention_inv_freq, everywhere / 4, rtol=1e-6)
-    assert shown.sliding_attention_attention_scaling == 1.0
-    assert shown.rope_type["sliding_attention"] == "default"
-    assert shown.rope_type == {
+        assert torch.allclose(patched.full_attention_inv_freq, everywhere / 4, rtol=1e-6)
+    assert patched.sliding_attention_attention_scaling == 1.0
+    assert patched.rope_type["sliding_attention"] == "default"
+    assert patched.rope_type == {
         name: settings["rope_type"]
         for name, settings in loaded.config.rope_parameters.items()
-        if name in shown.rope_type
+        if name in patched.rope_type
     }
 
 
@@ -114,13 +114,13 @@ def test_what_the_module_never_had_it_has_not() -> None:
 def test_the_config_of_the_slot_is_that_of_the_patched_model() -> None:
     model = build("llama")
     before = rotary_of(model).config
-    for method in ("yarn", "ntk", "yarn"):  # each in place of the one before it
+    for method in ("yarn", "ntk", "yarn"):  # each in place of the previous one
         rope.patch(model, method, factor=4.0)
         assert rotary_of(model).config is model.config
     assert rotary_of(rope.unpatch(model)).config is before is model.config
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_show_the_same(copied: Any) -> None:
     model = rope.patch(build("llama"), "yarn", factor=4.0)
     other = copied(model)

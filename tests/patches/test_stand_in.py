@@ -1,4 +1,4 @@
-"""What is refused without weights, by a small model of the family, is what `patch` refuses on the loaded model."""
+"""A small model of the family refuses, in place of one without weights, what `patch` refuses on the loaded model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rope_ext_hf.errors import MethodError, UnsupportedModelError
 from rope_ext_hf.method_choice import LayerChoice
 from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.patches.patching import apply_choice
 from rope_ext_hf.patches.stand_in import stand_in
+from rope_ext_hf.runs.chosen_methods import apply_choice
 from tests.support.every_model import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -44,7 +44,7 @@ def error_of(apply: Any, model: Any) -> str | None:
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each not in FAST)) for each in (*REFUSING, *TAKING)],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in (*REFUSING, *TAKING)],
 )
 def test_a_model_without_weights_is_refused_what_it_is_refused_with_them(model_type: str) -> None:
     model = tiny(model_type)
@@ -69,7 +69,7 @@ def test_a_family_of_which_no_small_model_is_built_is_not_refused() -> None:
 
 
 def test_layers_are_those_of_the_model() -> None:
-    """The number of a layer is one of the model, which has more layers than the small one."""
+    """The number of a layer counts in the model, which has more layers than the small one."""
     sizes: dict[str, Any] = {"num_hidden_layers": 12, "layer_types": ["full_attention"] * 12}
     for model_type, refused in (("qwen3", False), ("doge", True)):
         empty = without_weights(tiny(model_type, **sizes if model_type == "qwen3" else {"num_hidden_layers": 12}))

@@ -15,7 +15,7 @@ import torch
 from training_text import stdlib_training
 
 from rope_ext_hf import CorpusError
-from rope_ext_hf.reading import corpora, documents
+from rope_ext_hf.reading import text_files
 from rope_ext_hf.reading.corpora import HELD_OUT, load, stdlib_held_out
 from rope_ext_hf.reading.documents import Document
 
@@ -69,7 +69,6 @@ def test_held_out_modules_are_never_trained_on() -> None:
 
 def test_the_held_out_modules_are_a_corpus_like_any_other() -> None:
     assert load("stdlib") == stdlib_held_out()
-    assert load("stdlib", max_documents=2) == stdlib_held_out()[:2]
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -173,14 +172,14 @@ def test_a_column_in_doubt_is_asked_for(tmp_path: Path, kind: str) -> None:
         (
             "colum=body",
             r"unknown option 'colum'\. Did you mean 'column'\? "
-            "Known: column, join, min_bytes, max_documents, seed, max_expansion$",
+            "Known: column, join$",
         ),
         ("column=body&split=test", r"unknown option 'split'\. Known: column, join"),
         ("column=", "the option 'column' takes one value"),
         ("column=a&column=b", "the option 'column' takes one value"),
-        ("min_bytes=many", "the option 'min_bytes' takes one value, as in min_bytes=NUMBER"),
-        ("join=maybe", "the option 'join' takes one value, as in join=true"),
-        ("max_documents=0", "max_documents at least 1"),
+        ("join=true", "join takes a whole number of characters, as in join=100000"),
+        ("join=-1", "join takes a whole number of characters"),
+        ("join=0", "join must be at least 1 character, got 0"),
     ],
 )
 def test_options_that_are_none(tmp_path: Path, options: str, message: str) -> None:
@@ -192,15 +191,9 @@ def test_options_that_are_none(tmp_path: Path, options: str, message: str) -> No
 def test_options_in_the_name_and_apart_are_the_same(tmp_path: Path) -> None:
     for name, size in (("a", 5), ("b", 50), ("c", 60), ("d", 70)):
         (tmp_path / f"{name}.txt").write_text(name * size)
-    found = load(f"{tmp_path}?min_bytes=10&max_documents=2")
-    assert [document.name for document in found] == ["b.txt", "c.txt"]
-    assert found.left_out == 1
-    assert load(str(tmp_path), min_bytes=10, max_documents=2) == found
-    assert load(f"{tmp_path}/*.txt?join=true", seed=3) == load(f"{tmp_path}/*.txt?seed=3", join=True)
-    assert names(f"{tmp_path}?seed=1") == names(tmp_path, seed=1) != names(tmp_path)
-    assert len(names("stdlib?max_documents=3")) == 3
-    with pytest.raises(CorpusError, match="has seed=1, but seed=2 is given"):
-        load(f"{tmp_path}?seed=1", seed=2)
+    assert load(f"{tmp_path}/*.txt?join=60") == load(f"{tmp_path}/*.txt", join=60)
+    with pytest.raises(CorpusError, match="has join=1, but join=2 is given"):
+        load(f"{tmp_path}?join=1", join=2)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -214,14 +207,13 @@ def test_a_column_of_token_ids(tmp_path: Path, kind: str) -> None:
     words = ["import os", "a", "Grüße"]
     ids = [tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
     file = write_columns(tmp_path, kind, {"input_ids": ids, "title": ["t", "u", "v"]})
-    found = load(f"{file}?column=input_ids&min_bytes=2")
-    assert [list(document.ids or ()) for document in found] == [ids[0], ids[2]]
-    assert found.left_out == 1
-    again = tokenize(found, tokenizer)
-    assert [document.ids.tolist() for document in again] == [ids[0], ids[2]]
-    assert [document.ends[-1] for document in again] == [9, 7]
+    documents = load(f"{file}?column=input_ids")
+    assert [list(document.ids or ()) for document in documents] == ids
+    again = tokenize(documents, tokenizer)
+    assert [document.ids.tolist() for document in again] == ids
+    assert [document.ends[-1] for document in again] == [9, 1, 7]
     with pytest.raises(CorpusError, match="holds token ids, which are not joined"):
-        load(f"{file}?column=input_ids&join=true")
+        load(f"{file}?column=input_ids&join=10")
     broken = write_columns(tmp_path, kind, {"input_ids": [[1.5, 2.0]], "title": ["t"]})
     with pytest.raises(CorpusError, match="holds list, not text"):
         load(f"{broken}?column=input_ids")
@@ -283,42 +275,7 @@ def test_folders_and_patterns_without_text(folder: Path) -> None:
             load(str(folder / pattern))
 
 
-# -- selection ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    """Documents of 1 to 20 letters in no order, the second the longest."""
-    sizes = [3, 20, *(size for size in range(1, 20) if size != 3)]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps({"text": "x" * size}) + "\n" for size in sizes))
-    return file
-
-
-def test_short_documents_are_left_out(rows: Path, tmp_path: Path) -> None:
-    assert sorted(map(len, texts(rows, min_bytes=18))) == [18, 19, 20]
-    assert names(rows, min_bytes=20) == ["rows.jsonl:2"]
-    with pytest.raises(CorpusError, match=r"rows\.jsonl' has no document of 21 bytes: all 20 are shorter"):
-        load(str(rows), min_bytes=21)
-    (tmp_path / "a.txt").write_text("üü", encoding="utf-8")  # bytes, not characters
-    assert texts(tmp_path / "a.txt", min_bytes=4) == ["üü"]
-
-
-def test_no_more_is_read_than_asked_for(rows: Path) -> None:
-    with rows.open("a") as stream:
-        stream.write("damage\n")
-    assert names(rows, max_documents=20)[-1] == "rows.jsonl:20"
-    assert names(rows, max_documents=1, min_bytes=4) == ["rows.jsonl:2"]
-    with pytest.raises(CorpusError, match=r"rows\.jsonl:21: not JSON"):
-        load(str(rows), max_documents=21)
-
-
-def test_a_seed_shuffles(rows: Path) -> None:
-    expected = load(str(rows))
-    random.Random(5).shuffle(expected)
-    assert load(str(rows), seed=5) == expected
-    assert load(str(rows), seed=5, max_documents=4) == expected[:4]
-    assert load(str(rows), seed=0) not in (expected, load(str(rows)))
+# -- joining -----------------------------------------------------------------------------------------------------------
 
 
 def test_documents_are_joined_until_they_are_long_enough(tmp_path: Path) -> None:
@@ -331,19 +288,6 @@ def test_documents_are_joined_until_they_are_long_enough(tmp_path: Path) -> None
     ]
     assert [document.name for document in load(str(tmp_path), join=1)] == [f"{name}.txt" for name in "abcdef"]
     assert [len(document.text) for document in load(str(tmp_path), join=1000)] == [57]
-    with pytest.raises(CorpusError, match="join must be at least 1 character, or true or false, got -1"):
-        load(f"{tmp_path}?join=-1")
-
-
-def test_joined_documents_are_one(rows: Path) -> None:
-    assert load(str(rows), join=True, max_documents=2) == [Document(str(rows), "xxx\n\n" + "x" * 20)]
-    assert load(f"{rows}?column=text", join=True, min_bytes=20) == [Document(str(rows), "x" * 20)]
-
-
-@pytest.mark.parametrize("options", [{"min_bytes": -1}, {"max_documents": 0}])
-def test_impossible_selections(rows: Path, options: dict[str, int]) -> None:
-    with pytest.raises(CorpusError, match="min_bytes must be at least 0 and max_documents at least 1"):
-        load(str(rows), **options)  # type: ignore[arg-type]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -407,12 +351,11 @@ def test_what_is_no_text_is_refused(tmp_path: Path, name: str, content: bytes | 
 def test_a_compressed_file_expands_so_far_and_no_further(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.txt.gz"
     file.write_bytes(gz(b"x" * 200_000))
-    monkeypatch.setattr(documents, "_FREE_EXPANSION", 1000)
-    with pytest.raises(CorpusError, match=r"a\.txt\.gz' expands to more than [\d,]+ bytes; .*\?max_expansion=NUMBER"):
+    monkeypatch.setattr(text_files, "_FREE_EXPANSION", 1000)
+    with pytest.raises(CorpusError, match=r"a\.txt\.gz' expands to more than [\d,]+ bytes.* decompress it"):
         load(str(file))
-    assert texts(f"{file}?max_expansion=2000") == ["x" * 200_000]
-    with pytest.raises(CorpusError, match="max_expansion must be at least 1"):
-        load(str(file), max_expansion=0)
+    monkeypatch.setattr(text_files, "_FREE_EXPANSION", 200_000)
+    assert texts(file) == ["x" * 200_000]
 
 
 @pytest.mark.slow
@@ -476,33 +419,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_a_hub_dataset_is_asked_for_by_its_options(hub: Hub) -> None:
-    documents = load("hf:some-one/books?config=en&split=train&column=title&revision=refs/convert/parquet")
+    documents = load("hf:some-one/books?config=en&split=train&column=title")
     assert documents == [Document(f"some-one/books:{i}", "t") for i in range(1, 10)]
     fixed = {"streaming": True, "trust_remote_code": False}
-    asked = {"name": "en", "split": "train", "revision": "refs/convert/parquet"}
-    assert hub.asked == [("some-one/books", asked | fixed)]
-    assert texts("hf:some-one/books", max_documents=1) == ["test 0"]
-    assert hub.asked[1] == ("some-one/books", {"name": None, "split": None, "revision": None} | fixed)
-
-
-def test_a_stream_is_read_no_further_than_needed(hub: Hub) -> None:
-    assert texts("hf:a/b", max_documents=3, min_bytes=7) == ["test 10", "test 11", "test 12"]
-    assert hub.read == list(range(13))
-
-
-def test_a_stream_is_shuffled_within_a_buffer(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpora, "_SHUFFLE_BUFFER", 50)
-    some = texts("hf:a/b", seed=1, max_documents=20)
-    assert len(hub.read) <= 50 + 20
-    assert some == texts("hf:a/b", seed=1, max_documents=20)
-    assert some != texts("hf:a/b", seed=2, max_documents=20)
-    assert some != [f"test {i}" for i in range(20)]
-    assert sorted(texts("hf:a/b", seed=1)) == sorted(texts("hf:a/b"))
+    assert hub.asked == [("some-one/books", {"name": "en", "split": "train"} | fixed)]
+    assert texts("hf:some-one/books")[:2] == ["test 0", "test 1"]
+    assert hub.asked[1] == ("some-one/books", {"name": None, "split": None} | fixed)
 
 
 def test_the_only_split_is_the_one(hub: Hub) -> None:
     del hub.splits["test"]
-    assert load("hf:a/b", join=True, max_documents=2) == [Document("hf:a/b", "train 0\n\ntrain 1")]
+    assert texts("hf:a/b") == [f"train {i}" for i in range(9)]
     hub.splits["validation"] = hub.splits["train"]
     with pytest.raises(CorpusError, match=r"no split 'test'; choose one with \?split=NAME: train, validation"):
         load("hf:a/b")
@@ -528,7 +455,6 @@ def test_a_connection_lost_on_the_way_is_one_error(hub: Hub, monkeypatch: pytest
         raise ConnectionError("connection reset")
 
     monkeypatch.setattr(hub, "stream", lambda split: rows())
-    assert texts("hf:a/b", max_documents=1) == ["one"]
     with pytest.raises(CorpusError, match="the Hub dataset 'a/b' cannot be read: connection reset"):
         load("hf:a/b")
 
@@ -606,9 +532,9 @@ def test_token_ids_in_memory(given: Any) -> None:
 
 
 def test_documents_in_memory_have_distinct_names_and_take_options() -> None:
-    documents = load(["a", "bb", "ccc"], min_bytes=2, max_documents=1)
-    assert ([document.name for document in documents], documents.left_out) == (["text 2"], 1)
-    (joined,) = load(["a", "b"], join=True)
+    documents = load(["a", "bb"])
+    assert [document.name for document in documents] == ["text 1", "text 2"]
+    (joined,) = load(["a", "b"], join=100)
     assert joined.text == "a\n\nb"
     assert load(documents) is documents
     assert [each.text for each in load([{"a": "1", "b": "2"}, {"a": "3", "b": "4"}], column="b")] == ["2", "4"]

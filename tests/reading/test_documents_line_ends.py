@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rope_ext_hf as rope
-from rope_ext_hf.checkpoints.detection import TEXT_CHARACTERS
+from rope_ext_hf.checkpoints.text_losses import TEXT_CHARACTERS
 from rope_ext_hf.eval import perplexity
 from rope_ext_hf.reading.corpora import load, stdlib_held_out
 from tests.support.commands import run_json

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rope_ext_hf as rope
 from checks.coverage import EQUAL, RESULT, measured
-from rope_ext_hf.reading import scorer as scorer_module
+from rope_ext_hf.reading import chunked_reader
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.span_cache import SpanCache, StoringCache
 from tests.support.every_model import Entry, build, data, entries, tiny
@@ -75,9 +75,9 @@ def test_logits_after_the_last_tokens_also_of_rounded_keys(of_type: str) -> None
     scorer = TokenScorer(model, chunk=16)
     exact = model(input_ids=ids[None], use_cache=False).logits[0, -7:].float()
     torch.testing.assert_close(scorer.last_logits(ids, 7), exact, rtol=1e-4, atol=1e-4)
-    scorer.stored = lambda x: (4 * x).round() / 4
-    cache = StoringCache(config=scorer.decoder.config)
-    cache.stored = scorer.stored
+    scorer.store_through(lambda x: (4 * x).round() / 4)
+    cache = StoringCache(config=scorer.reader.decoder.config)
+    cache.stored = scorer.reader.stored
     rounded = model(input_ids=ids[None], past_key_values=cache).logits[0, -7:].float()
     assert (rounded - exact).abs().max() > 1e-3
     torch.testing.assert_close(scorer.last_logits(ids, 7), rounded, rtol=1e-4, atol=1e-4)
@@ -228,8 +228,8 @@ def test_offloaded_tokens_are_one_run_of_memory() -> None:
     model = build_family("llama")
     scorer = TokenScorer(model, chunk=37, offload_cache=True)
     scorer.losses(tokens(150), 5)
-    assert scorer.cache is not None
-    for layer in scorer.cache.layers:
+    assert scorer.reader.cache is not None
+    for layer in scorer.reader.cache.layers:
         for room in (layer.keys, layer.values):
             assert room.shape[1] > 1
             written = room[:, :, 37:74].transpose(1, 2)
@@ -243,7 +243,7 @@ def test_memory_is_allocated_for_the_longest_span_at_once(monkeypatch: pytest.Mo
         made.append(capacity)
         return SpanCache(config, capacity, **options)
 
-    monkeypatch.setattr(scorer_module, "SpanCache", record)
+    monkeypatch.setattr(chunked_reader, "SpanCache", record)
     scorer = TokenScorer(build_family("llama"), chunk=37, longest=200)
     made.clear()  # that of the check
     for count in (50, 100, 200):
@@ -277,7 +277,7 @@ def test_a_measurement_leaves_no_cache_behind(method: str | None) -> None:
         with nullcontext() if method is None else rope.patched(model, method, target_length=512):
             scorer = TokenScorer(model)
             scorer.losses(torch.arange(3, 90), 1)
-            cache = weakref.ref(scorer.cache)
+            cache = weakref.ref(scorer.reader.cache)
             assert cache() is not None
             del scorer
         assert cache() is None

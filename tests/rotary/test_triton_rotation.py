@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rope_ext_hf.rotary import triton_rotation
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
 
 LAYOUTS = [

@@ -26,8 +26,8 @@ from rope_ext_hf.reading.spans import prepare
 from rope_ext_hf.runs import identity, runner
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.identity import find_basis, model_key
-from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.report import write_files
 from rope_ext_hf.runs.runner import Progress, carry_out
 from tests.support.models import build

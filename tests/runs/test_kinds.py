@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import csv
 import json
-import pickle
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,24 +13,21 @@ import pytest
 import torch
 from rich.table import Table
 from torch import Tensor
-from transformers import ByT5Tokenizer
 from typer.testing import CliRunner
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.eval import passkey, perplexity, sweep
-from rope_ext_hf.eval.perplexity_runs import DocumentLoss, PerplexityRuns, Result
 from rope_ext_hf.methods.base import RopeMethod
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.patches.geometry import base_rope_of_model
 from rope_ext_hf.pictures.charts import Chart, LineChart
-from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import kinds
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Results, Run, RunKind, RunPlan, register_run_kind, run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind, run_kind
 from rope_ext_hf.runs.labels import MethodResult, label
+from rope_ext_hf.runs.measurement import Measurement, RunPlan
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from tests.support.models import build
 
@@ -193,84 +187,6 @@ def test_a_name_is_given_once(plan: RunPlan[GuessMeasurement]) -> None:
         run_kind("gueses")
     with pytest.raises(ValueError, match="a kind of run called 'guesses' already"):
         register_run_kind(GuessRuns)
-
-
-# --- in a notebook
-
-
-def run_of_yarn(losses: Sequence[float] = (1.0, 2.0, 1.5, 1.6)) -> Run[Result]:
-    setting, yarn = Setting("matched", 5, 256, False, 0), Yarn(factor=2.0).to_dict()
-    kind, places = PerplexityRuns(), [(method, length) for method in (None, yarn) for length in (64, 128)]
-    results = [
-        kind.result(method, setting, (length,), [DocumentLoss(name, 10 * loss, 10, 12, 1) for name in "abc"])
-        for (method, length), loss in zip(places, losses, strict=False)
-    ]
-    settings = {"kind": "perplexity", "context_length": 64, "over": "own", "loaded": None, "model": "m", "data": "<d>"}
-    return Run(None, settings, results)
-
-
-def test_a_notebook_shows_conclusion_chart_and_table() -> None:
-    run = run_of_yarn()
-    for shown in (run, Results(run)):
-        page = shown._repr_html_()
-        assert "Best at 128 tokens (2x): yarn x2, perplexity 4.95" in page
-        assert page.count("<svg") == page.count("<table") == 1
-        assert "<d>" not in page
-    assert "Nothing is finished" in run_of_yarn(())._repr_html_()
-
-
-def test_results_as_a_dataframe() -> None:
-    run = run_of_yarn()
-    for table in (run.to_dataframe(), Results(run).to_dataframe()):
-        assert list(table.columns) == run.columns
-        assert list(table["method"]) == ["unpatched", "unpatched", "yarn x2", "yarn x2"]
-        assert list(table["loss_nats"]) == [1.0, 2.0, 1.5, 1.6]
-        assert table.pivot(index="method", columns="length", values="loss_nats").loc["yarn x2", 128] == 1.6
-    assert list(run_of_yarn(()).to_dataframe().columns) == list(table.columns)
-
-
-def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match="pip install pandas"):
-        run_of_yarn().to_dataframe()
-
-
-@pytest.mark.slow
-def test_a_notebook_shows_the_plot(tmp_path: Path) -> None:
-    run = run_of_yarn()
-    figure = Results(run).plot(tmp_path / "plot.png")
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    (axes,) = figure.axes
-    lines = [list(line.get_ydata()) for line in axes.lines]
-    assert [pytest.approx(result.perplexity) for result in run.results[2:]] in lines
-    with pytest.raises(ValueError, match="nothing to plot"):
-        run_of_yarn(()).plot()
-
-
-def test_results_are_a_list() -> None:
-    run = run_of_yarn()
-    results = Results(run)
-    assert results == list(run.results)
-    assert copy.copy(results).run is run
-    assert pickle.loads(pickle.dumps(results)) == results
-
-
-@pytest.mark.slow
-def test_progress_is_a_bar_of_tqdm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    model = build("llama")
-    text = [Tokens("d", torch.arange(200) % 80 + 3, tuple(range(1, 201)))]
-    options: dict[str, Any] = {"lengths": [64, 128], "bos": False, "progress": True}
-    perplexity(model, text, **options)
-    assert "192/192" in capsys.readouterr().err
-    for _ in range(2):  # the second time everything is there
-        sweep(model, text, methods=["ntk", "dynamic-yarn"], factors=[2.0], out=tmp_path, **options)
-        assert "576/576" in capsys.readouterr().err
-    passkey(
-        build("llama", vocab_size=259), lengths=[128], depths=[0], trials=2, distractors=3, task="key-value",
-        tokenizer=ByT5Tokenizer(extra_ids=0), haystack=[Document("hay", "some text " * 50)], progress=True,
-    )  # fmt: skip
-    assert "256/256" in capsys.readouterr().err
 
 
 def test_a_run_without_files_has_no_folder(plan: RunPlan[GuessMeasurement]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ import pytest
 from scipy import stats
 
 from rope_ext_hf.runs.measures import Evidence, Measure
+from tests.runs.made_up import answers, perplexities
 
 GENERATOR = np.random.default_rng(0)
 LOSSES = {name: GENERATOR.uniform(1, 2, 40) for name in ("a", "b", "c")}
@@ -96,3 +98,17 @@ def test_changes_are_written_in_the_unit_of_the_measure() -> None:
     change = losses().change(("d", 8), ("a", 8))
     assert change is not None
     assert losses().change_text(change) == "+0.010 nats per token"
+
+
+def test_a_pair_of_methods_is_computed_once_in_either_order() -> None:
+    draw = np.random.default_rng(5)
+    rows = {f"m{i}": {256: [float(v) for v in draw.normal(1 + i / 9, 0.3, 9)]} for i in range(4)}
+    for measure in (perplexities(rows), answers({f"m{i}": {256: 9 * i + 2} for i in range(4)})):
+        for one, other in itertools.combinations(rows, 2):
+            forward, backward = measure.change((one, 256), (other, 256)), measure.change((other, 256), (one, 256))
+            fresh = Measure(measure.name, measure.unit, measure.evidence, measure.higher_is_better, measure.items)
+            alone = fresh.change((other, 256), (one, 256))
+            assert forward is measure.change((one, 256), (other, 256))
+            assert backward is not None
+            assert alone is not None
+            assert list(backward) == pytest.approx(list(alone), rel=0, abs=1e-12)

@@ -23,9 +23,10 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.pictures import charts, drawing
 from rope_ext_hf.reading.spans import Setting
-from rope_ext_hf.runs.kinds import Run
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import label, labels
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, how_to_repeat
 
 SETTING = Setting("matched", 5, 256, False, 0)
@@ -55,7 +56,7 @@ def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:
         },
         **{"items": ["one", "two"], "cells": [[64], [128]], "per_cell": [2, 2]},
     }
-    return Run(folder, common | settings, results)
+    return Run(folder, common | settings, results, run_kind("perplexity"))
 
 
 YARN = Yarn(factor=4.0).to_dict()
@@ -271,7 +272,7 @@ def test_a_folder_that_carries_a_patch_is_for_the_length_of_the_patch(tmp_path: 
     basis: dict[str, Any] = {"rotary": Rotary(16, 10000.0, 64).to_dict(), "layers": None, "below": []}
     results = [result(n, 2.0, YARN) for n in (64, 256, 512)]
     run = a_run(tmp_path, results, basis=basis, loaded=YARN, patches=[{"method": YARN}])
-    assert run.extended_length(YARN) == 256
+    assert set(run.extended_lengths.values()) == {256}
     assert [run.beyond(each) for each in run.results] == [False, False, True]
 
 

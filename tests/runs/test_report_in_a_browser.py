@@ -25,8 +25,10 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.pictures.html_page import html_page
 from rope_ext_hf.reading.scorer import Cost
 from rope_ext_hf.reading.spans import Setting
-from rope_ext_hf.runs.kinds import Run, run_kind
-from rope_ext_hf.runs.report import Comparison, write_files
+from rope_ext_hf.runs.comparison import Comparison
+from rope_ext_hf.runs.kinds import run_kind
+from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run import Run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = [(2, 2), (4, 3), (10, 8)]  # methods and lengths
@@ -109,7 +111,7 @@ def run_of(kind: str, folder: Path, results: list[Any]) -> Run[Any]:
         **{"loaded": None, "context_length": 256, "over": "own", "weights": "w", "basis": basis, "parameters": 7},
         **{"versions": {"torch": "2"}, "items": [f"document {i}" for i in range(9)], "digest": "0123456789" * 30},
     }
-    return Run(folder, settings, results)
+    return Run(folder, settings, results, run_kind(kind))
 
 
 def losses(folder: Path, count: int, lengths: int) -> Run[Any]:

@@ -16,6 +16,7 @@ from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.static import Yarn
 from rope_ext_hf.questions import Question
 from rope_ext_hf.runs.run_file import RUN_FILE, read_run_files, run_file
+from tests.support.texts import ONE_MODULE
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -49,13 +50,13 @@ def test_runs_of_other_methods_stand_beside_each_other_once(tmp_path: Path) -> N
 def test_a_model_in_memory_is_called_by_its_folder_where_that_holds_it(tmp_path: Path) -> None:
     asked: dict[str, Any] = {"lengths": 64, "max_spans": 1}
     model = load_model("reference", dtype="float32", device="cpu")
-    perplexity(model, "stdlib?max_documents=1", out=tmp_path / "plain", **asked)
+    perplexity(model, ONE_MODULE, out=tmp_path / "plain", **asked)
     rope.patch(model, "yarn", factor=2).save_pretrained(tmp_path / "saved")
     perplexity(model, ["a text of one's own. " * 9], out=tmp_path / "patched", **asked)
     saved = rope.from_pretrained(tmp_path / "saved")
     made = {each.parent.parent.name: read_run_files(each)[0] for each in tmp_path.glob("*/*/run.yaml")}
     assert made["plain"].model == "reference"
-    assert (made["plain"].options["dtype"], made["plain"].options["data"]) == ("float32", "stdlib?max_documents=1")
+    assert (made["plain"].options["dtype"], made["plain"].options["data"]) == ("float32", ONE_MODULE)
     assert "with a patch" in made["patched"].model["in_memory"]
     assert made["patched"].options["data"] == {"in_memory": "documents"}
     assert run_file(Perplexity(lengths=64), saved).model == str(tmp_path / "saved")

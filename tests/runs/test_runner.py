@@ -26,16 +26,18 @@ from rope_ext_hf.eval.questions import Sweep
 from rope_ext_hf.method_choice import MethodChoice
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.static import Yarn
-from rope_ext_hf.patches.patching import over_rotary
-from rope_ext_hf.reading import preflight
+from rope_ext_hf.reading import memory as reading_memory
 from rope_ext_hf.reading.documents import Document, Tokens
 from rope_ext_hf.reading.spans import Setting
 from rope_ext_hf.runs import runner
+from rope_ext_hf.runs.chosen_methods import over_rotary
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.runs.kinds import Run, RunPlan, run_kind
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import label, method_key
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.runs.measures import perplexity_text
 from rope_ext_hf.runs.report import write_files
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.runner import carry_out
 from rope_ext_hf.runs.workers import Workers
 from tests.support.forks import kill_when, run_command
@@ -141,7 +143,7 @@ def test_taken_up_again_with_other_memory_it_reads_in_the_same_chunks(
     whole = run(tmp_path / "whole")
     chunks = (whole.folder / "chunks.json").read_text(encoding="utf-8")
     half = run(tmp_path / "cut", methods=METHODS[:1])
-    monkeypatch.setattr(preflight, "available", lambda device: 1_000_000)
+    monkeypatch.setattr(reading_memory, "available", lambda device: 1_000_000)
     again = run(tmp_path / "cut")
     assert again.folder == half.folder
     assert (again.folder / "chunks.json").read_text(encoding="utf-8") == chunks
@@ -221,7 +223,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """SIGKILL after some lines, several times; nothing is lost and nothing measured twice."""
     command = ["sweep", "reference", "--method", "ntk,yarn", "--factor", "4"]
     command += ["--lengths", "128,256", "--max-spans", "8", "--dtype", "float32"]
-    command += ["--data", "stdlib?max_documents=4", "--out"]
+    command += ["--data", "stdlib", "--out"]
     whole = tmp_path / "whole"
     assert CliRunner().invoke(app, [*command, str(whole)]).exit_code == 0
     (expected,) = whole.iterdir()
@@ -243,7 +245,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
 
 
 SHARED = ["sweep", "reference", "--method", "ntk", "--factor", "4", "--lengths", "256,512", "--max-spans", "8"]
-SHARED += ["--dtype", "float32", "--data", "stdlib?max_documents=4", "--out"]
+SHARED += ["--dtype", "float32", "--data", "stdlib", "--out"]
 ASKED = ["passkey", "reference", "--lengths", "256", "--depths", "0,1", "--trials", "3", "--dtype", "float32", "--out"]
 
 
@@ -444,3 +446,20 @@ def test_passkey_from_python_writes_and_continues_a_run(tmp_path: Path) -> None:
     assert read == [128] * 4
     assert passkey(model, **options, out=tmp_path, progress=read.append) == results
     assert read == [128] * 4
+
+
+@pytest.mark.slow
+def test_progress_is_a_bar_of_tqdm(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = build("llama")
+    text = [Tokens("d", torch.arange(200) % 80 + 3, tuple(range(1, 201)))]
+    options: dict[str, Any] = {"lengths": [64, 128], "bos": False, "progress": True}
+    perplexity(model, text, **options)
+    assert "192/192" in capsys.readouterr().err
+    for _ in range(2):  # the second time everything is there
+        sweep(model, text, methods=["ntk", "dynamic-yarn"], factors=[2.0], out=tmp_path, **options)
+        assert "576/576" in capsys.readouterr().err
+    passkey(
+        build("llama", vocab_size=259), lengths=[128], depths=[0], trials=2, distractors=3, task="key-value",
+        tokenizer=ByT5Tokenizer(extra_ids=0), haystack=[Document("hay", "some text " * 50)], progress=True,
+    )  # fmt: skip
+    assert "256/256" in capsys.readouterr().err

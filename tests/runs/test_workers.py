@@ -27,6 +27,7 @@ from rope_ext_hf.runs.runner import Progress, carry_out
 from rope_ext_hf.runs.workers import Workers
 from tests.support.forks import run_forked
 from tests.support.models import build
+from tests.support.texts import TWO_MODULES
 
 SILENCE = 10.0
 """Seconds here, in place of the forty of a run."""
@@ -168,7 +169,7 @@ def test_one_that_ends_ends_the_others(
 def _mistyped(out: Path, rank: int, port: int) -> None:
     """The command line of one of two processes; the second one has an option that there is not."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--data", "stdlib?max_documents=2"]
+    asked = ["ppl", "reference", "--lengths", "64,128", "--max-spans", "2", "--data", TWO_MODULES]
     app([*asked, "--out", str(out), *(["--no-such-option"] if rank else [])])
 
 

@@ -22,7 +22,7 @@ from rope_ext_hf.errors import MethodError
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import frequencies, method_from_dict
 from rope_ext_hf.methods.remapping import RemappingMethod
-from rope_ext_hf.rotary.kv_cache import KeyLayout
+from rope_ext_hf.rotary.key_rotation import KeyLayout
 from tests.support.method_checks import EXACT, GEOMETRY, assert_native, assert_same
 from tests.support.oracles import naive_attention, plain, rotate_to, stored_position
 

@@ -38,8 +38,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rope_ext_hf.attention import blockwise, tile_batches
-from rope_ext_hf.rotary import kv_cache
-from rope_ext_hf.rotary.kv_cache import KeyLayout, KeyRotation
+from rope_ext_hf.rotary import key_rotation, rotating_cache
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
 from tests.support.dispatch import NO_KERNEL
 
 FIRST = torch.device("cuda", 0)
@@ -279,9 +279,9 @@ class SimulatedCuda(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-
         for name, answer in answers.items():
             _replace(undo, torch.cuda, name, answer)
         if self.triton:
-            for module in (kv_cache, blockwise, tile_batches):
+            for module in (key_rotation, rotating_cache, blockwise, tile_batches):
                 _replace(undo, module, "can_fuse", lambda x: isinstance(x, CudaTensor) and not x.requires_grad)
-            _replace(undo, kv_cache, "rotate_fused", self._rotate_fused)
+            _replace(undo, key_rotation, "rotate_fused", self._rotate_fused)
             _replace(undo, tile_batches, "merge_fused", self._merge_fused)
         _replace(undo, torch.inference_mode, "__enter__", _enter_no_grad)
         _replace(undo, torch.inference_mode, "__exit__", lambda mode, *exception: mode.instead.__exit__(*exception))

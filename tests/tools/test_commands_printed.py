@@ -11,7 +11,7 @@ from rope_ext_hf import reference
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools import serving
 from rope_ext_hf.tools.advice import advise
-from rope_ext_hf.tools.servers.checking import ServerReport
+from rope_ext_hf.tools.servers.server_report import ServerReport
 from tests.test_terminal import HOSTILE, check_cells, check_notebook
 
 

@@ -42,7 +42,7 @@ def test_a_file_with_two_lengths_of_a_training_is_one_line(tmp_path: Path) -> No
     )
     code, out, err = run("run", tmp_path / "given.yaml")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "one of minutes and steps" in err
+    assert "either minutes or steps" in err
 
 
 @pytest.mark.slow

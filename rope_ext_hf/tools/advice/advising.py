@@ -19,9 +19,9 @@ from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
-from rope_ext_hf.patches.config import PatchSpec
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
-from rope_ext_hf.reading.preflight import cached_bytes, cached_layers
+from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.reading.cache_size import cached_bytes, cached_layers
 from rope_ext_hf.tools.advice.advice import Advice, CacheMemory, MethodAdvice, signed
 from rope_ext_hf.tools.advice.guidance import FINE_TUNING, GOALS, PURPOSES, SERVING, Guidance, guidance_of
 from rope_ext_hf.tools.advice.measurements import Rise, helped, reach_text, rises_at, rises_for_short_inputs

@@ -26,7 +26,7 @@ from rope_ext_hf.terminal import broken_command, wrapped
 from rope_ext_hf.tools.serving.questions import Extending
 
 if TYPE_CHECKING:
-    from rope_ext_hf.reading.preflight import Forecast
+    from rope_ext_hf.reading.forecast import Forecast
     from rope_ext_hf.tools.advice.extending import Extension
 
 
@@ -139,7 +139,7 @@ def _print_dry_run(
     If a step would fail, the advice is printed all the same, with the error.
     """
     from rope_ext_hf.hub import foreign_errors
-    from rope_ext_hf.reading.preflight import NOTHING_RUN
+    from rope_ext_hf.reading.forecast import NOTHING_RUN
     from rope_ext_hf.tools.advice.advising import advise
     from rope_ext_hf.tools.advice.extending import plan_extension
 

@@ -14,14 +14,15 @@ from rope_ext_hf.errors import MethodError, ServingError, short
 from rope_ext_hf.eval.questions import Perplexity
 from rope_ext_hf.hub import load_empty, model_folder, read_config
 from rope_ext_hf.method_choice import LayerChoice
+from rope_ext_hf.patches.folder_copies import unlike_copies
 from rope_ext_hf.patches.recipes import Recipe
-from rope_ext_hf.patches.saving import unlike_copies
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import Evidence, perplexity_text
+from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import FEWEST, Estimate
-from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.runs.verdicts import verdict
 from rope_ext_hf.tools.advice.advice import Advice, MethodAdvice
 from rope_ext_hf.tools.advice.advising import advise
 from rope_ext_hf.tools.advice.guidance import SERVING

@@ -11,7 +11,7 @@ from typing import Any
 from rope_ext_hf.errors import CheckpointError, duration
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.preflight import estimate_flops
+from rope_ext_hf.reading.operations import estimate_flops
 from rope_ext_hf.tools.advice.guidance import SERVING
 from rope_ext_hf.tools.engines.base import find_engine, reference_engine, usual_server
 from rope_ext_hf.tools.engines.serving_config import ServingConfig

@@ -1,9 +1,9 @@
-"""What people build models of their own from: rotary modules, attention layers, learned biases; RoPE for encoders.
+"""Building blocks for models of one's own: rotary modules, attention layers, learned biases, and RoPE for encoders.
 
     from rope_ext_hf.tools import modules
     attention = modules.RotaryAttention(512, 8, rope.RotaryEmbedding("default", rotary))
 
-Patched models do without all of it.
+Patched models need none of these.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Linear attention with RoPE, in time and memory linear in the length (Su 2021, https://kexue.fm/archives/8265).
+"""Linear attention with RoPE, whose time and memory are linear in the length (Su 2021, https://kexue.fm/archives/8265).
 
     cos, sin = rotary(query, position_ids)                                   # rope_ext_hf.RotaryEmbedding
     out = linear_attention(query, key, value, cos, sin, kernel="elu")        # (batch, heads, length, value_dim)
 
 Linear attention (Katharopoulos et al. 2020, arXiv 2006.16236) replaces exp(q.k) by a similarity that is a product of
-features, so that sums over keys can be kept in a state of fixed size. With R_i the rotation at position i there are two
-ways to put RoPE into it:
+features, so that the sums over keys fit into a state of fixed size. With R_i the rotation at position i, there are two
+ways to combine it with RoPE:
 
     (a) out_i = sum_j (R_i phi(q_i)).(R_j phi(k_j)) v_j / sum_j phi(q_i).phi(k_j)         "elu": phi = elu + 1; "relu"
     (b) out_i = sum_j s_ij v_j / sum_j s_ij,  s_ij = 1 + (R_i q_i).(R_j k_j) / |q_i||k_j|                     "cosine"
 
-In (a) the numerator alone is rotated: rotated products of non-negative features can be negative, and a denominator of
-them can vanish. In (b) a rotation keeps norms, so that s_ij stays between 0 and 2.
+In (a) only the numerator is rotated, because rotated products of non-negative features can be negative, and a
+denominator of such products could vanish. In (b) everything is rotated: a rotation preserves norms, so s_ij stays
+between 0 and 2.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ _KERNELS, _FORMS = get_args(_Kernel), get_args(_Form)
 
 @dataclass
 class LinearAttentionState:
-    """What causal linear attention keeps of the tokens read so far; its size does not depend on their number.
+    """The sums that causal linear attention keeps of all tokens read so far, in a size independent of their number.
 
-    Start with `LinearAttentionState()` and give it to every call of `linear_attention`, which updates it.
+    Start with `LinearAttentionState()` and pass it to every call of `linear_attention`, which updates it.
 
     Attributes:
         kernel: the kernel of the calls so far; None: there was no call.
         length: tokens read so far, padding included.
-        numerator: sum over keys of features x values, (batch, heads, features, value_dim), float32 or float64.
-        denominator: sum over keys of features, (batch, heads, features), in the same dtype.
+        numerator: the sum over keys of features x values, (batch, heads, features, value_dim), float32 or float64.
+        denominator: the sum over keys of features, (batch, heads, features), in the same dtype.
     """
 
     kernel: str | None = None
@@ -50,7 +51,7 @@ class LinearAttentionState:
 
 
 class _Features(NamedTuple):
-    """Features whose products are the terms of the two sums, each (batch, heads, length, features)."""
+    """Features whose products are the terms of numerator and denominator, each (batch, heads, length, features)."""
 
     query: Tensor
     key: Tensor
@@ -73,37 +74,42 @@ def linear_attention(
     chunk_size: int = 64,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Attend with a kernel in place of the softmax, rotated by RoPE.
+    """Compute linear attention with RoPE: a kernel takes the place of the softmax.
+
+    Sources: Su 2021, https://kexue.fm/archives/8265; Katharopoulos et al. 2020, arXiv 2006.16236, whose code adds an
+    epsilon, too.
 
     Args:
-        query, key: (batch, heads, length, head_dim), not rotated, not scaled.
+        query: (batch, heads, length, head_dim), neither rotated nor scaled.
+        key: (batch, heads, length, head_dim), not rotated.
         value: (batch, heads, length, value_dim).
-        cos, sin: (length, rotated) or (batch or 1, length, rotated) in half layout, as `RotaryEmbedding` gives them.
-            They are divided by sqrt(cos^2 + sin^2): a method's attention factor, which is meant for a softmax, has no
-            effect. A state holds rotated keys: under a length-dependent method fix the length around all its calls.
-        kernel: "elu" and "relu": phi(x) = elu(x) + 1 or relu(x), rotated in the numerator alone; "cosine":
-            1 + cosine of the rotated query and key, in numerator and denominator.
-        causal: whether a query sees the keys up to its own alone; False: all keys.
+        cos: (length, rotated) or (batch or 1, length, rotated) in half layout, as `RotaryEmbedding` returns it. cos and
+            sin are divided by sqrt(cos^2 + sin^2), since a method's attention factor is meant for a softmax. A state
+            holds rotated keys: under a length-dependent method, fix the length around all calls with one state.
+        sin: the same shape as cos.
+        kernel: "elu" or "relu": phi(x) = elu(x) + 1 or relu(x), rotated in the numerator only; "cosine": 1 + the cosine
+            of rotated query and key, in numerator and denominator.
+        causal: True: a query sees only the keys up to its own; False: it sees all keys.
         padding_mask: (batch, length) bool, False for padding, which is not attended to and whose output is 0.
-        state: the tokens before these, for reading token by token or piece by piece; updated. Causal attention only.
-        form: how a causal sum is computed; the results are equal. "chunked": matrix products within chunks, a state
-            between them; time and memory linear in the length. "parallel": all scores at once, (length x length).
-            "recurrent": one token after the other. Full attention sums over all keys once.
+        state: the state after the tokens before these, to read token by token or piece by piece; it is updated. Only
+            for causal attention.
+        form: the way in which a causal sum is computed; the results are equal. "chunked": matrix products within
+            chunks and a state between them, in linear time and memory; "parallel": all scores at once, (length,
+            length); "recurrent": token by token. Full attention sums over all keys once.
         chunk_size: tokens of a chunk.
-        eps: added to the denominator. The denominator of "relu" can be 0, and that of a row without keys is.
+        eps: added to the denominator, which can be 0 for "relu" and is 0 for a row without keys.
 
     Returns:
-        (batch, heads, length, value_dim) in the dtype of value, computed in float32, or in float64 where an input is.
+        (batch, heads, length, value_dim) in the dtype of value. It is computed in float32, or in float64 if any input
+        is float64.
 
     Raises:
-        ValueError: shapes that do not fit each other, an unknown kernel or form, or a state of another kernel or shape.
-
-    Sources: Su 2021, https://kexue.fm/archives/8265; Katharopoulos et al. 2020, arXiv 2006.16236, whose
-    code adds an epsilon, too.
+        ValueError: shapes do not fit each other, the kernel or form is unknown, or the state is of another kernel or
+            shape.
     """
-    for name, given, known in (("kernel", kernel, _KERNELS), ("form", form, _FORMS)):
-        if given not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}; got {given!r}")
+    for name, choice, known in (("kernel", kernel, _KERNELS), ("form", form, _FORMS)):
+        if choice not in known:
+            raise ValueError(f"{name} must be one of {', '.join(known)}; got {choice!r}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 token, got {chunk_size}")
     _check_shapes(query, key, value, padding_mask)
@@ -112,7 +118,7 @@ def linear_attention(
     dtype = torch.float32
     for tensor in (query, key, value, None if state is None else state.numerator):
         dtype = dtype if tensor is None else torch.promote_types(dtype, tensor.dtype)
-    # Sums over many tokens need more than the 8 bits of precision that autocast would leave them.
+    # Autocast would leave 8 bits of precision, too few for sums over many tokens.
     with torch.autocast(query.device.type, enabled=False):
         values = value.to(dtype)
         hidden = None if padding_mask is None else ~padding_mask[:, None, :, None]
@@ -145,11 +151,12 @@ def linear_attention(
 
 
 def _elu_plus_one(x: Tensor) -> Tensor:
-    """elu(x) + 1, which is exp(x) below 0; written so that it stays positive where exp(x) - 1 rounds to -1."""
+    """Return elu(x) + 1, which is exp(x) below 0 and stays positive even where exp(x) - 1 rounds to -1."""
     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
 
 
 def _features(kernel: str, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> _Features:
+    """Return the kernel's features, rotated where the kernel has them rotated."""
     if cos.shape != sin.shape:
         raise ValueError(f"cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}")
     scale = (cos.square() + sin.square()).rsqrt()
@@ -169,31 +176,31 @@ _Sums = tuple[Tensor, Tensor]  # (batch, heads, length, value_dim) and (batch, h
 
 
 def _chunked(features: _Features, value: Tensor, chunk_size: int) -> _Sums:
+    """Return the causal sums of numerator and denominator, by matrix products within chunks."""
     length = value.shape[-2]
     chunk_size = min(chunk_size, max(length, 1))
     query, key, padded = (
         functional.pad(x, (0, 0, 0, -length % chunk_size)).reshape(*x.shape[:2], -1, chunk_size, x.shape[-1])
         for x in (features.query, features.key, value)
     )  # (batch, heads, chunks, chunk_size, ...)
-    of_chunk = key.mT @ padded
-    before = functional.pad(of_chunk[:, :, :-1], (0, 0, 0, 0, 1, 0)).cumsum(2)
+    chunk_sums = key.mT @ padded
+    before = functional.pad(chunk_sums[:, :, :-1], (0, 0, 0, 0, 1, 0)).cumsum(2)  # the sums of all earlier chunks
     numerator = (query @ key.mT).tril() @ padded + query @ before
     denominator = (features.denominator_query * features.denominator_key.cumsum(-2)).sum(-1, keepdim=True)
     return numerator.flatten(2, 3)[:, :, :length], denominator
 
 
 def _recurrent(features: _Features, value: Tensor) -> _Sums:
+    """Return the causal sums of numerator and denominator, one token after the other."""
     numerator = value.new_zeros(*value.shape[:2], features.key.shape[-1], value.shape[-1])
     denominator = value.new_zeros(*value.shape[:2], features.denominator_key.shape[-1], 1)
-    sums = []
+    numerators, denominators = [], []
     for i in range(value.shape[-2]):
         numerator = numerator + features.key[:, :, i, :, None] * value[:, :, i, None, :]
         denominator = denominator + features.denominator_key[:, :, i, :, None]
-        sums.append(
-            (features.query[:, :, i, None] @ numerator, features.denominator_query[:, :, i, None] @ denominator)
-        )
-    above, below = zip(*sums, strict=True)
-    return torch.cat(above, -2), torch.cat(below, -2)
+        numerators.append(features.query[:, :, i, None] @ numerator)
+        denominators.append(features.denominator_query[:, :, i, None] @ denominator)
+    return torch.cat(numerators, -2), torch.cat(denominators, -2)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tensor | None) -> None:
@@ -201,7 +208,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tenso
         raise ValueError(f"query must be (batch, heads, length, head_dim), got {tuple(query.shape)}")
     if key.shape != query.shape or value.shape[:-1] != query.shape[:-1]:
         raise ValueError(
-            "key must have the shape of query, and value must differ in its last dimension alone; got "
+            "key must have the shape of query, and value may differ only in its last dimension; got "
             f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
         )
     check_padding_mask(padding_mask, query.shape[0], query.shape[2])
@@ -210,15 +217,15 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, padding_mask: Tenso
 def _check_state(state: LinearAttentionState, query: Tensor, value: Tensor, kernel: str, causal: bool) -> None:
     if not causal:
         raise ValueError(
-            "a state holds the tokens before these, and full attention needs those after, too; use causal=True"
+            "a state holds only earlier tokens, and full attention needs later ones, too; use causal=True, or no state"
         )
     if state.kernel is None or state.denominator is None or state.numerator is None:
         return
     if state.kernel != kernel:
-        raise ValueError(f"the state is one of kernel {state.kernel!r}, and cannot be continued with {kernel!r}")
+        raise ValueError(f"the state was made with kernel {state.kernel!r}, and cannot be continued with {kernel!r}")
     expected = (*query.shape[:2], query.shape[-1] + (kernel == "cosine"), value.shape[-1])
     if state.numerator.shape != expected:
         raise ValueError(
-            f"the state is one of {tuple(state.numerator.shape)} (batch, heads, features, value_dim), and these "
+            f"the state has the shape {tuple(state.numerator.shape)} (batch, heads, features, value_dim), but these "
             f"tokens need {expected}"
         )

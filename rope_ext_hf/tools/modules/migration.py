@@ -1,12 +1,12 @@
-"""Move an encoder with added positions, learned or sinusoidal, to RoPE: into the RoFormer class of transformers.
+"""Migration of encoders that add positions to their embeddings, learned or sinusoidal, to RoPE.
 
     model = BertForMaskedLM.from_pretrained("bert-base-uncased")
-    rotating = modules.migrate_to_rope(model, target_length=1024)      # a RoFormerForMaskedLM
-    ...                                                             # fine-tune it for some hundred steps
-    rotating.save_pretrained("bert-rope")                           # loads with plain transformers
+    migrated = modules.migrate_to_rope(model, target_length=1024)      # a RoFormerForMaskedLM
+    ...                                                                # fine-tune it for some hundred steps
+    migrated.save_pretrained("bert-rope")                              # loads with stock transformers
 
-RoFormer (Su et al. 2021, arXiv 2104.09864) is BERT without its added positions and with rotated queries and keys, so
-every other weight has a place in it, and patching, extension and conversion work as for any RoPE model.
+RoFormer (Su et al. 2021, arXiv 2104.09864) of transformers is BERT without added positions and with rotated queries and
+keys. So every other weight has a place in it, and patching and conversion work as for any RoPE model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering")
-_MORE_HEADS = {"electra": ("ForSequenceClassification",)}
-"""Ends of the names of classes: with these heads RoFormer computes the same as all encoders, and as some."""
+"""Ends of class names: heads that RoFormer computes as all of the encoders do."""
+_FURTHER_HEADS = {"electra": ("ForSequenceClassification",)}
+"""Heads that RoFormer computes as some of the encoders do, by model type."""
 
 _LEFT_BEHIND = re.compile(r"(^|\.)(embeddings\.(position_embeddings\.weight|position_ids|token_type_ids)|pooler\..*)")
 _TABLES = package_table("rope_ext_hf.tools.modules", "migration.toml")
@@ -36,27 +37,27 @@ _SETTINGS: dict[str, list[str]] = _TABLES["settings"]
 
 
 def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) -> PreTrainedModel:
-    """Give an encoder rotary positions in place of those that it adds to its embeddings.
+    """Return a RoFormer with the weights of an encoder, and rotary positions in place of the added ones.
 
-    The new model has every weight of the old one but its positions, and the pooler of a model without a head. Until it
-    is trained again it reads worse than before: its weights have never met rotated queries and keys.
+    The new model has all weights of the encoder except its positions and, without a head, its pooler. Until it is
+    fine-tuned it performs worse than before, because its weights were not trained with rotated queries and keys.
 
     Args:
         model: a BERT, RoBERTa, CamemBERT, XLM-RoBERTa, ELECTRA or DistilBERT of transformers, without a head or for
-            masked language modelling, token classification or question answering (ELECTRA: for sequence classification
-            as well). It is not changed.
-        target_length: tokens of the longest input that the table of angles is saved for; default: those of `model`.
-            `rope_ext_hf.patch` makes it longer.
+            masked language modelling, token classification or question answering (ELECTRA: also for sequence
+            classification). It is not changed.
+        target_length: the longest input that the new config states, in tokens; default: that of `model`.
+            `rope_ext_hf.patch` extends it.
 
     Returns:
         A RoFormer model of transformers with the same head, dtype, device and mode. It saves and loads without this
         package.
 
     Raises:
-        MethodError: a `target_length` below 1.
-        UnsupportedModelError: another model, a decoder, a head that RoFormer computes otherwise, or an encoder that,
-            its positions left out, RoFormer does not compute.
-        CheckpointError: weights that are not in memory.
+        MethodError: `target_length` is below 1.
+        UnsupportedModelError: the model is of another type, is a decoder, has a head that RoFormer computes otherwise,
+            or computes something else than RoFormer even without positions.
+        CheckpointError: the weights are not in memory.
     """
     import transformers
 
@@ -74,12 +75,12 @@ def migrate_to_rope(model: nn.Module, *, target_length: Length | None = None) ->
     migrated.to(device=like.device, dtype=like.dtype)
     _load(migrated, _renamed(model, _RENAMES[model_type]))
     _check_without_positions(model, positions, migrated)
-    rotating: PreTrainedModel = migrated.train(model.training)
-    return rotating
+    in_same_mode: PreTrainedModel = migrated.train(model.training)
+    return in_same_mode
 
 
 def _family_and_head(model: nn.Module) -> tuple[str, str]:
-    """The model type of an encoder, and the end of the name of its class."""
+    """Return the model type of an encoder, and its head as the end of its class name; raise for any other model."""
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     name = type(model).__name__
@@ -89,7 +90,7 @@ def _family_and_head(model: nn.Module) -> tuple[str, str]:
         )
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise UnsupportedModelError(f"this {name} is a decoder (is_decoder in its config); encoders can be migrated")
-    heads = (*_HEADS, *_MORE_HEADS.get(model_type, ()))
+    heads = (*_HEADS, *_FURTHER_HEADS.get(model_type, ()))
     head = name[name.index("For") :] if "For" in name else "Model"
     if head not in heads:
         raise UnsupportedModelError(
@@ -101,6 +102,7 @@ def _family_and_head(model: nn.Module) -> tuple[str, str]:
 
 
 def _positions(model: nn.Module) -> nn.Embedding:
+    """Return the table of positions that a model adds to its embeddings."""
     match [module for name, module in model.named_modules() if name.endswith("embeddings.position_embeddings")]:
         case [nn.Embedding() as table]:
             return table
@@ -108,14 +110,17 @@ def _positions(model: nn.Module) -> nn.Embedding:
 
 
 def _settings(config: Any) -> dict[str, Any]:
-    given = {
-        key: [getattr(config, name) for name in names if hasattr(config, name)] for key, names in _SETTINGS.items()
-    }
-    # DistilBERT has no type_vocab_size; a row of zeros adds nothing.
-    return {"type_vocab_size": 1} | {key: each[0] for key, each in given.items() if each and each[0] is not None}
+    """Return the settings of RoFormer that follow from the config of an encoder."""
+    settings: dict[str, Any] = {"type_vocab_size": 1}  # DistilBERT has none; one row of zeros adds nothing
+    for key, names in _SETTINGS.items():
+        values = [getattr(config, name) for name in names if hasattr(config, name)]
+        if values and values[0] is not None:
+            settings[key] = values[0]
+    return settings
 
 
 def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:
+    """Return a model's tensors, except those that are left behind, by the names that RoFormer has for them."""
     renamed = {}
     for name, tensor in model.state_dict().items():
         if not _LEFT_BEHIND.search(name):
@@ -126,21 +131,26 @@ def _renamed(model: nn.Module, renames: dict[str, str]) -> dict[str, Tensor]:
 
 
 def _load(migrated: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Copy weights into a model, each of whose tensors must get one, or share its memory with one that does."""
+    """Copy weights into a model; raise where a weight has no tensor there, or a tensor gets no weight.
+
+    A tensor that shares its memory with one that gets a weight needs none of its own.
+    """
     missing, unexpected = migrated.load_state_dict(weights, strict=False)
-    own = migrated.state_dict()
-    filled = {own[name].data_ptr() for name in weights.keys() & own.keys()}
-    for name in [name for name in missing if name.endswith("token_type_embeddings.weight")]:
-        own[name].zero_()
-        missing.remove(name)
-    left = [name for name in missing if own[name].data_ptr() not in filled and "embed_positions" not in name]
-    if unexpected or left:
-        names = ", ".join(map(repr, [*unexpected, *left][:3]))
-        raise UnsupportedModelError(f"these weights are missing in RoFormer, or in this model: {names}")
+    tensors = migrated.state_dict()
+    filled = {tensors[name].data_ptr() for name in weights.keys() & tensors.keys()}
+    unfilled = []
+    for name in missing:
+        if name.endswith("token_type_embeddings.weight"):
+            tensors[name].zero_()  # the encoder has no token types
+        elif tensors[name].data_ptr() not in filled and "embed_positions" not in name:
+            unfilled.append(name)
+    if unexpected or unfilled:
+        names = ", ".join(map(repr, [*unexpected, *unfilled][:3]))
+        raise UnsupportedModelError(f"these weights exist only in this model, or only in RoFormer: {names}")
 
 
 def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated: nn.Module) -> None:
-    """Check that both models compute the same where neither has positions."""
+    """Raise UnsupportedModelError where the two models differ although neither uses its positions."""
     tokens = min(8, positions.num_embeddings // 2)
     like = next(migrated.parameters())
     ids = torch.arange(5, 5 + tokens, device=like.device)[None] % migrated.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -151,20 +161,21 @@ def _check_without_positions(model: nn.Module, positions: nn.Embedding, migrated
     ]
     try:
         with evaluating(model), evaluating(migrated), torch.no_grad():
-            both = (each(input_ids=ids, attention_mask=torch.ones_like(ids)) for each in (model, migrated))
-            expected, computed = (next(iter(outputs.values())).float() for outputs in both)
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            expected = next(iter(model(**inputs).values())).float()
+            computed = next(iter(migrated(**inputs).values())).float()
     finally:
         for hook in hooks:
             hook.remove()
     gap = float((expected - computed).abs().max() / expected.std().clamp(min=1e-30))
     if not gap <= (1e-3 if like.dtype == torch.float32 else 0.2):
         raise UnsupportedModelError(
-            f"{type(model).__name__} does more than RoFormer can: with the positions of both left out, their outputs "
+            f"{type(model).__name__} computes something that RoFormer does not: even without positions, their outputs "
             f"differ by {gap:.1e} standard deviations"
         )
 
 
 def _no_rotation(rows: Tensor) -> Tensor:
-    """Rows [sin | cos] of position 0."""
+    """Return rows [sin | cos] of position 0, in the shape of the given ones."""
     sin, cos = rows.chunk(2, -1)
     return torch.cat((torch.zeros_like(sin), torch.ones_like(cos)), -1)

@@ -1,8 +1,8 @@
-"""`RotaryAttention`, self-attention with RoPE for models written by hand.
+"""`RotaryAttention`: self-attention with RoPE, for models of one's own.
 
 rotary = RotaryEmbedding("yarn", Rotary(dim=64, theta=10000.0, trained_length=4096), factor=8)
 attention = RotaryAttention(512, 8, rotary, num_kv_heads=2, qk_norm=True)
-out = attention(hidden_states)                          # (batch, length, 512) each
+out = attention(hidden_states)                          # both (batch, length, 512)
 cache = KeyValueCache()
 out = attention(hidden_states, cache=cache)             # a prompt, then token by token
 """
@@ -22,13 +22,14 @@ from rope_ext_hf.rotary.standalone import apply_rotary_pos_emb, check_padding_ma
 
 @dataclass
 class KeyValueCache:
-    """Keys and values of one `RotaryAttention` layer, from the tokens read so far.
+    """Keys and values of all tokens that one `RotaryAttention` layer has read.
 
-    Start with `KeyValueCache()`, one for each layer, and give it to every call, which adds its tokens.
+    Start with `KeyValueCache()`, one for each layer, and pass it to every call, which adds its tokens.
 
     Attributes:
-        key, value: (batch, tokens, kv_heads, head_dim). Keys are not rotated yet: all of them are rotated in every
-            call, so that they have one base under a length-dependent method.
+        key: (batch, tokens, kv_heads, head_dim), not rotated: every call rotates all keys, so that they have the same
+            frequencies under a length-dependent method.
+        value: (batch, tokens, kv_heads, head_dim).
         position_ids: (batch, tokens) integers.
         padding_mask: (batch, tokens) bool, False for padding.
     """
@@ -46,7 +47,7 @@ class KeyValueCache:
     def update(
         self, key: Tensor, value: Tensor, position_ids: Tensor, padding_mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Add tokens, in the shapes of the attributes, and return all so far."""
+        """Add tokens, in the shapes of the attributes, and return those of all tokens."""
         if self.key is not None and self.value is not None:
             key, value = torch.cat((self.key, key), 1), torch.cat((self.value, value), 1)
         if self.position_ids is not None and self.padding_mask is not None:
@@ -56,36 +57,36 @@ class KeyValueCache:
         return key, value, position_ids, padding_mask
 
     def next_positions(self) -> Tensor | int:
-        """The position after the last token of each row, (batch, 1); 0 where nothing was read."""
+        """Return the position after the last token of each row, (batch, 1); 0 if nothing was read."""
         if self.position_ids is None or self.padding_mask is None:
             return 0
         return self.position_ids.masked_fill(~self.padding_mask, -1).amax(-1, keepdim=True) + 1
 
 
 class RotaryAttention(nn.Module):
-    """Self-attention with RoPE, grouped queries and QK-norm, as Llama and Qwen3 have it.
-
-    Args:
-        hidden_size: width of the model.
-        num_heads: query heads.
-        rotary: the module that gives cos and sin under any frequency method, in half layout; layers may share it. It
-            may rotate fewer dims than head_dim, the first ones.
-        num_kv_heads: key and value heads, a divisor of num_heads; default: num_heads.
-        head_dim: default: hidden_size / num_heads.
-        qk_norm: normalise every head of queries and keys by an RMSNorm before the rotation (Qwen3).
-        norm_eps: epsilon of those norms.
-        bias: whether the four projections have one.
-        causal: whether a token sees itself and earlier tokens alone; False: all tokens.
+    """Self-attention with RoPE, grouped queries and QK-norm, as in Llama and Qwen3.
 
     Parameters have the names and shapes of transformers' `LlamaAttention` and `Qwen3Attention`, whose state_dict can be
     loaded, and outputs are equal to theirs.
 
-    Raises:
-        ValueError: sizes that do not fit each other.
-        MethodError: a rotary module of another layout, or for more dims than a head has.
-
     Sources: RoFormer (Su et al. 2021, arXiv 2104.09864); grouped queries (Ainslie et al. 2023, arXiv 2305.13245);
     QK-norm (Qwen3, arXiv 2505.09388).
+
+    Args:
+        hidden_size: the width of the model.
+        num_heads: query heads.
+        rotary: the module that returns cos and sin under any frequency method, in half layout; layers may share it. If
+            it rotates fewer dims than `head_dim`, these are the first ones.
+        num_kv_heads: key and value heads, a divisor of `num_heads`; default: `num_heads`.
+        head_dim: dims of a head; default: hidden_size / num_heads.
+        qk_norm: whether every head of queries and keys is normalised by an RMSNorm before the rotation, as in Qwen3.
+        norm_eps: the epsilon of these norms.
+        bias: whether the four projections have a bias.
+        causal: True: a token sees itself and earlier tokens; False: it sees all tokens.
+
+    Raises:
+        ValueError: sizes do not fit each other.
+        MethodError: the rotary module has another layout, or is for more dims than a head has.
     """
 
     def __init__(
@@ -108,13 +109,13 @@ class RotaryAttention(nn.Module):
         if head_dim is None:
             if hidden_size % num_heads:
                 raise ValueError(
-                    f"hidden_size = {hidden_size} is no multiple of num_heads = {num_heads}: give head_dim"
+                    f"hidden_size = {hidden_size} is not a multiple of num_heads = {num_heads}: give head_dim"
                 )
             head_dim = hidden_size // num_heads
         if rotary.layout != "half":
             raise MethodError(f"rotary must have layout='half', got {rotary.layout!r}")
         if rotary.rotary.dim > head_dim:
-            raise MethodError(f"rotary is for {rotary.rotary.dim} dims, and a head has {head_dim}")
+            raise MethodError(f"rotary is for {rotary.rotary.dim} dims, but a head has only {head_dim}")
         self.hidden_size = hidden_size
         self.head_dim = head_dim
         self.causal = causal
@@ -134,20 +135,20 @@ class RotaryAttention(nn.Module):
         padding_mask: Tensor | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """Attend over these tokens and those in the cache.
+        """Compute the attention of these tokens to themselves and to the tokens in the cache.
 
         Args:
-            hidden_states: (batch, length, hidden_size).
-            position_ids: (batch or 1, length) integers; default: each row counts its tokens, padding left out, and
-                goes on where the cache ends. A row is one input.
-            padding_mask: (batch, length) bool, False for padding, which no other token sees; default: none.
-            cache: the tokens before these, in causal attention; updated.
+            hidden_states: (batch, length, hidden_size); a row is one input.
+            position_ids: (batch or 1, length) integers; default: the tokens of each row are counted without padding,
+                from the end of the cache on.
+            padding_mask: (batch, length) bool, False for padding, which no other token sees; default: no padding.
+            cache: the earlier tokens, in causal attention; it is updated.
 
         Returns:
-            (batch, length, hidden_size) in the dtype of hidden_states. That of padding has no meaning.
+            (batch, length, hidden_size) in the dtype of `hidden_states`; the output of padding is undefined.
 
         Raises:
-            ValueError: shapes that do not fit each other, or a cache in full attention.
+            ValueError: shapes do not fit each other, or a cache is given in full attention.
         """
         if hidden_states.ndim != 3 or hidden_states.shape[-1] != self.hidden_size:
             raise ValueError(
@@ -160,15 +161,15 @@ class RotaryAttention(nn.Module):
             )
         check_padding_mask(padding_mask, batch, length)
         if cache is not None and not self.causal:
-            raise ValueError("a cache holds the tokens before these, and full attention needs those after, too")
+            raise ValueError("a cache holds only earlier tokens, and full attention needs later ones, too; give none")
         if cache is not None and cache.key is not None and cache.key.shape[0] != batch:
-            raise ValueError(f"the cache holds {cache.key.shape[0]} rows, and hidden_states {batch}")
+            raise ValueError(f"the cache holds {cache.key.shape[0]} rows, but hidden_states has {batch}")
         heads = (batch, length, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(heads))
         key = self.k_norm(self.k_proj(hidden_states).view(heads))
         value = self.v_proj(hidden_states).view(heads)
 
-        whole = padding_mask is None and cache is None  # nothing but these tokens: the causal mask is a plain one
+        plain = padding_mask is None and cache is None  # these tokens alone: torch's own causal mask fits
         if padding_mask is None:
             padding_mask = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
         if position_ids is None:
@@ -188,17 +189,19 @@ class RotaryAttention(nn.Module):
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            attn_mask=None if whole else self._mask(padding_mask, length),
-            is_causal=whole and self.causal,
+            attn_mask=None if plain else self._mask(padding_mask, length),
+            is_causal=plain and self.causal,
             enable_gqa=query.shape[2] != key.shape[2],
         )
         mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return mixed
 
     def _mask(self, padding_mask: Tensor, length: int) -> Tensor:
-        """True where one of the last `length` tokens sees a key, (batch, 1, length, keys)."""
+        """Return a mask that is True where one of the last `length` tokens sees a key: (batch, 1, length, keys)."""
         keys = padding_mask.shape[1]
         index = torch.arange(keys, device=padding_mask.device)
         query = index[keys - length :, None]
-        seen = padding_mask[:, None, :] | (index == query)  # padding sees itself: no softmax over nothing
-        return (seen & (index <= query) if self.causal else seen)[:, None]
+        seen = padding_mask[:, None, :] | (index == query)  # padding sees itself, so that no softmax is empty
+        if self.causal:
+            seen = seen & (index <= query)
+        return seen[:, None]

@@ -1,11 +1,11 @@
-"""Score biases beside RoPE: a number for each distance and head, added to the score of a query and a key.
+"""Score biases beside RoPE: a number that is added to the score of a query and a key, by their distance and the head.
 
     >>> ALiBi(start=4096).bias(torch.tensor([0.0, 2.0]), heads=8)[0]
     tensor([[-0., -1.]])
 
-Rotations stay as they are, also those of far keys; the bias takes weight from them. A model that was trained without
-the bias keeps what it can do up to `start`, where the bias begins. Biases whose numbers are learned are modules (see
-`rope_ext_hf.tools.modules.hybrids`), because a model must be trained with them.
+Rotations are unchanged; the bias takes weight from far keys. A model that was trained without the bias keeps its
+quality up to `start`, where the bias begins. Biases with learned numbers are modules, because a model must be trained
+with them: see `rope_ext_hf.tools.modules.hybrids`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
@@ -25,10 +25,10 @@ from rope_ext_hf.methods.remapping import RemappingMethod, ScoreBias
 
 
 def alibi_slopes(heads: int) -> list[float]:
-    """The slope of each head (Press et al. 2022, arXiv 2108.12409, sec. 3): 2^(-8 h / heads), h = 1 ... heads.
+    """Return the slope of each head: 2^(-8 h / heads) for h = 1 ... heads.
 
-    Where `heads` is not a power of two, as the authors' code has it: the slopes of the power of two below, then every
-    other slope of the power of two above.
+    As in Press et al. 2022 (arXiv 2108.12409, sec. 3). Where `heads` is not a power of two, the slopes are those of the
+    next smaller power of two, followed by every other slope of the next larger one, as in the authors' code.
     """
     below = 2 ** int(math.log2(heads))
     slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
@@ -38,10 +38,11 @@ def alibi_slopes(heads: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class _ScoreBias(RemappingMethod):
-    """Base of the methods that leave positions as they are and add a bias to the scores of far keys.
+    """Base of the methods that keep positions and add a bias to the scores of far keys.
 
-    `start`: the distance in tokens from which on distances count; 0: all do, as in a model trained with the bias.
-    Default: `max_distance`, so that inputs up to there stay as they are.
+    Args:
+        start: the distance in tokens at which the bias begins. 0: it applies to all distances, as in a model that was
+            trained with it. Default: `max_distance`, so that inputs up to that length are unchanged.
     """
 
     default_temperature = "none"  # a bias already keeps the number of keys that matter from growing
@@ -57,16 +58,17 @@ class _ScoreBias(RemappingMethod):
 
     @abstractmethod
     def bias(self, distance: Tensor, heads: int) -> Tensor:
-        """The addition to scores, 0 at distance 0.
+        """Return the bias of scores, which is 0 at distance 0.
 
         Args:
             distance: tokens beyond `start`, (rows or 1, 1, queries, keys) float32, at least 0.
+            heads: query heads.
 
         Returns:
-            (rows or 1, heads, queries, keys) float32, or one shape that broadcasts to it.
+            (rows or 1, heads, queries, keys) float32, or a shape that broadcasts to it.
 
         Raises:
-            MethodError: parameters for another number of heads.
+            MethodError: the method has parameters for another number of heads.
         """
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
@@ -86,7 +88,7 @@ class _ScoreBias(RemappingMethod):
 
     @property
     def note(self) -> str:
-        return f"Scores of keys more than {self.start:,} tokens back get a bias; rotations stay as they are."
+        return f"Scores of keys more than {self.start:,} tokens back get a bias; rotations are unchanged."
 
     @property
     def exact_length(self) -> int:
@@ -99,12 +101,16 @@ class _ScoreBias(RemappingMethod):
 class ALiBi(_ScoreBias):
     """ALiBi beside RoPE (Press et al. 2022, arXiv 2108.12409): scores fall linearly beyond `start`, a slope per head.
 
-    `strength`: the factor of the slopes of the paper.
+    Args:
+        start: the distance in tokens at which the bias begins; default: `max_distance`.
+        strength: the factor of the paper's slopes.
     """
 
-    above_zero = ("strength",)
-
     strength: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_above_zero("strength")
 
     def bias(self, distance: Tensor, heads: int) -> Tensor:
         slopes = torch.tensor(alibi_slopes(heads), dtype=torch.float32, device=distance.device)
@@ -116,19 +122,23 @@ class ALiBi(_ScoreBias):
 class Kerple(_ScoreBias):
     """KERPLE beside RoPE (Chi et al. 2022, arXiv 2205.09921): scores fall with the log or a power of the distance.
 
-    With d tokens beyond `start`: -r1 ln(1 + r2 d) for `kernel="log"`, -r1 d^r2 for `kernel="power"`, where
-    0 < r2 <= 2. `r1`, `r2`: one number for all heads, or one for each.
+    With d tokens beyond `start`, the bias is -r1 ln(1 + r2 d) for `kernel="log"`, and -r1 d^r2 for `kernel="power"`.
+
+    Args:
+        start: the distance in tokens at which the bias begins; default: `max_distance`.
+        kernel: "log" or "power".
+        r1: a positive number for all heads, or one for each.
+        r2: the same, at most 2 for the power kernel.
     """
 
-    choices: ClassVar = RemappingMethod.choices | {"kernel": ("log", "power")}
-
-    kernel: str = "log"
+    kernel: Literal["log", "power"] = "log"
     r1: tuple[float, ...] = (1.0,)
     r2: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
         for name in ("r1", "r2"):
-            if is_number(value := getattr(self, name)):
+            value = getattr(self, name)
+            if is_number(value):
                 object.__setattr__(self, name, (float(value),))
         super().__post_init__()
         for name in ("r1", "r2"):

@@ -1,1 +1,1 @@
-"""Plug-ins that engines load."""
+"""Plug-ins that serving engines load: vLLM and SGLang."""

@@ -1,6 +1,6 @@
-"""A plug-in of SGLang: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config (tables.py).
+"""A plug-in of SGLang for RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config; see `tables`.
 
-SGLang calls `register`, its entry point `sglang.srt.plugins`, in each of its processes before it builds a model.
+SGLang calls `register` in each of its processes before it builds a model, by the entry point `sglang.srt.plugins`.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE
-from rope_ext_hf.tools.plugins.tables import build_rotary, for_transformers, taken_over
+from rope_ext_hf.tools.plugins.tables import build_rotary, for_transformers, own_get_rope
 
-FACTORY = "sglang.srt.layers.rotary_embedding.factory"
+FACTORY = "sglang.srt.layers.rotary_embedding.factory"  # SGLang's module that builds rotary embeddings
 
 
 def register() -> None:
@@ -19,12 +19,12 @@ def register() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for name in ("get_rope", "get_rope_cpu"):
-        HookRegistry.register(f"{FACTORY}.{name}", taken_over("rope_scaling", _build), HookType.AROUND)
-    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # SGLang's Gemma 3 takes its frequencies from there
+        HookRegistry.register(f"{FACTORY}.{name}", own_get_rope("rope_scaling", _build), HookType.AROUND)
+    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # SGLang's Gemma 3 takes its frequencies from this table
 
 
 def _build(arguments: dict[str, Any], settings: dict[str, Any]) -> Any:
     from sglang.srt.layers import rotary_embedding
 
-    part = min(arguments["partial_rotary_factor"], 1.0)
-    return build_rotary(rotary_embedding, arguments, settings, int(arguments["rotary_dim"] * part))
+    share = min(arguments["partial_rotary_factor"], 1.0)
+    return build_rotary(rotary_embedding, arguments, settings, int(arguments["rotary_dim"] * share))

@@ -1,11 +1,11 @@
-"""Common ground of the plug-ins of vLLM and SGLang: the rope settings that they read, and the tables that they build.
+"""Functions that the plug-ins of vLLM and SGLang share: they read rope settings and build tables of cos and sin.
 
-The rope settings hold the frequencies themselves:
+The rope settings contain the frequencies themselves:
 
     {"rope_type": "rope_ext_hf", "rope_theta": 10000.0, "inv_freq": "[1.0, 0.5, ...]", "attention_factor": 1.1}
 
-`inv_freq` is text, because engines keep tables in dicts whose keys are the settings. There is no `factor`: they would
-multiply the model's length by it. Settings without `inv_freq` go to the engine's own function, untouched.
+`inv_freq` is a string, because engines use settings as keys of dicts. There is no `factor`, because engines would
+multiply the model's length by it. Settings without `inv_freq` are passed to the engine's own function unchanged.
 """
 
 from __future__ import annotations
@@ -20,70 +20,92 @@ from torch import Tensor
 
 from rope_ext_hf.tools.engines.keys import REMAPPING_KEY, plugin_frequencies, plugin_settings
 
-_BLOCK = 65536  # positions whose angles are computed at a time, in float64
+_BLOCK = 65536  # positions whose float64 angles are computed at a time
 
 
-def taken_over(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
-    """A function to put around an engine's `get_rope`: called with the engine's own and the arguments given to it.
+def own_get_rope(settings_name: str, build: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Callable[..., Any]:
+    """Return a function to put around an engine's `get_rope`.
 
-    `build` makes the rotary module of all arguments and the rope settings among them, once for equal arguments.
+    It is called with the engine's `get_rope` and its arguments, and builds the rotary module itself where the rope
+    settings are those of the plug-in, once for equal arguments.
+
+    Args:
+        settings_name: the name of the argument that holds the rope settings.
+        build: makes the rotary module from all arguments by name and the rope settings.
     """
-    tables: dict[tuple[Any, ...], Any] = {}
+    modules: dict[tuple[Any, ...], Any] = {}
 
     def get_rope(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(stock).bind(*args, **kwargs)
-        given.apply_defaults()
-        settings = plugin_settings(given.arguments.get(settings_name) or {})
+        bound = inspect.signature(stock).bind(*args, **kwargs)
+        bound.apply_defaults()
+        settings = plugin_settings(bound.arguments.get(settings_name) or {})
         if settings is None:
             return stock(*args, **kwargs)
-        # A module without a dtype of its own gets the default, which is that of the model being built.
-        key = (torch.get_default_dtype(), json.dumps(given.arguments, sort_keys=True, default=str))
-        if key not in tables or _freed(tables[key]):
-            tables[key] = build(given.arguments, settings)
-        return tables[key]
+        # A module whose dtype is not given gets torch's default, which is that of the model being built.
+        key = (torch.get_default_dtype(), json.dumps(bound.arguments, sort_keys=True, default=str))
+        if key not in modules or _is_freed(modules[key]):
+            modules[key] = build(bound.arguments, settings)
+        return modules[key]
 
     return get_rope
 
 
-def _freed(module: Any) -> bool:
-    """Whether a module has lost its table: SGLang frees those of a model that it unloads, and of one built on meta."""
+def _is_freed(module: Any) -> bool:
+    """Return True if a module has lost its table, as SGLang frees those of a model that it unloads or built on meta."""
     table = module.cos_sin_cache
     empty = table.is_meta or table.untyped_storage().nbytes() == 0
     return bool(empty and torch.get_default_device().type != "meta")
 
 
 def build_rotary(engine: Any, arguments: Mapping[str, Any], settings: dict[str, Any], rotary_dim: int) -> Any:
-    """The rotary module for these settings, of a class of `engine`, its package; `arguments` are of its `get_rope`."""
+    """Build a rotary module for the settings of the plug-in.
+
+    Args:
+        engine: the engine's package of rotary classes; the module's class is a subclass of one of them.
+        arguments: the arguments of the engine's `get_rope`, by name.
+        settings: the rope settings.
+        rotary_dim: rotated dims of a head.
+
+    Raises:
+        ValueError: the settings have frequencies for another number of dims, or a remapping method.
+    """
     _refuse_remapping(settings)
     frequencies, factor = plugin_frequencies(settings)
     if 2 * len(frequencies) != rotary_dim:
         raise ValueError(
-            f"the rope settings of this config have {len(frequencies)} frequencies, and the model rotates "
-            f"{rotary_dim} dims in pairs; write the config anew with rope-ext serve-config"
+            f"the rope settings of this config have {len(frequencies)} frequencies, but the model rotates {rotary_dim} "
+            "dims in pairs; write the config anew with rope-ext serve-config"
         )
-    several_axes = "mrope_section" in settings
-    base: type[Any] = engine.MRotaryEmbedding if several_axes else engine.RotaryEmbedding
-    held = {
+    has_axes = "mrope_section" in settings
+    base: type[Any] = engine.MRotaryEmbedding if has_axes else engine.RotaryEmbedding
+    attributes = {
         "frequencies": torch.tensor(frequencies, dtype=torch.float64, device="cpu"),
         "magnitude": factor,
     }
-    cls = type(f"RopeExt{base.__name__}", (_Table, base), held)
-    known = inspect.signature(base.__init__).parameters
-    axes = {name: settings[name] for name in known if name.startswith("mrope") and name in settings}
-    if "positions_factor" in known and (times := arguments.get("mrope_positions_factor")) is not None:
-        axes["positions_factor"] = times
-    theta, dtype = settings.get("rope_theta", 10000.0), arguments.get("dtype") or torch.get_default_dtype()
-    head_size, most, half = (arguments[name] for name in ("head_size", "max_position", "is_neox_style"))
-    return cls(head_size, rotary_dim, most, theta, half, dtype, **axes)
+    cls = type(f"RopeExt{base.__name__}", (_Table, base), attributes)
+    parameters = inspect.signature(base.__init__).parameters
+    axes = {name: settings[name] for name in parameters if name.startswith("mrope") and name in settings}
+    positions_factor = arguments.get("mrope_positions_factor")
+    if "positions_factor" in parameters and positions_factor is not None:
+        axes["positions_factor"] = positions_factor
+    return cls(
+        arguments["head_size"],
+        rotary_dim,
+        arguments["max_position"],
+        settings.get("rope_theta", 10000.0),
+        arguments["is_neox_style"],
+        arguments.get("dtype") or torch.get_default_dtype(),
+        **axes,
+    )
 
 
 class _Table:
-    """Methods by which a rotary class of an engine computes other frequencies and another table than its own."""
+    """A mix-in that gives a rotary class of an engine other frequencies and another table than its own."""
 
     frequencies: Tensor  # (pairs,) float64, radians per position
-    magnitude: float  # the number that cos and sin are multiplied by
-    cos_sin_cache: Tensor  # of the engine's class, as the length below
-    max_position_embeddings: int
+    magnitude: float  # the factor of cos and sin
+    cos_sin_cache: Tensor  # the table, an attribute of the engine's class
+    max_position_embeddings: int  # an attribute of the engine's class
 
     def _compute_inv_freq(self, base: float) -> Tensor:
         return self.frequencies.float()
@@ -92,14 +114,14 @@ class _Table:
         return self._rows(0, int(getattr(self, "cache_max_position_num", self.max_position_embeddings)))
 
     def _ensure_cos_sin_cache_length(self, position: int) -> None:
-        """Have a row for a position that lies beyond the table; SGLang calls it for inputs longer than announced."""
+        """Extend the table up to a position; SGLang calls this for inputs that are longer than it was started for."""
         table = self.cos_sin_cache
         if position >= len(table):
             more = self._rows(len(table), (position // _BLOCK + 1) * _BLOCK)
             self.cos_sin_cache = torch.cat((table, more.to(table.device, table.dtype)))
 
     def _rows(self, start: int, end: int) -> Tensor:
-        """cos and sin of positions, (positions, rotary_dim) float32, from float64 angles: rounded once."""
+        """Return cos and sin of positions, (positions, rotary_dim) float32, rounded once from float64 angles."""
         parts = []
         for first in range(start, end, _BLOCK):
             positions = torch.arange(first, min(first + _BLOCK, end), dtype=torch.float64, device="cpu")
@@ -109,19 +131,19 @@ class _Table:
 
 
 def _refuse_remapping(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError for rope settings with a remapping method, which an earlier version of the plug-in ran."""
+    """Raise ValueError for rope settings with a remapping method, which only an earlier version of the plug-in ran."""
     if REMAPPING_KEY in settings:
         raise ValueError(
-            f"the rope settings of this config have a {REMAPPING_KEY!r} method, which the plug-in of vLLM was able to "
-            "run up to version 0.1.0 of rope-ext-hf; choose a static method, and write the config anew with rope-ext "
+            f"the rope settings of this config have a {REMAPPING_KEY!r} method, which only the vLLM plug-in of "
+            "rope-ext-hf 0.1.0 and earlier could run; choose a static method, and write the config anew with rope-ext "
             "serve-config"
         )
 
 
 def for_transformers(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[Tensor, float]:
-    """Frequencies, (pairs,) float32, and magnitude, as the functions of transformers' ROPE_INIT_FUNCTIONS return them.
+    """Return inverse frequencies, (pairs,) float32, and the attention factor, as a function of `ROPE_INIT_FUNCTIONS`.
 
-    Engines run some models by the classes of transformers, or with their frequencies.
+    Engines run some models with transformers' classes, or take the frequencies from that table.
     """
     _refuse_remapping(config.rope_parameters)
     inv_freq, attention_factor = plugin_frequencies(config.rope_parameters)

@@ -1,7 +1,7 @@
-"""A plug-in of vLLM: RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config (tables.py).
+"""A plug-in of vLLM for RoPE with any frequencies, by the rope type "rope_ext_hf" in a model's config; see `tables`.
 
-vLLM calls `register`, its entry point `vllm.general_plugins`, in each of its processes before it builds a model. Every
-rotary module that vLLM builds is compared with the fingerprint that `save_pretrained` left in the model's config.
+vLLM calls `register` in each of its processes before it builds a model, by the entry point `vllm.general_plugins`.
+Every rotary module that vLLM builds is compared with the fingerprint that `save_pretrained` left in the model's config.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from rope_ext_hf.patches.config import PATCH_KEY
 from rope_ext_hf.patches.fingerprint import table_differences
+from rope_ext_hf.patches.patch_records import PATCH_KEY
 from rope_ext_hf.tools.engines.keys import PLUGIN_TYPE
-from rope_ext_hf.tools.plugins.tables import build_rotary, for_transformers, taken_over
+from rope_ext_hf.tools.plugins.tables import build_rotary, for_transformers, own_get_rope
 
 
 def register() -> None:
@@ -23,29 +23,29 @@ def register() -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from vllm.model_executor.layers import rotary_embedding
 
-    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # vLLM runs some models by the classes of transformers
+    ROPE_INIT_FUNCTIONS[PLUGIN_TYPE] = for_transformers  # vLLM runs some models with transformers' classes
     stock = rotary_embedding.get_rope
     if getattr(stock, PLUGIN_TYPE, False):
         return
-    wrapped = functools.wraps(stock)(_compared(functools.partial(taken_over("rope_parameters", _build), stock)))
+    wrapped = functools.wraps(stock)(_compared(functools.partial(own_get_rope("rope_parameters", _build), stock)))
     setattr(wrapped, PLUGIN_TYPE, True)
     for module in [module for name, module in sys.modules.items() if name.startswith("vllm.")]:
-        if getattr(module, "get_rope", None) is stock:  # models that were imported before
+        if getattr(module, "get_rope", None) is stock:  # a model's module that was imported earlier
             module.get_rope = wrapped  # type: ignore[attr-defined]
 
 
 def _compared(get_rope: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a warning where a module rotates otherwise than the model in the folder did when it was saved.
+    """Return `get_rope` with a warning where a module rotates otherwise than the model did when it was saved.
 
-    A warning and no error: options of the server may ask for another scaling than the folder has.
+    It is not an error, since options of the server may set another scaling than the folder has.
     """
     warned: set[str] = set()
 
     def compared(*args: Any, **kwargs: Any) -> Any:
         from vllm import config
 
-        module, present = get_rope(*args, **kwargs), config.get_current_vllm_config_or_none()
-        text_config = getattr(getattr(present, "model_config", None), "hf_text_config", None)
+        module, vllm_config = get_rope(*args, **kwargs), config.get_current_vllm_config_or_none()
+        text_config = getattr(getattr(vllm_config, "model_config", None), "hf_text_config", None)
         record = getattr(text_config, PATCH_KEY, None)
         table = getattr(module, "cos_sin_cache", None)  # cos, then sin, (positions, rotary_dim)
         if isinstance(record, dict) and table is not None and not table.is_meta and len(table) > 1:

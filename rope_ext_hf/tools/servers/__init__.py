@@ -1,4 +1,4 @@
-"""Checks of running servers: against the model that was measured, or against an earlier record.
+"""Checks of a running server: against the model that was measured, or against an earlier record of its answers.
 
 from rope_ext_hf.tools.servers import check_server
 """
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rope_ext_hf.tools.servers.answers import BaselineReport as BaselineReport
     from rope_ext_hf.tools.servers.answers import compare_server as compare_server
     from rope_ext_hf.tools.servers.answers import record_server as record_server
-    from rope_ext_hf.tools.servers.checking import ServerReport as ServerReport
     from rope_ext_hf.tools.servers.checking import check_server as check_server
+    from rope_ext_hf.tools.servers.server_report import ServerReport as ServerReport
 
 __all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -1,7 +1,7 @@
-"""Clients that ask servers for log-probabilities: vLLM, SGLang, llama.cpp, and OpenAI's completions.
+"""Clients that ask servers for log-probabilities: vLLM, SGLang, llama.cpp, and OpenAI's completions API.
 
-Only the address given is asked: a redirect is an error, and no proxy is used. An API key is taken from the variable
-ROPE_EXT_API_KEY.
+No request goes to any other than the given address: a redirect is an error, and no proxy is used. An API key is taken
+from the environment variable ROPE_EXT_API_KEY.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any, ClassVar, NamedTuple
 
 from rope_ext_hf.errors import ServingError, duration, one_line, short
@@ -29,131 +28,170 @@ from rope_ext_hf.tools.engines.sglang import SGLang
 from rope_ext_hf.tools.engines.vllm import VLLM
 
 _COMPARED = 128  # tokens at the end of a prompt whose log-probabilities are asked for
-_CUTS, _CUTS_ANEW, _NEXT = 8, 2, 16  # prompts, each a token longer, and likely next tokens of each, of llama.cpp
-_WHOLE = [["a", 100]]
-"""A token to generate: with a piece of a character llama.cpp gives no log-probabilities. Those given are unbiased."""
-_MOST_BYTES, BYTES_PER_BYTE, _BYTES_PER_VALUE = 10_000_000, 200, 8
-"""Of an answer; more for each byte of the question, as vLLM gives about 110 per token of a prompt; and what a value
-of JSON must have on average: in memory it takes up to 200, in the text as few as two."""
-_PROBE_SECONDS, _PART = 30.0, 1 << 20
-_LONG = 200  # characters of what is kept whole of what a server states
-_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)  # an answer of another form
+_CUTS, _CUTS_ANEW = 8, 2  # prefixes of a prompt, each one token longer, that llama.cpp is asked about
+_NEXT = 16  # likely next tokens that llama.cpp returns for each
+_BIAS_TO_WHOLE_CHARACTER = [["a", 100]]
+"""A bias towards a token that is a whole character.
+
+Where the generated token is a piece of a character, llama.cpp returns no log-probabilities. The returned ones are those
+without the bias.
+"""
+_MOST_BYTES = 10_000_000  # of an answer to an empty question
+BYTES_PER_BYTE = 200  # further bytes of an answer for each byte of the question; vLLM needs about 110 per prompt token
+_BYTES_PER_VALUE = 8  # least mean size of a JSON value; its text may have 2 bytes where it takes 200 in memory
+_PROBE_SECONDS = 30.0  # time limit of finding out which program a server runs
+_READ_BYTES = 1 << 20  # at a time
+_LONG = 200  # characters of a stated fact; longer ones are kept as a digest
+_UNREADABLE = (KeyError, IndexError, TypeError, ValueError, OverflowError)  # raised by an answer of another form
 
 
 class Answer(NamedTuple):
-    """The log-probability, in nats, of a token, given those of the prompt before a position."""
+    """The log-probability of a token, given the prompt's tokens before a position."""
 
     position: int
     token: int
-    logprob: float
+    logprob: float  # in nats
 
 
 @dataclass
 class Client(ABC):
-    """A server of one kind."""
+    """A client of a server that runs one program.
 
-    program: ClassVar[str]  # its name
+    Attributes:
+        program: the program's name.
+        probes: paths, of which at least one returns a JSON object on a server of this program, and on no program whose
+            client comes after it in `_CLIENTS`.
+        path: the path that answers about prompts.
+        facts: the facts that a server states about itself: by path, the place of each named fact in the JSON.
+        url: the server's address.
+        served_name: the name of the model on the server; None: not known yet.
+        seconds: the time limit of one answer.
+        version: the program's version as the server states it; empty: it does not.
+        anew: whether each prompt is computed without what the server has cached of earlier ones. With a cache, sums run
+            in another order.
+    """
+
+    program: ClassVar[str]
     probes: ClassVar[tuple[str, ...]]
-    """Paths of which one answers with a JSON object on a server of this kind, and on no kind after it."""
     path: ClassVar[str] = "/v1/completions"
     facts: ClassVar[dict[str, dict[str, str]]] = {"/v1/models": {"length": "data.0.max_model_len"}}
-    """What a server states of itself: by path, where in the JSON each name stands."""
     url: str
-    served_name: str | None  # of the model there; None: not asked yet
-    seconds: float  # that an answer may take
-    version: str  # as the server states it; empty: it does not
-    anew: bool = False  # compute each prompt anew: from what is cached of another one, sums run in another order
+    served_name: str | None
+    seconds: float
+    version: str
+    anew: bool = False
 
     @property
     def title(self) -> str:
+        """The program with its version."""
         return f"{self.program} {self.version}".strip()
 
     def prompts(self, ids: Sequence[int]) -> list[Sequence[int]]:
-        """The prompts to ask about in place of one."""
+        """Return the prompts to send in place of one."""
         return [ids]
 
     @abstractmethod
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        """The JSON to post."""
+        """Return the JSON to post about a prompt."""
 
     @abstractmethod
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        """The log-probabilities in an answer; an error of `_UNREADABLE` where it has none."""
+        """Return the log-probabilities in an answer; raise an error of `_UNREADABLE` where it has none."""
 
     def answers(self, ids: Sequence[int]) -> list[Answer]:
-        """Finite log-probabilities of a prompt's last tokens, or of those that may follow it; ServingError: none."""
-        given: list[Answer] = []
+        """Return finite log-probabilities of a prompt's last tokens, or of tokens that may follow it.
+
+        Raises:
+            ServingError: the server does not answer, or returns none.
+        """
+        answers: list[Answer] = []
         for prompt in self.prompts(ids):
-            answer = _ask(self.url, self.path, self.question(prompt), self.seconds)
+            reply = _ask(self.url, self.path, self.question(prompt), self.seconds)
             try:
-                given += self.read(answer, prompt)
+                answers += self.read(reply, prompt)
             except _UNREADABLE as error:
-                words = short(json.dumps(answer), 200)
+                words = short(json.dumps(reply), 200)
                 raise ServingError(
-                    f"{self.title} at {self.url} gives no log-probabilities of a prompt: {words}"
+                    f"{self.title} at {self.url} returns no log-probabilities of a prompt: {words}"
                 ) from error
-        if wrong := [each for each in given if not math.isfinite(each.logprob)]:
-            raise ServingError(
-                f"{self.title} at {self.url} gives the log-probability {wrong[0].logprob} for token {wrong[0].token} "
-                f"at position {wrong[0].position}"
-            )
-        return given
+        for answer in answers:
+            if not math.isfinite(answer.logprob):
+                raise ServingError(
+                    f"{self.title} at {self.url} returns the log-probability {answer.logprob} for token {answer.token} "
+                    f"at position {answer.position}"
+                )
+        return answers
 
     def tokens(self, text: str, special: bool) -> list[int]:
-        """The server's tokens of a text, if `special` with those that it puts around each; ServingError: none."""
+        """Return the server's tokens of a text, with the special tokens that it adds if `special`.
+
+        Raises:
+            ServingError: the server returns none.
+        """
         try:
-            answer = _ask(self.url, "/tokenize", self.tokenizing(text, special), self.seconds)
-            return [int(token) for token in answer["tokens"]]
+            reply = _ask(self.url, "/tokenize", self.tokenizing(text, special), self.seconds)
+            return [int(token) for token in reply["tokens"]]
         except (ServingError, *_UNREADABLE) as error:
-            message = f"{self.title} gives no tokens of a text: give the model it serves, for its tokenizer"
-            raise ServingError(message) from error
+            raise ServingError(
+                f"{self.title} returns no tokens for a text: give the model that it serves, so that its tokenizer is "
+                "used here"
+            ) from error
 
     def tokenizing(self, text: str, special: bool) -> dict[str, Any]:
-        """The JSON that asks for the tokens of a text."""
+        """Return the JSON that asks for the tokens of a text."""
         return {"prompt": text, "add_special_tokens": special}
 
     def stated(self) -> dict[str, Any]:
-        """What the server states of itself, its version among it; a long text as its digest."""
-        known: dict[str, Any] = {"version": self.title}
+        """Return the facts that the server states about itself, with its version; a long text as its digest."""
+        stated: dict[str, Any] = {"version": self.title}
         for path, places in self.facts.items():
-            with contextlib.suppress(ServingError):
-                answer = _ask(self.url, path, None, self.seconds)
+            with contextlib.suppress(ServingError):  # a server need not have this path
+                reply = _ask(self.url, path, None, self.seconds)
                 for name, place in places.items():
                     with contextlib.suppress(*_UNREADABLE):
-                        value = reduce(
-                            lambda part, key: part[int(key) if key.isdigit() else key], place.split("."), answer
-                        )
-                        known[name] = value if len(str(value)) < _LONG else json_digest(value)
-        return known
+                        value = _at_place(reply, place)
+                        stated[name] = value if len(str(value)) < _LONG else json_digest(value)
+        return stated
 
     def model(self) -> str:
-        """The name of the model on the server."""
+        """Return the name of the model on the server; by default the first one that it lists."""
         if self.served_name is None:
-            listed = _ask(self.url, "/v1/models", None, self.seconds)
+            reply = _ask(self.url, "/v1/models", None, self.seconds)
             try:
-                self.served_name = str(listed["data"][0]["id"])
+                self.served_name = str(reply["data"][0]["id"])
             except _UNREADABLE as error:
-                raise ServingError(f"{self.url} lists no models at /v1/models; state the name of the model") from error
+                raise ServingError(
+                    f"{self.url} lists no models at /v1/models; give the model's name with --served-name"
+                ) from error
         return self.served_name
 
 
+def _at_place(reply: Any, place: str) -> Any:
+    """Return the value at a place of a JSON reply, such as "data.0.id"."""
+    for key in place.split("."):
+        reply = reply[int(key) if key.isdigit() else key]
+    return reply
+
+
 class VLLMClient(Client):
-    """vLLM: log-probabilities of every token of the prompt."""
+    """A client of vLLM, which returns the log-probability of every token of a prompt."""
 
     program, probes = VLLM.title, ("/version",)
     facts: ClassVar = {"/v1/models": {"length": "data.0.max_model_len", "folder": "data.0.root"}}
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-        return {"model": self.model(), "prompt": list(ids)} | asked
+        return {"model": self.model(), "prompt": list(ids), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        listed = answer["choices"][0]["prompt_logprobs"][-len(ids) :]  # tokens before the prompt, if any, come first
+        # Tokens that the server puts before the prompt come first.
+        logprobs = answer["choices"][0]["prompt_logprobs"][-len(ids) :]
         start = max(1, len(ids) - _COMPARED)
-        return [Answer(at, ids[at], float(listed[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
+        return [Answer(at, ids[at], float(logprobs[at][str(ids[at])]["logprob"])) for at in range(start, len(ids))]
 
 
 class _SGLangClient(Client):
+    """A client of SGLang, which returns the log-probability of every token of a prompt from a position on."""
+
     program, probes = SGLang.title, ("/model_info", "/get_model_info")  # the second is deprecated
     path = "/generate"
     facts: ClassVar = {
@@ -165,20 +203,27 @@ class _SGLangClient(Client):
     }  # fmt: skip
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"return_logprob": True, "logprob_start_len": max(1, len(ids) - _COMPARED) - 1}
-        return {"input_ids": list(ids), "sampling_params": {"max_new_tokens": 1, "temperature": 0}} | asked
+        return {
+            "input_ids": list(ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": max(1, len(ids) - _COMPARED) - 1,
+        }
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
         start = max(1, len(ids) - _COMPARED)
-        listed = [entry for entry in answer["meta_info"]["input_token_logprobs"] if entry[0] is not None]
-        listed = listed[-(len(ids) - start) :]
-        if [entry[1] for entry in listed] != list(ids[start:]):
+        entries = [entry for entry in answer["meta_info"]["input_token_logprobs"] if entry[0] is not None]
+        entries = entries[-(len(ids) - start) :]
+        if [entry[1] for entry in entries] != list(ids[start:]):
             raise ValueError("other tokens")
-        return [Answer(start + i, ids[start + i], float(entry[0])) for i, entry in enumerate(listed)]
+        return [Answer(start + index, entry[1], float(entry[0])) for index, entry in enumerate(entries)]
 
 
 class _LlamaCppClient(Client):
-    """It gives no log-probabilities of a prompt, but those of the likely next tokens after the last few prefixes."""
+    """A client of llama.cpp, which returns log-probabilities of likely next tokens, and none of a prompt's own tokens.
+
+    So it is asked about the last few prefixes of a prompt.
+    """
 
     program, probes = LlamaCpp.name, ("/props",)
     path = "/completion"
@@ -198,91 +243,133 @@ class _LlamaCppClient(Client):
         return [ids[:stop] for stop in range(max(1, len(ids) - cuts + 1), len(ids) + 1)]
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"n_predict": 1, "n_probs": _NEXT, "temperature": 0, "logit_bias": _WHOLE}
-        return {"prompt": list(ids), "cache_prompt": not self.anew, "post_sampling_probs": False} | asked
+        return {
+            "prompt": list(ids),
+            "cache_prompt": not self.anew,
+            "post_sampling_probs": False,
+            "n_predict": 1,
+            "n_probs": _NEXT,
+            "temperature": 0,
+            "logit_bias": _BIAS_TO_WHOLE_CHARACTER,
+        }
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        first, *others = answer["completion_probabilities"][0]["top_logprobs"]
-        return [Answer(len(ids), int(each["id"]), float(each["logprob"])) for each in (first, *others)]
+        first, *others = answer["completion_probabilities"][0]["top_logprobs"]  # raises ValueError where there is none
+        return [Answer(len(ids), int(entry["id"]), float(entry["logprob"])) for entry in (first, *others)]
 
 
 class _OpenAIClient(Client):
+    """A client of a program with OpenAI's completions API that can echo the prompt with its log-probabilities."""
+
     program, probes = "a server with OpenAI's completions", ("/v1/models",)
 
     def question(self, ids: Sequence[int]) -> dict[str, Any]:
-        asked = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-        return {"model": self.model(), "prompt": list(ids)} | asked
+        return {
+            "model": self.model(),
+            "prompt": list(ids),
+            "max_tokens": 1,
+            "temperature": 0,
+            "echo": True,
+            "logprobs": 1,
+        }
 
     def read(self, answer: Any, ids: Sequence[int]) -> list[Answer]:
-        listed = answer["choices"][0]["logprobs"]["token_logprobs"]
-        if len(listed) < len(ids):
+        logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+        if len(logprobs) < len(ids):
             raise ValueError("fewer tokens")
-        return [Answer(at, ids[at], float(listed[at])) for at in range(max(1, len(ids) - _COMPARED), len(ids))]
+        return [Answer(at, ids[at], float(logprobs[at])) for at in range(max(1, len(ids) - _COMPARED), len(ids))]
 
 
-_KINDS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
+_CLIENTS = (VLLMClient, _SGLangClient, _LlamaCppClient, _OpenAIClient)
 
 
 def connect(url: str, served_name: str | None, seconds: float, *, anew: bool = False) -> Client:
-    """A client of the server at an address, of the kind that it is; ServingError: nothing there that answers."""
+    """Return a client for the program that the server at an address runs.
+
+    Args:
+        url: the server's address; a trailing /v1 is ignored.
+        served_name: the name of the model on the server; None: the first that it lists.
+        seconds: the time limit of one answer.
+        anew: whether the server computes each prompt without what it has cached of earlier ones.
+
+    Raises:
+        ServingError: nothing at the address answers like one of these programs.
+    """
     url = url.rstrip("/").removesuffix("/v1")
     if not re.match("https?://[^/]", url):
         raise ServingError(f"the address of a server begins with http:// or https://; got {short(url)!r}")
     end, failure = time.monotonic() + min(seconds, _PROBE_SECONDS), None
-    for kind, path in [(each, path) for each in _KINDS for path in each.probes]:
+    probes = [(client, path) for client in _CLIENTS for path in client.probes]
+    for client, path in probes:
         try:
-            answer = _ask(url, path, None, end - time.monotonic())
+            reply = _ask(url, path, None, end - time.monotonic())
         except ServingError as error:
             failure = error
             if isinstance(error.__cause__, OSError):
-                break  # nothing is there, or it hangs
+                break  # no server is there, or it hangs
             continue
-        if isinstance(answer, dict):
-            version = answer.get("version") or answer.get("build_info") or ""
-            return kind(url, served_name, seconds, short(str(version), 40), anew)
-    raise failure or ServingError(f"{url} is no server of a kind that is known here")
+        if isinstance(reply, dict):
+            version = reply.get("version") or reply.get("build_info") or ""
+            return client(url, served_name, seconds, short(str(version), 40), anew)
+    raise failure or ServingError(
+        f"{url} does not answer like vLLM, SGLang, llama.cpp or a server with OpenAI's completions; check the address"
+    )
 
 
-class _Until(socket.SocketIO):
-    """A stream of the bytes that a socket receives up to a point in time: its own limit bounds each read alone."""
+class _TimedSocket(socket.SocketIO):
+    """A stream of the bytes that a socket receives until a point in time; a socket's own timeout is for each read."""
 
     def __init__(self, received: socket.socket, end: float) -> None:
         super().__init__(received, "r")
         self._received, self._end = received, end
 
     def readinto(self, buffer: Any) -> int | None:
-        if (left := self._end - time.monotonic()) <= 0:
+        left = self._end - time.monotonic()
+        if left <= 0:
             raise TimeoutError
         self._received.settimeout(left)
         return super().readinto(buffer)
 
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None, seconds: float) -> Any:
-    """The JSON that a server answers with; the time bounds all of the answer, from its first byte to its last."""
+    """Return the JSON of a server's answer.
+
+    Args:
+        url: the server's address.
+        path: the path on the server.
+        body: JSON to post; None: the request is a GET.
+        seconds: the time limit of the whole answer, from its first byte to its last.
+
+    Raises:
+        ServingError: there is no answer in time, or it is an error, too large or not JSON.
+    """
     headers = {"Content-Type": "application/json", "Connection": "close"}
     if key := os.environ.get("ROPE_EXT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
-    most, end, text = _MOST_BYTES + BYTES_PER_BYTE * len(data or b""), time.monotonic() + seconds, bytearray()
+    most, end = _MOST_BYTES + BYTES_PER_BYTE * len(data or b""), time.monotonic() + seconds
+    text = bytearray()
     scheme, _, host, rest = f"{url}{path}".split("/", 3)
-    kind = http.client.HTTPSConnection if scheme == "https:" else http.client.HTTPConnection
+    connect_to = http.client.HTTPSConnection if scheme == "https:" else http.client.HTTPConnection
     try:
-        with closing(kind(host, timeout=max(0.001, seconds))) as connection:
+        with closing(connect_to(host, timeout=max(0.001, seconds))) as connection:
             connection.request("GET" if data is None else "POST", f"/{rest}", data, headers)
             answer = http.client.HTTPResponse(connection.sock)
-            answer.fp = io.BufferedReader(_Until(connection.sock, end))
+            answer.fp = io.BufferedReader(_TimedSocket(connection.sock, end))
             answer.begin()
-            while len(text) <= most and (part := answer.read1(_PART)):
+            while len(text) <= most and (part := answer.read1(_READ_BYTES)):
                 text += part
     except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:
-        late = f"its answer is not complete after {duration(seconds)}"
-        why = late if isinstance(error, TimeoutError) else one_line(error)
-        raise ServingError(f"{url}{path} does not answer: {why}") from error
+        reason = one_line(error)
+        if isinstance(error, TimeoutError):
+            reason = f"its answer is not complete after {duration(seconds)}"
+        raise ServingError(f"{url}{path} does not answer: {reason}") from error
     if not 200 <= answer.status < 300:
         words = " ".join(text[:2000].decode("utf-8", errors="replace").split()) or answer.reason
         raise ServingError(f"{url}{path} answers with status {answer.status}: {short(words, 300)}")
-    # each value is the first of the text or of a container, or stands behind a comma
-    if len(text) > most or sum(map(text.count, (b",", b"[", b"{"))) > most // _BYTES_PER_VALUE:
+    # A JSON value is the first of the text or of a container, or stands behind a comma.
+    values = sum(text.count(mark) for mark in (b",", b"[", b"{"))
+    if len(text) > most or values > most // _BYTES_PER_VALUE:
         raise ServingError(f"{url}{path} answers with more than {most:,} bytes or {most // _BYTES_PER_VALUE:,} values")
     try:
         return json.loads(text)

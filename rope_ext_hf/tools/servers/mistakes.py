@@ -1,6 +1,6 @@
-"""The configurations that a server is likely to run: the model as measured, and with each mistake that people make.
+"""Configurations that a server may run: the model as measured, and the model with each of the common mistakes.
 
-And slight errors, whose effect says how large an error has to be to show.
+Slight errors are here too; their effect shows how large an error must be to be detected.
 """
 
 from __future__ import annotations
@@ -30,102 +30,135 @@ from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.rotary.pairing import other_pairing
 
 AS_MEASURED = "as measured"
-_USUAL_THETA = 10_000.0  # the theta of programs where a config states none that they read
+Configuration = Callable[[], AbstractContextManager[Any]]
+"""A maker of contexts in which a model is configured; one may yield a list of tokens to read before each prompt."""
+_USUAL_THETA = 10_000.0  # programs take this theta where a config states none that they read
 _OTHER_FACTORS = (0.5, 2.0)
 _USUAL_FACTORS = (2.0, 4.0, 8.0)
-_CONTENT = "content"
+_CONTENT = "content"  # of a message that stands for the prompt in a chat template
 
 
-def configurations(model: Any, as_loaded: Rotary) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """Contexts by name in which a loaded model is as measured, and in which it has one mistake that changes something.
+def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
+    """Return the model as measured, and with each common mistake that changes it, by name.
 
-    `as_loaded` is the model's rotary embedding without a patch.
+    Args:
+        model: the loaded model, patched or not.
+        unpatched: the model's rotary embedding without a patch.
     """
-    made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
+    by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
     specs = present_specs(model)
     if specs:
-        made["without the patch"] = partial(patched, model, Default())
+        by_name["without the patch"] = partial(patched, model, Default())
         method, rotary, length = specs[-1].method, specs[-1].rotary, specs[-1].target_length
-    elif as_loaded.own is not None:
-        method, rotary, length = as_loaded.own.method, as_loaded.own.rotary, as_loaded.own.context_length
+    elif unpatched.own is not None:
+        method, rotary, length = unpatched.own.method, unpatched.own.rotary, unpatched.own.context_length
     else:
-        method, rotary, length = Default(), as_loaded, None
+        method, rotary, length = Default(), unpatched, None
     if not isinstance(method, RemappingMethod):
         length = length or method.extended_length(rotary) or rotary.context_length
         for name, (inv_freq, factor) in different_frequencies(method, rotary, length):
-            if specs and as_loaded.own is None and name == "no scaling at all":
-                continue  # it is the model without the patch
+            if specs and unpatched.own is None and name == "no scaling at all":
+                continue  # the same as the model without the patch
             plain = rotary.theta_inv_freq()
             divisors = torch.where(plain > 0, plain / inv_freq, 1.0)  # some families leave pairs unrotated
             changed = Factors(factors=tuple(divisors.tolist()), attention_factor=factor)
-            made[f"with {name}"] = partial(patched, model, changed, over="original")
-    runs = class_pairing(model.config)
-    if runs is not None:
-        other, tensors = other_pairing(runs), RotaryTensors(model.config, checkpoint_geometry(model).dim)
-        made[f"with {other} weights rotated as {runs}"] = partial(reordered, model, tensors, other)
-        made[f"with {runs} weights rotated as {other}"] = partial(reordered, model, tensors, runs)
-    return made
+            by_name[f"with {name}"] = partial(patched, model, changed, over="original")
+    pairing = class_pairing(model.config)
+    if pairing is not None:
+        other, tensors = other_pairing(pairing), RotaryTensors(model.config, checkpoint_geometry(model).dim)
+        by_name[f"with {other} weights rotated as {pairing}"] = partial(reordered, model, tensors, other)
+        by_name[f"with {pairing} weights rotated as {other}"] = partial(reordered, model, tensors, pairing)
+    return by_name
 
 
-def rarer_configurations(
-    model: Any, as_loaded: Rotary, tokenizer: Any
-) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
-    """More such contexts: under a patch where there is none; and, as lists, tokens that stand before each prompt."""
-    made: dict[str, Callable[[], AbstractContextManager[Any]]] = {AS_MEASURED: nullcontext}
-    for factor in () if present_specs(model) else _USUAL_FACTORS:
-        for method in _static_methods(as_loaded, factor):
-            made[f"with {method.label()} put in"] = partial(patched, model, method)
-    bos, before = tokenizer.bos_token_id, dict[str, list[int]]()
+def rarer_configurations(model: Any, unpatched: Rotary, tokenizer: Any) -> dict[str, Configuration]:
+    """Return the model as measured, and with rarer mistakes, by name.
+
+    These are a method in a model that was measured without one, and tokens before each prompt.
+    """
+    by_name: dict[str, Configuration] = {AS_MEASURED: nullcontext}
+    if not present_specs(model):
+        for factor in _USUAL_FACTORS:
+            for method in _static_methods(unpatched, factor):
+                by_name[f"with {method.label()} put in"] = partial(patched, model, method)
+    for name, ids in _prefixes(tokenizer).items():
+        by_name[f"with {name} before the prompt"] = partial(nullcontext, ids)
+    return by_name
+
+
+def _prefixes(tokenizer: Any) -> dict[str, list[int]]:
+    """Return token ids that a server may put before a prompt, by name: first tokens, once or twice, or a template."""
+    prefixes: dict[str, list[int]] = {}
+    bos = tokenizer.bos_token_id
     for first in (prefix_tokens(tokenizer, None), () if bos is None else (bos,)):
-        name = "".join(map(str, tokenizer.convert_ids_to_tokens(first)))
-        before |= {name: [*first], f"{name} twice": [*first, *first]} if first else {}
-    template = getattr(tokenizer, "chat_template", None)
-    with contextlib.suppress(Exception):  # a template may refuse anything
-        message = [{"role": "user", "content": _CONTENT}]
-        text = tokenizer.apply_chat_template(message, tokenize=False) if template is not None else ""
-        before["the chat template"] = tokenizer(text.partition(_CONTENT)[0], add_special_tokens=False)["input_ids"]
-    return made | {f"with {name} before the prompt": partial(nullcontext, ids) for name, ids in before.items() if ids}
+        if first:
+            name = "".join(map(str, tokenizer.convert_ids_to_tokens(first)))
+            prefixes |= {name: [*first], f"{name} twice": [*first, *first]}
+    if getattr(tokenizer, "chat_template", None) is not None:
+        with contextlib.suppress(Exception):  # a template is code that may raise anything
+            message = [{"role": "user", "content": _CONTENT}]
+            text = tokenizer.apply_chat_template(message, tokenize=False)
+            ids = tokenizer(text.partition(_CONTENT)[0], add_special_tokens=False)["input_ids"]
+            if ids:
+                prefixes["the chat template"] = ids
+    return prefixes
 
 
 @contextlib.contextmanager
 def slightly_wrong(model: Any, scale: float = 0.0, noise: float = 0.0) -> Iterator[bool]:
-    """Let a model multiply what enters its softmax by 1 + `scale`, and add noise to the attention output of one layer.
+    """Give a model a slightly wrong softmax scale, or noise in the attention output of its middle layer.
 
-    `noise` is a share of that output's root mean square. Yields whether the attention modules hold their scale as
-    transformers' usually do; if not, nothing is changed.
+    Args:
+        model: a model whose attention modules have an attribute `scaling`, as most of transformers' have.
+        scale: relative error of the softmax scale.
+        noise: the noise's root mean square as a share of that of the attention output.
+
+    Yields:
+        True if the model was changed; False if no module has such an attribute, and nothing was changed.
     """
-    before = [(part, part.scaling) for part in model.modules() if isinstance(getattr(part, "scaling", None), float)]
-    draws = torch.Generator().manual_seed(0)
+    scalings = [(part, part.scaling) for part in model.modules() if isinstance(getattr(part, "scaling", None), float)]
+    generator = torch.Generator().manual_seed(0)
 
-    def add(module: Any, given: Any, result: Any) -> Any:
-        drawn = torch.randn(result[0].shape, generator=draws).to(result[0])
+    def add_noise(module: Any, inputs: Any, result: Any) -> Any:
+        drawn = torch.randn(result[0].shape, generator=generator).to(result[0])
         return (result[0] + noise * result[0].square().mean().sqrt() * drawn, *result[1:])
 
-    hooks = [part.register_forward_hook(add) for part, _ in before[len(before) // 2 :][:1] if noise]
+    hooks = []
+    if noise and scalings:
+        middle, _ = scalings[len(scalings) // 2]
+        hooks.append(middle.register_forward_hook(add_noise))
     try:
-        for part, scaling in before:
+        for part, scaling in scalings:
             part.scaling = (1 + scale) * scaling
-        yield bool(before)
+        yield bool(scalings)
     finally:
-        for part, scaling in before:
+        for part, scaling in scalings:
             part.scaling = scaling
         for hook in hooks:
             hook.remove()
 
 
 def different_frequencies(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, Frequencies]]:
-    """The mistakes whose frequencies or attention factor are not those of the method, nor of an earlier mistake."""
+    """Yield the name and frequencies of each mistake that differs from the method and from all earlier mistakes.
+
+    `length` is the length in tokens at which a length-dependent method is taken.
+    """
     earlier = [] if method.depends_on_length(rotary) else [method.frequencies(rotary, length)]
+    rotated = rotary.theta_inv_freq() > 0
     for name, (inv_freq, factor) in _mistakes(method, rotary, length):
-        if torch.equal(inv_freq > 0, rotary.theta_inv_freq() > 0) and not any(
-            torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and abs(factor - magnitude) < 1e-6
-            for other, magnitude in earlier
-        ):
+        if not torch.equal(inv_freq > 0, rotated):
+            continue
+        known = any(
+            torch.allclose(inv_freq, other, rtol=1e-6, atol=0) and abs(factor - other_factor) < 1e-6
+            for other, other_factor in earlier
+        )
+        if not known:
             earlier.append(Frequencies(inv_freq, factor))
             yield name, earlier[-1]
 
 
 def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple[str, tuple[Tensor, float]]]:
+    """Yield each mistake's name with its inverse frequencies and attention factor."""
     inv_freq, factor = method.frequencies(rotary, length)
     plain = rotary.theta_inv_freq()
     yield "no scaling at all", (plain, 1.0)
@@ -139,7 +172,7 @@ def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple
         ("theta 10,000", _with_theta(rotary, _USUAL_THETA)),
         ("the extended length as the original one", replace(rotary.plain, trained_length=length)),
     ):
-        with contextlib.suppress(RopeExtError):  # no such combination
+        with contextlib.suppress(RopeExtError):  # the method cannot be combined with that rotary embedding
             yield name, method.frequencies(wrong, length)
     for other in _other_methods(method, rotary, length / rotary.context_length):
         with contextlib.suppress(RopeExtError):
@@ -147,26 +180,31 @@ def _mistakes(method: RopeMethod, rotary: Rotary, length: int) -> Iterator[tuple
 
 
 def _other_methods(method: RopeMethod, rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
-    """The method with another factor, and every other static one with this factor."""
-    given: Any = getattr(method, "factor", None)
-    for ratio in _OTHER_FACTORS if given is not None and factor > 1 else ():
-        with contextlib.suppress(RopeExtError):  # a factor below 1
-            yield replace(method, factor=given * ratio)  # type: ignore[call-arg]
-    if factor > 1:
-        yield from _static_methods(rotary, factor)
+    """Yield the method with other factors, and every static method with this factor; nothing for factors up to 1."""
+    if factor <= 1:
+        return
+    own_factor: Any = getattr(method, "factor", None)
+    if own_factor is not None:
+        for ratio in _OTHER_FACTORS:
+            with contextlib.suppress(RopeExtError):  # a factor below 1
+                yield replace(method, factor=own_factor * ratio)  # type: ignore[call-arg]
+    yield from _static_methods(rotary, factor)
 
 
 def _static_methods(rotary: Rotary, factor: float) -> Iterator[RopeMethod]:
+    """Yield every static method that follows from a factor alone. Engines run no length-dependent methods."""
     for name, kind in list_methods().items():
-        if kind.takes_factor({}) and not issubclass(kind, RemappingMethod):
-            with contextlib.suppress(RopeExtError):  # parameters that have no defaults
-                other = resolve_method(name, rotary, factor=factor)
-                if not other.length_dependent:  # which engines do not run
-                    yield other
+        if not kind.takes_factor({}) or issubclass(kind, RemappingMethod):
+            continue
+        with contextlib.suppress(RopeExtError):  # a parameter without a default is missing
+            method = resolve_method(name, rotary, factor=factor)
+            if not method.length_dependent:
+                yield method
 
 
 def _with_theta(rotary: Rotary, theta: float) -> Rotary:
+    """Return a rotary embedding with another theta, also under the model's own scaling."""
     own = rotary.own
-    return replace(
-        rotary, theta=theta, own=None if own is None else replace(own, rotary=_with_theta(own.rotary, theta))
-    )
+    if own is not None:
+        own = replace(own, rotary=_with_theta(own.rotary, theta))
+    return replace(rotary, theta=theta, own=own)

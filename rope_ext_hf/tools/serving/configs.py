@@ -26,10 +26,10 @@ from rope_ext_hf.methods.registry import list_methods, registered_name
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.adapters import find_adapter
-from rope_ext_hf.patches.config import SAVED_KEYS, PatchSpec
 from rope_ext_hf.patches.config_model import ConfigModel
+from rope_ext_hf.patches.patch_records import SAVED_KEYS, PatchSpec
 from rope_ext_hf.questions import command_line
-from rope_ext_hf.reading.preflight import cached_bytes
+from rope_ext_hf.reading.cache_size import cached_bytes
 from rope_ext_hf.tools.engines.base import Engine, find_engine
 from rope_ext_hf.tools.engines.keys import length_setting
 from rope_ext_hf.tools.engines.serving_config import ServingConfig

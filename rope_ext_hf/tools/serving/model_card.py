@@ -31,10 +31,10 @@ from rope_ext_hf.patches.fingerprint import fingerprint_of
 from rope_ext_hf.patches.slots import patched_slots, present_specs
 from rope_ext_hf.runs.folder import read_run
 from rope_ext_hf.runs.identity import Basis
-from rope_ext_hf.runs.kinds import Run
 from rope_ext_hf.runs.labels import label, method_key
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.model_digest import model_digest
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.engines.base import list_engines

@@ -1,4 +1,4 @@
-"""Suites of tasks, and whether a model uses its context.
+"""Suites of long-context tasks such as RULER, and the measurement of how much a model uses its context.
 
 from rope_ext_hf.tools.suites import Gain, Tasks, tasks
 """

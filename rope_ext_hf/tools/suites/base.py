@@ -1,7 +1,7 @@
-"""Task suites: what a long prompt asks for, how much may be generated, and which answers are right.
+"""Base of the task suites: prompts at a given length, their right answers, and the score of an answer.
 
-A suite called json-kv is one file of this folder, json_kv.py, with a `Suite` under `register_suite`. Nothing
-outside that file names it. A suite makes its prompts from its seed and a text: no file is downloaded.
+A suite called json-kv is one file of this folder, json_kv.py, with a `Suite` under `register_suite`. Nothing outside
+that file names it. A suite makes its prompts from a seed and a text; no file is downloaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 S = TypeVar("S", bound="type[Suite]")
-_STEPS = 8  # lengths that are tried to find one that is long enough
+_LENGTH_TRIES = 8  # lengths to try when searching for one that a task fits into
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Sample:
     """One prompt and its right answers."""
 
     prompt: str  # the text that the model reads; with a chat template, the user's message
-    prefix: str  # how the answer begins, given to the model after the prompt
-    references: tuple[str, ...]  # strings that a right answer holds
+    prefix: str  # the beginning of the answer, given to the model after the prompt
+    references: tuple[str, ...]  # strings that a right answer contains
     budget: int  # tokens to generate at most
     length: int  # tokens of prompt, prefix and budget together
-    # wrong answers, such as those that stand in the prompt, against which the first reference is ranked
+    # Wrong answers that the first reference is ranked against, such as other values that stand in the prompt.
     others: tuple[str, ...] = ()
-    closed: bool = False  # whether it is ranked against no other answers
+    closed: bool = False  # True: the answer is ranked against `others` alone, never against answers of other prompts
 
 
 @dataclass(frozen=True)
@@ -44,27 +44,28 @@ class PromptSettings:
 
     tokenizer: PreTrainedTokenizerBase  # counts the tokens of prompts, without special tokens
     length: int  # tokens of prompt and generation together, at most
-    count: int  # how many prompts
-    seed: int  # of names, values and places
-    haystack: str  # the text that facts are hidden in, of tasks that use one
-    reserved: int = 0  # so many tokens of `length` are a chat template's
-    check_only: bool = False  # raise TooShortError where the smallest prompts do not fit, and make none
+    count: int  # number of prompts
+    seed: int  # for names, values and places in the prompts
+    haystack: str  # the text that facts are hidden in; some tasks use none
+    reserved: int = 0  # tokens of `length` that are kept free, for a chat template or a longer answer
+    check_only: bool = False  # make no prompts, only raise TooShortError where the smallest does not fit
 
     @property
     def room(self) -> int:
-        """Tokens of prompt and generation without the chat template."""
+        """Tokens that are left for prompt and generation when the reserved ones are taken off."""
         return self.length - self.reserved
 
     def tokens(self, text: str) -> int:
+        """Return the number of tokens of a text, without special tokens."""
         return count_tokens(self.tokenizer, text)
 
 
 class Suite(ABC):
-    """Tasks that are measured and averaged together.
+    """A set of tasks that are measured and averaged together.
 
     Attributes:
-        name: on the command line and in results.
-        tasks: their names, in the order in which they are shown.
+        name: the suite's name on the command line and in results.
+        tasks: names of its tasks, in the order in which they are shown.
         seed: the default seed of its prompts.
         score_by: the default way to score answers, "generate" or "rank".
     """
@@ -79,29 +80,31 @@ class Suite(ABC):
 
         Raises:
             ImportError: a package that the suite draws words from is not installed.
-            MethodError: the task does not fit into the length; the message has one that it fits into. Or the tokenizer
-                gives no tokens of a text, so that no prompt would ever fill its length.
+            MethodError: the task does not fit into the length (the message names a length that it fits into, where
+                there is one), or the tokenizer returns no tokens, so that no prompt would ever fill its length.
         """
-        wanted = PromptSettings(tokenizer, **settings)
-        _check_tokens(task, wanted)
+        prompt_settings = PromptSettings(tokenizer, **settings)
+        _check_tokenizer(task, prompt_settings)
         try:
-            return self.make(task, wanted)
+            return self.make(task, prompt_settings)
         except TooShortError as error:
-            least = self.least_length(task, wanted)
-            longer = f"ask for {least:,} tokens, or " if least else ""
-            raise MethodError(f"{error}; {longer}leave the task out with --tasks") from error
+            least = self.least_length(task, prompt_settings)
+            advice = "leave the task out with --tasks"
+            if least:
+                advice = f"give a length of at least {least:,} tokens, or {advice}"
+            raise MethodError(f"{error}; {advice}") from error
 
-    def check(self, task: str, wanted: PromptSettings) -> None:
-        """Raise TooShortError where a task does not fit into a length; make no prompt larger than the smallest."""
-        _check_tokens(task, wanted)
-        self.make(task, replace(wanted, check_only=True))
+    def check(self, task: str, settings: PromptSettings) -> None:
+        """Raise TooShortError where a task does not fit into a length; no prompt beyond the smallest is made."""
+        _check_tokenizer(task, settings)
+        self.make(task, replace(settings, check_only=True))
 
-    def least_length(self, task: str, wanted: PromptSettings) -> int | None:
-        """Return the least length from that of `wanted` on that its smallest prompts fit into; None: no length."""
-        length = wanted.length
-        for _ in range(_STEPS):  # a suite may ask more of longer prompts
+    def least_length(self, task: str, settings: PromptSettings) -> int | None:
+        """Return the shortest length from `settings.length` on that the task fits into, or None where there is none."""
+        length = settings.length
+        for _ in range(_LENGTH_TRIES):  # a suite may need more room for the prompts of a longer length
             try:
-                self.check(task, replace(wanted, length=length))
+                self.check(task, replace(settings, length=length))
             except TooShortError as error:
                 if error.need is None:
                     break
@@ -111,32 +114,32 @@ class Suite(ABC):
         return None
 
     @abstractmethod
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        """Make the prompts that `samples` returns; with `check_only` none, as soon as the smallest are known to fit."""
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
+        """Make the prompts that `samples` returns; with `check_only` return none once the smallest is known to fit."""
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """The share of references that a generated answer holds, in any case: RULER's `string_match_all`."""
+        """Return the share of references that an answer contains, ignoring case: RULER's `string_match_all`."""
         return sum(reference.lower() in answer.lower() for reference in references) / len(references)
 
 
-def _check_tokens(task: str, wanted: PromptSettings) -> None:
-    if not wanted.tokens(task):
-        raise MethodError("the tokenizer gives no tokens of a text: take the one that the model was trained with")
+def _check_tokenizer(task: str, settings: PromptSettings) -> None:
+    if not settings.tokens(task):
+        raise MethodError("the tokenizer returns no tokens for a text; give the one that the model was trained with")
 
 
 def wordings(suite: str) -> dict[str, Any]:
-    """The wording of a suite as wordings.toml has it."""
+    """Return the wordings of a suite's prompts, as wordings.toml has them."""
     return dict(package_table("rope_ext_hf.tools.suites", "wordings.toml")[suite])
 
 
 def count_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> int:
-    """Tokens of a text, without special tokens."""
+    """Return the number of tokens of a text, without special tokens."""
     return len(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
 
 
 def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest size that a binary search from `low` to `high` tries and that fits; None where none does."""
+    """Return the largest size that fits of those that a binary search from `low` to `high` tries; None: none fits."""
     best = None
     while low <= high:
         middle = (low + high) // 2
@@ -148,30 +151,33 @@ def largest_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | N
 
 
 def fill(
-    task: str, wanted: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
+    task: str, settings: PromptSettings, sample: Callable[[int, int], Sample], smallest: int, step: int
 ) -> list[Sample]:
-    """Prompts that fill their length; MethodError where the smallest does not fit.
+    """Make prompts that fill their length as far as whole parts (facts, nodes, sentences) allow.
 
     Args:
-        sample: the prompt of an index and a size; a larger size is a longer prompt.
-        smallest: the least size of a prompt.
-        step: by how much larger a prompt is that tells how long one more of its parts is.
+        sample: makes the prompt with an index, of a size in parts; a larger size gives a longer prompt.
+        smallest: the smallest size of a prompt.
+        step: parts by which a second prompt is larger than the smallest, to estimate the tokens of one part.
+
+    Raises:
+        TooShortError: the smallest prompts do not fit.
     """
-
-    need = wanted.reserved + max(sample(index, smallest).length for index in range(wanted.count))
-    if need > wanted.length:
-        raise TooShortError(task, wanted.length, need)
-    if wanted.check_only:
+    need = settings.reserved + max(sample(index, smallest).length for index in range(settings.count))
+    if need > settings.length:
+        raise TooShortError(task, settings.length, need)
+    if settings.check_only:
         return []
+    return [_filled(cache(partial(sample, index)), settings.room, smallest, step) for index in range(settings.count)]
 
-    def filled(of_size: Callable[[int], Sample]) -> Sample:
-        each = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
-        most = max(smallest, int(2 * wanted.room / each) + 1)
-        size = largest_fitting(smallest, most, lambda size: of_size(size).length <= wanted.room)
-        # A search by halves may miss the smallest one where lengths do not rise with sizes.
-        return of_size(smallest if size is None else size)
 
-    return [filled(cache(partial(sample, index))) for index in range(wanted.count)]
+def _filled(of_size: Callable[[int], Sample], room: int, smallest: int, step: int) -> Sample:
+    """Return the largest prompt of at most `room` tokens."""
+    tokens_per_part = max(1, of_size(smallest + step).length - of_size(smallest).length) / step
+    most = max(smallest, int(2 * room / tokens_per_part) + 1)
+    size = largest_fitting(smallest, most, lambda size: of_size(size).length <= room)
+    # A binary search may miss the smallest size where lengths do not always rise with sizes.
+    return of_size(smallest if size is None else size)
 
 
 class TooShortError(MethodError):
@@ -179,7 +185,7 @@ class TooShortError(MethodError):
 
     Attributes:
         task: the task.
-        need: the length in tokens that the smallest prompt takes; None: no length is long enough.
+        need: the length in tokens that the smallest prompt needs; None: no length is long enough.
         reason: the text behind the task's name in a message.
     """
 
@@ -193,7 +199,11 @@ _SUITES: dict[str, Suite] = {}
 
 
 def register_suite(cls: S) -> S:
-    """Make a suite known by its name, a decorator; ValueError where the name is taken."""
+    """Register a suite under its name, as a class decorator.
+
+    Raises:
+        ValueError: the name is taken.
+    """
     if cls.name in _SUITES:
         raise ValueError(f"there is a suite called {cls.name!r} already")
     _SUITES[cls.name] = cls()
@@ -201,22 +211,27 @@ def register_suite(cls: S) -> S:
 
 
 def suite_names() -> list[str]:
-    """Return the names of all suites, by those of the files that register one, without loading them."""
+    """Return the names of all suites, from the names of the files that register one; no file is imported."""
     files = Path(__file__).parent.glob("*.py")
     return sorted(file.stem.replace("_", "-") for file in files if "\n@register_suite\n" in file.read_text("utf-8"))
 
 
 def check_suite(name: str) -> None:
-    """Raise MethodError where no suite has this name; suites are not loaded."""
+    """Raise MethodError where no suite has this name; no suite is imported."""
     entry("suite", name, dict.fromkeys(sorted({*suite_names(), *_SUITES})))
 
 
 def list_suites() -> dict[str, Suite]:
+    """Return all suites by name, in alphabetical order."""
     for name in suite_names():
         importlib.import_module(f"{__package__}.{name.replace('-', '_')}")
     return dict(sorted(_SUITES.items()))
 
 
 def suite(name: str) -> Suite:
-    """The suite of this name; MethodError with the nearest name where there is none."""
+    """Return the suite of this name.
+
+    Raises:
+        MethodError: there is none; the message has the nearest name.
+    """
     return entry("suite", name, list_suites())

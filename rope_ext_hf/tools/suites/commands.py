@@ -1,4 +1,4 @@
-"""Commands that measure tasks and the use of context: `tasks`, `gain`."""
+"""The commands `tasks` and `gain`."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from rope_ext_hf.tools.suites.questions import Gain, Tasks
 
 
 @command("Tool box: measure", interrupted=CONTINUES)
-def tasks(given: RunOptions, question: Tasks, shared: ProcessOptions) -> None:
+def tasks(options: RunOptions, question: Tasks, processes: ProcessOptions) -> None:
     """Run a suite of tasks, such as RULER, at each length.
 
-    Besides the scores it prints the effective length: up to where the model keeps 85% of its score at the shortest one.
+    Besides the scores it prints the effective length: the longest one up to which the score stays at 85% or more of the
+    unpatched model's score at the shortest length.
 
     Example: `rope-ext tasks reference --suite json-kv --lengths 768,1024 --score rank --samples 4`
     """
-    Prepared(given, question, shared).measure()
+    Prepared(options, question, processes).measure()
 
 
 @command("Tool box: measure", interrupted=CONTINUES)
-def gain(given: RunOptions, question: Gain, shared: ProcessOptions) -> None:
+def gain(options: RunOptions, question: Gain, processes: ProcessOptions) -> None:
     """Measure how much the model uses distant context.
 
-    Each prompt is read twice, with the evidence for an answer and with other text in its place: how much lower is the
-    loss of the answer, by length and distance? No text is generated, so base models can be measured too.
+    Each prompt is read twice: with the evidence for an answer, and with other text in its place. The gain is the amount
+    by which the evidence lowers the loss of the answer, for each length and each distance between evidence and answer.
+    No text is generated, so base models can be measured too.
 
     Example: `rope-ext gain reference --method yarn --factor 8 --lengths 256,512,1k --samples 8`
     """
-    Prepared(given, question, shared).measure()
+    Prepared(options, question, processes).measure()

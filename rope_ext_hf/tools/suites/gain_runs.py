@@ -1,60 +1,53 @@
-"""Runs that measure whether a model uses its context: how much evidence in it lowers the loss of an answer.
+"""Runs that measure how much a model uses its context: the amount by which evidence in it lowers the loss of an answer.
 
-    {"context": "... The bridge opened in 1937. ...", "evidence": "The bridge opened in 1937.",
-     "question": "\\nThe bridge opened in", "answer": " 1937"}
-
-Each prompt is read as it is, and with other text of as many tokens in place of the evidence: the gain is by how much
-the loss is higher without. Between evidence and answer stand as many tokens as asked for: first the text that follows.
+A row's answer is scored after its prompt with the evidence, and after the same prompt with other text of as many tokens
+in place of the evidence. The gain is the second loss less the first. `gain_rows` makes the prompts.
 """
 
 from __future__ import annotations
 
-import ast
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain, cycle
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
-from rope_ext_hf.errors import CorpusError, MethodError, short
-from rope_ext_hf.reading.corpora import load, stdlib_held_out
-from rope_ext_hf.reading.documents import utf8_bytes
+from rope_ext_hf.errors import MethodError, short
+from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.scorer import Cost, TokenScorer
-from rope_ext_hf.reading.spans import check_prompts, encode, encode_answer, own_tokenizer, prefix_tokens, text_of
+from rope_ext_hf.reading.spans import check_prompts, own_tokenizer, text_of
 from rope_ext_hf.runs.journal import Cell
-from rope_ext_hf.runs.kinds import Measurement, Passed, Run, RunKind, RunPlan, Scored, register_run_kind
+from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label
+from rope_ext_hf.runs.measurement import Measurement, Passed, RunPlan, Scored
 from rope_ext_hf.runs.measures import Evidence, Measure
+from rope_ext_hf.runs.outcomes import Outcome
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import estimate
 from rope_ext_hf.runs.tables import beyond_mark, two_column_table
-from rope_ext_hf.runs.verdicts import Outcome, verdict
+from rope_ext_hf.runs.verdicts import verdict
+from rope_ext_hf.tools.suites.gain_rows import RowTokenizer, TextRow, TokenRow, docstring_rows, read_rows
 from rope_ext_hf.tools.suites.questions import Gain
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _DOCSTRINGS = "docstrings"  # the name of the rows that need no file
-_COLUMNS = ("context", "evidence", "question", "answer")
-_LEAST_LINE = 20  # characters of a docstring's first line that is asked for
 
 
 @dataclass(frozen=True)
 class GainSetting:
-    """How many rows were read, and how many were too long for the shortest length and the distances in it."""
+    """The number of rows that a run reads, and of rows that it leaves out."""
 
-    rows: int
-    too_long: int
+    rows: int  # rows that are read
+    too_long: int  # rows that do not fit into every length and distance
 
 
 class AnswerLoss(NamedTuple):
-    """The loss of one answer, in nats summed over its tokens, with the evidence and without it."""
+    """The loss of one answer with the evidence and without it, in nats summed over the answer's tokens."""
 
     with_evidence: float
     without_evidence: float
@@ -62,6 +55,7 @@ class AnswerLoss(NamedTuple):
 
     @property
     def gain(self) -> float:
+        """The amount by which the evidence lowers the loss."""
         return self.without_evidence - self.with_evidence
 
     def to_record(self) -> list[float]:
@@ -74,12 +68,13 @@ class ContextGain(MethodResult):
 
     Attributes:
         method: `RopeMethod.to_dict` of the RoPE method, or None for the model as loaded.
-        length: of prompt and answer together, in tokens.
+        length: tokens of prompt and answer together.
         distance: tokens between the evidence and the answer.
-        gain: the loss of the answers without the evidence less that with it, nats per token.
-        low, high: its 95% interval over rows; None with fewer than three.
-        with_evidence, without_evidence: the losses, nats per token.
-        outcome: better where the gain is surely above 0, worse where it is surely below.
+        gain: the loss of the answers without the evidence less their loss with it, in nats per token.
+        low, high: the gain's 95% confidence interval over rows; None with fewer than three rows.
+        with_evidence, without_evidence: the losses, in nats per token.
+        outcome: better where the gain is significantly above 0, worse where it is significantly below 0.
+        answers: the losses of each row's answer.
     """
 
     distance: int
@@ -94,7 +89,7 @@ class ContextGain(MethodResult):
 
 @register_run_kind
 class GainRuns(RunKind):
-    """The gain from evidence; a cell is a context length and a distance in tokens."""
+    """Runs that measure the gain from evidence; a cell is a context length and a distance, both in tokens."""
 
     name = "gain"
     setting = GainSetting
@@ -108,9 +103,11 @@ class GainRuns(RunKind):
 
     def parse(self, item: str, value: Any) -> AnswerLoss:
         match value:
-            case [int() | float() as given, int() | float() as missing, int(tokens)] if 1 <= tokens < 2**63:
-                return AnswerLoss(float(given), float(missing), tokens)
-        raise ValueError(f"expected [with evidence, without, tokens], got {short(repr(value))}")
+            case [int() | float() as with_evidence, int() | float() as without_evidence, int(tokens)] if (
+                1 <= tokens < 2**63
+            ):
+                return AnswerLoss(float(with_evidence), float(without_evidence), tokens)
+        raise ValueError(f"expected [loss with evidence, loss without, tokens], got {short(repr(value))}")
 
     def result(
         self, method: Method, setting: GainSetting, cell: Cell, values: Sequence[AnswerLoss], costs: Sequence[Cost]
@@ -131,25 +128,28 @@ class GainRuns(RunKind):
         )
 
     def table(self, run: Run[ContextGain], *, detailed: bool = False) -> Table:
-        """One row per method and distance, one column per length: the gain, `detailed` with its interval."""
+        """Return the gains, a row per method and distance and a column per length; `detailed` adds the intervals."""
         setting: Mapping[str, int] = run.settings["setting"]
         title = "Gain from evidence in the context, nats per token of the answer"
-        left = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
+        left_out = f", {setting['too_long']} too long and left out" if setting["too_long"] else ""
         caption = (
-            f"the loss without the evidence less that with it, {setting['rows']} rows{left}\n"
+            f"the loss without the evidence less the loss with it, {setting['rows']} rows{left_out}\n"
             "? no significant difference from 0"
         )
         cell = partial(_gain_cell, run, detailed=detailed)
         return two_column_table(run, title, caption, "distance", "{:,}".format, cell)
 
     def measures(self, run: Run[ContextGain]) -> Sequence[Measure]:
-        """The gain; an item is a row, at all distances of a length together."""
-        items = run.items(
-            lambda results: (
-                (sum(each.gain for each in answers), float(sum(each.tokens for each in answers)))
-                for answers in zip(*(result.answers for result in results), strict=True)
-            )
-        )
+        """Return the gain as a measure; an item is a row, with all distances of a length together."""
+
+        def gains_and_tokens(results: Sequence[ContextGain]) -> list[tuple[float, float]]:
+            answers_by_row = zip(*(result.answers for result in results), strict=True)
+            return [
+                (sum(answer.gain for answer in answers), float(sum(answer.tokens for answer in answers)))
+                for answers in answers_by_row
+            ]
+
+        items = run.items(gains_and_tokens)
         return [Measure("gain from evidence", "nats per token", Evidence.GAIN, True, items, "row")]
 
     def not_finite(self, run: Run[ContextGain]) -> list[str]:
@@ -158,172 +158,111 @@ class GainRuns(RunKind):
 
 
 def _gain_cell(run: Run[ContextGain], result: ContextGain, detailed: bool) -> Text:
+    """Return the text of a table's cell: the gain with its marks, `detailed` with its interval below."""
     unsure = "?" if result.outcome is Outcome.NO_DIFFERENCE else " "
-    ends = "" if result.low is None or not detailed else f"\n{result.low:+.2f} to {result.high:+.2f}"
+    interval = "" if result.low is None or not detailed else f"\n{result.low:+.2f} to {result.high:+.2f}"
     style = "green" if result.outcome is Outcome.BETTER else ""
-    return Text(f"{result.gain:+.2f}{unsure}{beyond_mark(run, result)}{ends}", style=style)
-
-
-@dataclass(frozen=True)
-class _Row:
-    """A row as token ids, and what fills its prompts."""
-
-    head: Tensor  # what every prompt begins with: a BOS token, or nothing
-    before: Tensor
-    evidence: Tensor
-    after: Tensor
-    question: Tensor
-    answer: Tensor
-    others: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow its context
-
-    def prompts(self, length: int, distance: int) -> tuple[Tensor, Tensor, int]:
-        """The prompt with the evidence and the one without, (length - A,) each, and how many tokens both begin with."""
-        backwards = [text.flip(0) for text in reversed(self.others)]
-        neutral = _filled(cycle(self.others[len(self.others) // 2 :] + self.others), len(self.evidence))
-        after = _filled(chain([self.after], cycle(self.others)), distance - len(self.question))
-        room = length - len(self.head) - len(self.evidence) - distance - len(self.answer)
-        before = _filled(chain([self.before.flip(0)], cycle(backwards)), room).flip(0)
-        shared = torch.cat([self.head, before])
-        given, missing = (torch.cat([shared, part, after, self.question]) for part in (self.evidence, neutral))
-        return given, missing, len(shared)
-
-
-def _filled(texts: Iterable[Tensor], count: int) -> Tensor:
-    """The first `count` tokens of some texts end to end."""
-    pieces = []
-    for text in texts:
-        pieces.append(text[:count])
-        count -= len(pieces[-1])
-        if not count:
-            break
-    return torch.cat(pieces)
+    return Text(f"{result.gain:+.2f}{unsure}{beyond_mark(run, result)}{interval}", style=style)
 
 
 class _GainMeasurement(Measurement):
-    """The losses of the rows' answers at every length and distance; these fit all rows."""
+    """The losses of the rows' answers at every length and distance; each row fits into every such cell."""
 
     kind = "gain"
 
-    def __init__(self, setting: GainSetting, rows: Mapping[str, _Row], cells: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, setting: GainSetting, rows: Mapping[str, TokenRow], cells: Sequence[tuple[int, int]]) -> None:
         self.setting, self.items, self._rows, self.all_cells = setting, list(rows), list(rows.values()), cells
-        self.passes = [
-            size
-            for row in self._rows
-            for length, distance in cells
-            for size in (length, len(row.evidence) + distance + len(row.answer))
-        ]
+        self.passes = []
+        for row in self._rows:
+            for length, distance in cells:
+                # The second prompt is read from the place on where it differs from the first.
+                self.passes += [length, len(row.evidence) + distance + len(row.answer)]
         self.scored = 2 * len(cells) * sum(len(row.answer) for row in self._rows)
-        # The answer is a pass of its own; one of a few tokens takes as long as one of 16: it reads all weights.
+        # The answer is a forward of its own. Reading all weights takes most of its time, as long as for 16 tokens.
         self.after_each_pass = max(16, *(len(row.answer) for row in self._rows))
 
     def digested(self, cell: Cell) -> Iterable[bytes]:
         yield repr(cell).encode()
+        length, distance = map(int, cell)
         for row in self._rows:
-            for ids in (*row.prompts(*map(int, cell))[:2], row.answer):
+            prompts = row.prompts(length, distance)
+            for ids in (prompts.with_evidence, prompts.without_evidence, row.answer):
                 yield f"{len(ids)}".encode() + ids.numpy().tobytes()
 
     def measure(self, scorer: TokenScorer, item: int, cells: Sequence[Cell], progress: Passed) -> Scored[AnswerLoss]:
-        """Read one row's prompts with the evidence and without it; what both begin with is read once."""
+        """Score one row's answer with the evidence and without it; what both prompts begin with is read once."""
         row = self._rows[item]
         for cell in cells:
             length, distance = map(int, cell)
-            *prompts, shared = row.prompts(length, distance)
-            nats: list[float] = []
-            for again, prompt in enumerate(prompts):
-                losses, _ = scorer.candidates(prompt, row.answer[None], length=length, shared=shared, again=bool(again))
-                nats.append(losses.double().sum().item())
-                progress(length - shared if again else length)
-            yield cell, AnswerLoss(nats[0], nats[1], len(row.answer)), scorer.take_cost()
+            prompts = row.prompts(length, distance)
+            score = partial(scorer.candidates, answers=row.answer[None], length=length, shared=prompts.shared)
+            losses, _ = score(prompts.with_evidence)
+            with_evidence = losses.double().sum().item()
+            progress(length)
+            losses, _ = score(prompts.without_evidence, again=True)
+            without_evidence = losses.double().sum().item()
+            progress(length - prompts.shared)
+            yield cell, AnswerLoss(with_evidence, without_evidence, len(row.answer)), scorer.take_cost()
 
 
 def _plan(
     question: Gain, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: dict[str, Any]
 ) -> RunPlan[_GainMeasurement]:
-    """Read the rows, choose those that fit, and check them."""
-    reader: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
+    """Read the rows, choose among those that fit, and make and check their prompts."""
+    text_tokenizer: Any = own_tokenizer(model, needed=True) if tokenizer is None else tokenizer
     bundled = isinstance(question.data, str) and question.data == _DOCSTRINGS
-    columns = [load(docstring_rows() if bundled else question.data, column=name) for name in _COLUMNS]
-    texts = {row[0].name: _texts(*row) for row in zip(*columns, strict=False)}
+    rows, source = read_rows(docstring_rows() if bundled else question.data)
+    cells = _cells(question)
+    longest = max(question.lengths)
+    tokenizer_of_rows = RowTokenizer(text_tokenizer)
+    fitting = _fitting(rows.values(), cells, tokenizer_of_rows)
+    count = min(question.samples, len(fitting))
+    chosen = [fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)]
+
+    contexts = list(dict.fromkeys(row.context for row in rows.values()))
+    haystack: list[str] | None = None
+    if question.haystack is not None:
+        haystack = [text_of([document], text_tokenizer) for document in load(question.haystack)]
+    token_rows = {}
+    for row in chosen:
+        place = contexts.index(row.context)
+        following = contexts[place + 1 :] + contexts[:place]
+        token_rows[row.name] = tokenizer_of_rows.row(
+            row, following if haystack is None else haystack, enough=2 * longest
+        )
+    texts = []
+    for token_row in token_rows.values():
+        texts += [token_row.prompts(*cells[0]).with_evidence, token_row.answer, *token_row.fillers]
+    check_prompts(model, texts, longest)
+    setting = GainSetting(len(token_rows), len(rows) - len(fitting))
+    return RunPlan(_GainMeasurement(setting, token_rows, cells), _DOCSTRINGS if bundled else source, **settings)
+
+
+def _cells(question: Gain) -> list[tuple[int, int]]:
+    """Return the pairs of length and distance to measure, ascending."""
     lengths = sorted(set(question.lengths))
     distances = sorted(set(question.distances or [max(1, length // 2) for length in lengths]))
     if distances[-1] >= lengths[-1]:
-        raise MethodError(f"distance {distances[-1]} is not below the longest length, {lengths[-1]}")
-    cells = [(length, distance) for length in lengths for distance in distances if distance < length]
+        raise MethodError(
+            f"distance {distances[-1]} is not below the longest length, {lengths[-1]}; give shorter distances or a "
+            "longer length"
+        )
+    return [(length, distance) for length in lengths for distance in distances if distance < length]
 
-    ids_of = partial(torch.tensor, dtype=torch.int64)
-    head = ids_of(prefix_tokens(reader, None))
 
-    @cache
-    def tokens(text: str) -> Tensor:
-        return ids_of(encode(reader, text))
-
-    room = min(length - distance for length, distance in cells) - len(head)
-    asked = {name: [*map(ids_of, encode_answer(reader, *each[3:]))] for name, each in texts.items()}
-    sizes = {name: (len(tokens(each[1])) + len(asked[name][1]), len(asked[name][0])) for name, each in texts.items()}
-    fitting = [name for name, (size, asks) in sizes.items() if size <= room and asks <= distances[0]]
+def _fitting(rows: Iterable[TextRow], cells: Sequence[tuple[int, int]], tokenizer: RowTokenizer) -> list[TextRow]:
+    """Return the rows that fit into every cell; MethodError where none does."""
+    room = min(length - distance for length, distance in cells) - len(tokenizer.head)
+    question_room = min(distance for _, distance in cells)
+    fitting, sizes = [], []
+    for row in rows:
+        question, answer = tokenizer.question_and_answer(row)
+        sizes.append(len(tokenizer.tokens(row.evidence)) + len(answer))
+        if sizes[-1] <= room and len(question) <= question_room:
+            fitting.append(row)
     if not fitting:
         raise MethodError(
             f"no row fits: these lengths and distances leave {room} tokens for evidence and answer, where the shortest "
-            f"take {min(sizes.values())[0]}, and {distances[0]} for a question; give longer lengths"
+            f"row needs {min(sizes)}, and {question_room} tokens for the question; give longer lengths"
         )
-    count = min(question.samples, len(fitting))
-    contexts = list(dict.fromkeys("".join(each[:3]) for each in texts.values()))
-    hay = None if question.haystack is None else [text_of([each], reader) for each in load(question.haystack)]
-
-    def others(context: str, evidence: str) -> Iterator[Tensor]:
-        """What follows a context, in order, until there is more than enough of it."""
-        place, left = contexts.index(context), 2 * lengths[-1]
-        for text in contexts[place + 1 :] + contexts[:place] if hay is None else hay:
-            if left > 0 and evidence not in text and len(ids := tokens(text)):
-                left -= len(ids)
-                yield ids
-
-    rows = {}
-    for name in (fitting[(2 * n + 1) * len(fitting) // (2 * count)] for n in range(count)):
-        parts = texts[name][:3]
-        before, evidence, after = map(tokens, parts)
-        asks, answer = asked[name]
-        rows[name] = _Row(head, before, evidence, after, asks, answer, tuple(others("".join(parts), parts[1])))
-        if not rows[name].others:
-            raise CorpusError(f"{name}: no other row has a context without its evidence; give text with --haystack")
-    every = [ids for row in rows.values() for ids in (row.prompts(*cells[0])[0], row.answer, *row.others)]
-    check_prompts(model, every, lengths[-1])
-    setting = GainSetting(len(rows), len(texts) - len(fitting))
-    return RunPlan(_GainMeasurement(setting, rows, cells), _DOCSTRINGS if bundled else columns[0].source, **settings)
-
-
-def _texts(context: Any, evidence: Any, question: Any, answer: Any) -> tuple[str, str, str, str, str]:
-    """A row's text before the evidence, the evidence, the text after it, the question and the answer."""
-    for column, each in zip(_COLUMNS, (context, evidence, question, answer), strict=True):
-        if each.name != context.name or each.ids is not None or not utf8_bytes(each.name, each.text):
-            raise CorpusError(f"{context.name}: the column {column!r} has no text")
-    before, *after = context.text.split(evidence.text)
-    if len(after) != 1:
-        times = "does not stand" if not after else f"stands {len(after)} times"
-        raise CorpusError(
-            f"{context.name}: the evidence {short(evidence.text)!r} {times} in the context; once is right"
-        )
-    return before, evidence.text, after[0], question.text, answer.text
-
-
-def docstring_rows() -> list[dict[str, str]]:
-    """Rows made of the docstrings of modules that the bundled model was not trained on.
-
-    A context is a docstring after the name of what it documents, its first line is the evidence, and that line is asked
-    for by the name. A first line that stands in two docstrings is not asked for.
-    """
-    documented = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for module in stdlib_held_out() for node in ast.walk(ast.parse(module.text))]
-    entries = {node.name: text for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))}
-    lines = {name: text.partition("\n")[0] for name, text in entries.items()}
-    times = Counter(lines.values())
-    return [
-        {
-            "context": f"{name}: {entries[name]}\n\n",
-            "evidence": f"{name}: {line}",
-            "question": f"\n\n{name}:",
-            "answer": f" {line}",
-        }
-        for name, line in lines.items()
-        if times[line] == 1 and len(line) >= _LEAST_LINE
-    ]
+    return fitting

@@ -1,7 +1,8 @@
-"""GraphWalks: sets of nodes of a directed graph, after OpenAI's data set (huggingface.co/datasets/openai/graphwalks).
+"""GraphWalks: questions about a directed graph whose answer is a set of nodes.
 
-Instructions follow the data set's card (MIT), with its correction of February 2026 (nodes at exactly the depth; a node
-is not its own parent); graphs are made anew, as large as the length takes, four edges a node as in published prompts.
+After OpenAI's data set (huggingface.co/datasets/openai/graphwalks, MIT). The instructions follow the data set's card
+with its correction of February 2026: the nodes at exactly the given depth, and no node is its own parent. The graphs
+are new, as large as the length allows, with four edges from every node as in the published prompts.
 """
 
 from __future__ import annotations
@@ -15,60 +16,64 @@ from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, fill, r
 
 _EDGES = 4  # from every node
 _DEPTHS = (1, 2, 3)
-_SMALLEST = 8  # nodes
-_ROOM = 32  # tokens that an answer may have beyond the right one
+_SMALLEST = 8  # nodes of a graph
+_EXTRA = 32  # tokens that may be generated beyond those of the right answer
 _PROMPT: str = wordings("graphwalks")["prompt"]
 
 
 @register_suite
 class GraphWalks(Suite):
-    """`bfs` and `_parents`; an answer's score is the F1 of its set of nodes."""
+    """The tasks `bfs` (nodes at a depth) and `parents`; an answer's score is the F1 of its set of nodes."""
 
     name = "graphwalks"
     tasks = ("bfs", "parents")
 
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        return fill(task, wanted, partial(_sample, task, wanted), _SMALLEST, 2 * _SMALLEST)
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
+        return fill(task, settings, partial(_sample, task, settings), _SMALLEST, step=2 * _SMALLEST)
 
     @staticmethod
     def score(answer: str, references: Sequence[str], others: Sequence[str] = ()) -> float:
-        """F1 of the set in the last line of an answer, as lm-eval's graphwalks has it; 1 where both sets are empty."""
-        found, right = (_nodes(text) for text in (answer, references[0]))
-        if found is None or right is None:
+        """Return the F1 of the nodes in an answer's last line, as in lm-eval's graphwalks; 1 if both sets are empty."""
+        answered, right = _nodes(answer), _nodes(references[0])
+        if answered is None or right is None:
             return 0.0
-        if not found and not right:
+        if not answered and not right:
             return 1.0
-        return 2 * len(found & right) / (len(found) + len(right))
+        return 2 * len(answered & right) / (len(answered) + len(right))
 
 
 def _nodes(text: str) -> set[str] | None:
-    """The nodes after "Final Answer:" in the last line, quotes left out; None where no such list stands there."""
-    listed = re.search(r"Final Answer:\s*\[(.*)\]", text.rstrip("\n").split("\n")[-1])
-    return None if listed is None else {node.strip().strip("'\"") for node in listed[1].split(",") if node.strip()}
+    """Return the nodes listed after "Final Answer:" in the last line, without quotes; None if no list stands there."""
+    match = re.search(r"Final Answer:\s*\[(.*)\]", text.rstrip("\n").split("\n")[-1])
+    if match is None:
+        return None
+    return {node.strip().strip("'\"") for node in match[1].split(",") if node.strip()}
 
 
-def _sample(task: str, wanted: PromptSettings, index: int, count: int) -> Sample:
-    rng = random.Random(f"{task} {wanted.seed} {index}")
+def _sample(task: str, settings: PromptSettings, index: int, count: int) -> Sample:
+    """Return the prompt with this index, about a graph of `count` nodes."""
+    rng = random.Random(f"{task} {settings.seed} {index}")
     nodes = list(dict.fromkeys(f"{rng.getrandbits(40):010x}" for _ in range(count)))
     start, depth = rng.random(), rng.choice(_DEPTHS)
-    reached = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}
+    children = {node: rng.choices([other for other in nodes if other != node], k=_EDGES) for node in nodes}
     node = nodes[int(start * len(nodes))]
     if task == "bfs":
-        operation, right = f"Perform a BFS from node {node} with depth {depth}.", _at_depth(reached, node, depth)
+        operation = f"Perform a BFS from node {node} with depth {depth}."
+        right = _at_depth(children, node, depth)
     else:
-        right = [one for one, others in reached.items() if node in others]
         operation = f"Find the parents of node {node}."
-    edges = "\n".join(f"{one} -> {other}" for one, others in reached.items() for other in others)
+        right = [parent for parent in nodes if node in children[parent]]
+    edges = "\n".join(f"{parent} -> {child}" for parent in nodes for child in children[parent])
     answer = f"Final Answer: [{', '.join(right)}]"
     prompt = _PROMPT.format(edges=edges, operation=operation)
-    budget = wanted.tokens(answer) + _ROOM
-    return Sample(prompt, "", (answer,), budget, wanted.tokens(prompt) + budget)
+    budget = settings.tokens(answer) + _EXTRA
+    return Sample(prompt, "", (answer,), budget, settings.tokens(prompt) + budget)
 
 
-def _at_depth(reached: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
-    """The nodes whose shortest path from a node has so many edges, in the order in which they are found."""
+def _at_depth(children: Mapping[str, Sequence[str]], start: str, depth: int) -> list[str]:
+    """Return the nodes whose shortest path from `start` has `depth` edges, in breadth-first order."""
     seen, frontier = {start}, [start]
     for _ in range(depth):
-        frontier = list(dict.fromkeys(other for node in frontier for other in reached[node] if other not in seen))
+        frontier = list(dict.fromkeys(child for node in frontier for child in children[node] if child not in seen))
         seen.update(frontier)
     return frontier

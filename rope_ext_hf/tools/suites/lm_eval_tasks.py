@@ -1,9 +1,10 @@
-"""The task suites of this package as tasks of lm-evaluation-harness: `rope_ruler`, `rope_ruler_vt`, `rope_graphwalks`.
+"""The task suites as tasks of lm-evaluation-harness, named like `rope_ruler`, `rope_ruler_vt` or `rope_graphwalks`.
 
     rope-ext lm-eval DIR --method yarn --factor 4 --tasks rope_ruler
 
-lm-eval finds tasks in folders of YAML files; `write_tasks` writes one that names every suite there is, for the time of
-a run. The prompts are those of `rope-ext tasks`: made from a seed and a text, without a download.
+lm-eval finds tasks in folders of YAML files. `write_tasks` writes such a folder, with a file for every suite and every
+task, and a run of lm-eval keeps it as long as it needs it. The prompts are those of `rope-ext tasks`, made from a seed
+and a text without a download.
 """
 
 from __future__ import annotations
@@ -23,25 +24,28 @@ from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reading.spans import text_of
 from rope_ext_hf.tools.suites.base import list_suites, suite
-from rope_ext_hf.tools.suites.task_runs import template_tokens
+from rope_ext_hf.tools.suites.task_prompts import template_tokens
 
-_SAMPLES = 20  # prompts per task, as `rope-ext tasks` asks
+_SAMPLES = 20  # prompts per task, the default of `rope-ext tasks`
 _CLASS = f"!function {__name__}.SuiteTask"
 
 
 def write_tasks(folder: str | Path) -> Path:
-    """Write YAML files that name every suite and task, for `--include_path` of lm-eval; older ones are replaced."""
+    """Write one YAML file per suite and per task, for `--include_path` of lm-eval, and return the folder.
+
+    Older files of the same names are replaced.
+    """
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for name, of_name in list_suites().items():
+    for name, task_suite in list_suites().items():
         prefix = f"rope_{name.replace('-', '_')}"
-        tasks = {f"{prefix}_{task}": task for task in of_name.tasks}
+        tasks = {f"{prefix}_{task}": task for task in task_suite.tasks}
         for title, task in tasks.items():
             text = f"task: {title}\nclass: {_CLASS}\nmetadata: {{suite: {name}, suite_task: {task}}}\n"
             write_text(folder / f"{title}.yaml", text)
-        mean = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
-        text = f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean}\nmetadata: {{version: 1}}\n"
+        mean_over_tasks = "aggregate_metric_list: [{metric: score, weight_by_size: false}]"
+        text = f"group: {prefix}\ntask: [{', '.join(tasks)}]\n{mean_over_tasks}\nmetadata: {{version: 1}}\n"
         write_text(folder / f"{prefix}.yaml", text)
     return folder
 
@@ -49,10 +53,10 @@ def write_tasks(folder: str | Path) -> Path:
 class SuiteTask(ConfigurableTask):  # type: ignore[misc]
     """One task of a suite, at one length.
 
-    lm-eval hands over its `--metadata`, joined with `--model_args`: `max_seq_lengths`, a list of one length in tokens
-    of prompt and generation together; `tokenizer` or `pretrained`; and `samples`, `seed`, `haystack` as
-    `rope-ext tasks` takes them. Where the tokenizer has a chat template its tokens are taken from the length: give
-    `--apply_chat_template`, too.
+    Its settings come from lm-eval's `--metadata` and `--model_args`: `max_seq_lengths` (a list with one length, in
+    tokens of prompt and generation together), `tokenizer` or `pretrained`, and `samples`, `seed` and `haystack` as in
+    `rope-ext tasks`. If the tokenizer has a chat template, its tokens are subtracted from the length; give
+    `--apply_chat_template` then, so that lm-eval applies it.
     """
 
     def __init__(self, config: Mapping[str, Any], **_: Any) -> None:
@@ -76,15 +80,20 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
         )
 
     def _make(self, **settings: Any) -> dict[str, Dataset]:
-        lengths, source = settings.get("max_seq_lengths"), settings.get("tokenizer") or settings.get("pretrained")
+        """Make the prompts of the task from lm-eval's metadata, as the one split that lm-eval reads."""
+        lengths = settings.get("max_seq_lengths")
+        source = settings.get("tokenizer") or settings.get("pretrained")
         if not isinstance(lengths, list) or len(lengths) != 1:
             raise MethodError(
-                "the tasks rope_... are for one length: give max_seq_lengths as a list of it, such as "
-                f"""--metadata '{{"max_seq_lengths": [16384]}}', got {short(repr(lengths))}; """
-                "`rope-ext tasks` measures several lengths at once"
+                "the tasks rope_... are measured at one length, given as a list: "
+                f"""--metadata '{{"max_seq_lengths": [16384]}}'. Got {short(repr(lengths))}. """
+                "For several lengths use `rope-ext tasks`"
             )
         if not isinstance(source, str) or not source:
-            raise MethodError("which tokenizer counts the tokens is not known: give tokenizer in --metadata")
+            raise MethodError(
+                "no tokenizer is named to count the tokens of prompts; "
+                """give it in --metadata, such as '{"tokenizer": "DIR"}'"""
+            )
         tokenizer = load_tokenizer(source)
         samples = self._suite.samples(
             settings["suite_task"],
@@ -101,7 +110,7 @@ class SuiteTask(ConfigurableTask):  # type: ignore[misc]
         return {"score": self._suite.score(results[0], doc["references"], doc["others"])}
 
     def construct_requests(self, doc: Mapping[str, Any], ctx: Any, **options: Any) -> Instance:
-        """The request of one prompt, whose budget is its own: lm-eval's is one for all prompts of a task."""
+        """Build the request of one prompt with the prompt's own budget of tokens; lm-eval has one budget per task."""
         request: Instance = super().construct_requests(doc, ctx, **options)
         context, generation = request.arguments
         request.arguments = (context, generation | {"max_gen_toks": doc["budget"]})

@@ -1,20 +1,21 @@
-"""RULER (Hsieh et al. 2024, arXiv 2404.06654): the 11 of its 13 tasks that need no data set.
+"""RULER (Hsieh et al. 2024, arXiv 2404.06654): 11 of its 13 tasks. The other two need data sets.
 
 Prompts, answers and answer prefixes are equal, byte for byte, to those of `main` of https://github.com/NVIDIA/RULER
-(Apache License 2.0, from which templates and generators are adapted) for the same seed, tokenizer, length and text. The
-order in which random numbers are drawn is therefore upstream's, and so is what follows from it:
+(Apache License 2.0, from which templates and generators are adapted) for the same seed, tokenizer, length and text.
+Random numbers are therefore drawn in upstream's order, and what follows from that order is upstream's too:
 
-- Prompts are as long as a binary search finds. A prompt that turns out too long is drawn again with less text, by
-  steps of 5, 10, 25 or 500 units, so that prompts may be far below the length.
-- Where the smallest text does not fit either, upstream tries for ever; here that is an error. The example of `vt` must
-  fit into 500 tokens, which it does not with a token per byte.
-- The prompt ends where the first 10 characters of the answer prefix stand last. The BOS token is not counted.
-- `cwe` takes words from upstream's large list once it needs more than `wonderwords` has, from about 100,000 tokens on.
-  That list is no part of a package: give its file in `RULER_WORDS`.
+- A binary search finds how much text a prompt has. A prompt that turns out too long is drawn again with less text, in
+  steps of 5, 10, 25 or 500 units, so that some prompts are far shorter than the length.
+- Where not even the smallest text fits, upstream tries forever; here that is an error. The example of `vt` must fit
+  into 500 tokens, which it does not where a token is a byte.
+- A prompt ends at the last place where the first 10 characters of the answer prefix stand. The BOS token is not
+  counted.
+- `cwe` takes words from upstream's large list once it needs more than the package `wonderwords` has, from about
+  100,000 tokens on. No package has that list: set the environment variable `RULER_WORDS` to its file.
 - `niah_single_2`, `niah_single_3`, `niah_multikey_1`, `niah_multivalue` and `niah_multiquery` hide sentences in a text.
-  Upstream's is Paul Graham's essays, which may not be passed on: give a text of your own. It is cut into sentences by
-  nltk with its English model `punkt_tab`, and where that was not downloaded by nltk without a model, which cuts after
-  abbreviations too. Needles may then stand elsewhere.
+  Upstream's text is Paul Graham's essays, which may not be redistributed; give a text of your own. It is cut into
+  sentences by nltk with its English model `punkt_tab`. Where that model was not downloaded, nltk cuts without a model,
+  after abbreviations too, so that needles may stand in other places than upstream's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import random
 import re
 import string
 import uuid
@@ -32,325 +32,273 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import numpy
 
-from rope_ext_hf.errors import CorpusError, MethodError, RopeExtError
+from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.tools.suites.base import (
-    PromptSettings,
-    Sample,
-    Suite,
-    TooShortError,
-    largest_fitting,
-    register_suite,
-    wordings,
-)
+from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, register_suite
+from rope_ext_hf.tools.suites.ruler_generator import TEMPLATES, Draw, Generator
 
 _NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-_TRIES = 100  # draws with the least text before a task counts as too long; some names are shorter than others
-_FEW = 8  # draws that are enough where the shortest is too long by twice the difference between them
-_OF_EXAMPLE = 500  # tokens that the example of `vt` may have
-_WORDS = "RULER_WORDS"
+_EXAMPLE_TOKENS = 500  # that the example of `vt` may have
+_WORDS_VARIABLE = "RULER_WORDS"
 _DEPTHS = [int(depth) for depth in numpy.round(numpy.linspace(0, 100, num=40))]  # percentages of a text
-_Made = tuple[str, Sequence[str], Sequence[str]]
-"""A prompt with its answer prefix, the right answers, and wrong ones that stand in it."""
+_SHORT_LENGTH = 4096  # upstream takes smaller steps, and shorter examples, below this length
 
 
 @dataclass(frozen=True)
-class _Template:
-    """The wording of a task, and the tokens to generate."""
+class _Needles:
+    """A task of the needle-in-a-haystack kind: keys with values, hidden in a haystack."""
 
-    text: str
-    prefix: str
-    budget: int
-
-
-_TEMPLATES = {name: _Template(**saved) for name, saved in wordings("ruler").items()}
-
-
-@dataclass
-class _Generator:
-    """The generator of the prompts of one task, at one length."""
-
-    task: str
-    template: _Template
-    wanted: PromptSettings
-    room: int  # tokens of prompt and generation together
-
-    def __post_init__(self) -> None:  # upstream seeds both streams
-        self.random, self.numbers = random.Random(self.wanted.seed), numpy.random.RandomState(self.wanted.seed)
-
-    def shuffle(self, items: list[Any]) -> list[Any]:
-        """Shuffle in place, each time from the seed."""
-        random.Random(self.wanted.seed).shuffle(items)
-        return items
-
-    def size(self, make: Callable[[int], _Made], size: int) -> int:
-        """The tokens of a prompt, without its budget."""
-        for _ in range(_TRIES):
-            if (made := self.attempt(make, size)) is not None:
-                return self.wanted.tokens(made[0])
-        raise self.too_short(None, "its prompts cannot be drawn")
-
-    def too_short(self, need: int | None, reason: str = "") -> TooShortError:
-        return TooShortError(self.task, self.wanted.length, need, reason)
-
-    def check(self, make: Callable[[int], _Made], smallest: int) -> None:
-        """Raise TooShortError where no draw of the smallest size fits; the random numbers to come stay the same."""
-        shortest = self.shortest(make, smallest, self.room)
-        if shortest > self.room:
-            raise self.too_short(shortest + self.wanted.reserved)
-
-    def shortest(self, make: Callable[[int], _Made], size: int, room: int) -> int:
-        """Return the tokens of the first prompt of this size that fits into `room`, or of the shortest; with budget."""
-        kept, numbers = self.random.getstate(), self.numbers.get_state()
-        lengths = list[int]()
-        for _ in range(_TRIES):
-            if (made := self.attempt(make, size)) is not None:
-                lengths.append(self.wanted.tokens(made[0]) + self.template.budget)
-                spread = max(lengths) - min(lengths)
-                if min(lengths) <= room or (len(lengths) >= _FEW and min(lengths) - 2 * spread > room):
-                    break
-        self.random.setstate(kept)
-        self.numbers.set_state(numbers)
-        if not lengths:
-            raise self.too_short(None, "its prompts cannot be drawn")
-        return min(lengths)
-
-    def attempt(self, make: Callable[[int], _Made], size: int) -> _Made | None:
-        """A prompt of this size; None where two variables got one name, or the needles are more than the places."""
-        try:
-            return make(size)
-        except RopeExtError:
-            raise
-        except (IndexError, ValueError):
-            return None
-
-    def search(self, make: Callable[[int], _Made], low: int, high: int, beside: int = 0) -> int:
-        """The largest size whose prompt fits, with `beside` tokens besides; `low` where none does."""
-
-        def fits(size: int) -> bool:
-            return self.size(make, size) + beside + self.template.budget <= self.room
-
-        return largest_fitting(low, max(high, 2 * low), fits) or low
-
-    def draw(self, make: Callable[[int], _Made], size: int, step: int) -> Sample:
-        """A prompt of this size, or of less by steps until it fits."""
-        for _ in range(_TRIES + size // step):
-            if (made := self.attempt(make, size)) is not None:
-                length = self.wanted.tokens(made[0]) + self.template.budget
-                if length <= self.room:
-                    return self.sample(*made, length)
-            if size > step:
-                size -= step
-        raise self.too_short(self.shortest(make, size, 0) + self.wanted.reserved)
-
-    def sample(self, text: str, right: Sequence[str], wrong: Sequence[str], length: int) -> Sample:
-        at = text.rfind(self.template.prefix[:10])
-        others = tuple(word for word in dict.fromkeys(wrong) if word not in right and word in text)
-        return Sample(text[:at], text[at:], tuple(right), self.template.budget, length, others)
+    haystack: str  # "noise", "needle" (other needles) or "essay" (the given text)
+    key_kind: str  # "words", "numbers" or "uuids"
+    value_kind: str
+    keys: int = 1
+    values: int = 1  # of each key
+    queries: int = 1  # keys that are asked for
 
 
-def _niah(
-    g: _Generator, count: int, *, hay: str, key: str, value: str, keys: int = 1, values: int = 1, queries: int = 1
-) -> list[Sample]:
-    """Needles in a haystack of noise, of other needles, or of a text."""
-    keys, words = max(keys, queries), _split_words(g.wanted.haystack)
+def _niah(generator: Generator, count: int, task: _Needles) -> list[Sample]:
+    """Make the prompts of a needle-in-a-haystack task."""
+    settings, rng = generator.settings, generator.random
+    keys, words = max(task.keys, task.queries), _split_words(settings.haystack)
+    template, kind = _niah_template(generator.template.whole, task)
 
-    def any_pair() -> str:  # the six million pairs take many seconds
-        return f"{g.random.choice(_words('adjective'))}-{g.random.choice(_words('noun'))}"
+    def adjective_and_noun() -> str:
+        if settings.check_only:  # any pair will do, and listing all six million takes many seconds
+            return f"{rng.choice(_words('adjective'))}-{rng.choice(_words('noun'))}"
+        return rng.choice(_pairs())
 
-    # a text has the same tokens cut between words, which needs no model of sentences
-    split: Callable[[str], list[str]] = str.split if g.wanted.check_only or hay != "essay" else _splitter()
-    draws: dict[str, Callable[[], str]] = {
-        "words": any_pair if g.wanted.check_only else lambda: g.random.choice(_pairs()),
-        "numbers": lambda: str(g.random.randint(10**6, 10**7 - 1)),
-        "uuids": lambda: str(uuid.UUID(int=g.random.getrandbits(128), version=4)),
+    draw_kind: dict[str, Callable[[], str]] = {
+        "words": adjective_and_noun,
+        "numbers": lambda: str(rng.randint(10**6, 10**7 - 1)),
+        "uuids": lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)),
     }
-    template, kind = g.template.text + g.template.prefix, value
-    if queries * values == 1:
-        kind = value[:-1]
-        for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
-            template = template.replace(plural, singular)
+    draw_key, draw_value = draw_kind[task.key_kind], draw_kind[task.value_kind]
+    # Cut between words, a text has as many tokens as cut between sentences, and needs no model of sentences.
+    split: Callable[[str], list[str]] = str.split
+    if task.haystack == "essay" and not settings.check_only:
+        split = _splitter()
 
-    def make(size: int) -> _Made:
+    def needle(key: str, value: str) -> str:
+        return _NEEDLE.format(kind=task.value_kind, key=key, value=value)
+
+    def lines_of_noise(size: int, needles: list[str]) -> tuple[str, list[str]]:
+        """Return a context of `size` lines with the needles between them, and the values of the other needles."""
+        lines, wrong = [_NOISE] * size, list[str]()
+        if task.haystack == "needle":
+            pairs = [(draw_key(), draw_value()) for _ in range(size)]
+            lines = [needle(key, value) for key, value in pairs]
+            wrong = [value for _, value in pairs]
+        places = sorted(rng.sample(range(size), len(needles)), reverse=True)
+        for place, text in zip(places, needles, strict=True):
+            lines.insert(place, text)
+        return "\n".join(lines), wrong
+
+    def make(size: int) -> Draw:
         names, needles, wrong = list[str](), list[str](), list[str]()
-        held: list[list[str]] = []
+        values_of_keys: list[list[str]] = []
         for _ in range(keys):
-            names.append(draws[key]())
-            held.append([])
-            for _ in range(values):
-                held[-1].append(draws[value]())
-                needles.append(_NEEDLE.format(kind=value, key=names[-1], value=held[-1][-1]))
-        g.shuffle(needles)
-        if hay == "essay":
+            names.append(draw_key())
+            values_of_keys.append([])
+            for _ in range(task.values):
+                values_of_keys[-1].append(draw_value())
+                needles.append(needle(names[-1], values_of_keys[-1][-1]))
+        generator.shuffle(needles)
+        if task.haystack == "essay":
             text = " ".join((words * -(-size // len(words)))[:size])
-            context = _hide(needles, split(text.strip()), g.random.sample(_DEPTHS, len(needles)))
+            context = _hide(needles, split(text.strip()), rng.sample(_DEPTHS, len(needles)))
         else:
-            lines = [_NOISE] * size
-            if hay == "needle":
-                pairs = [(draws[key](), draws[value]()) for _ in range(size)]
-                lines = [_NEEDLE.format(kind=value, key=name, value=it) for name, it in pairs]
-                wrong = [it for _, it in pairs]
-            places = sorted(g.random.sample(range(size), len(needles)), reverse=True)
-            for place, needle in zip(places, needles, strict=True):
-                lines.insert(place, needle)
-            context = "\n".join(lines)
-        asked = g.random.sample(range(keys), queries)
-        of = [names[index] for index in asked]
-        query = f"{', '.join(of[:-1])}, and {of[-1]}" if len(of) > 1 else of[0]
-        right = [it for index in asked for it in held[index]]
-        wrong += [it for some in held for it in some]
-        return template.format(kind=kind, context=context, query=query), right, wrong
+            context, wrong = lines_of_noise(size, needles)
+        queried = rng.sample(range(keys), task.queries)
+        queried_names = [names[index] for index in queried]
+        query = queried_names[-1]
+        if len(queried_names) > 1:
+            query = f"{', '.join(queried_names[:-1])}, and {query}"
+        right = [value for index in queried for value in values_of_keys[index]]
+        wrong += [value for values in values_of_keys for value in values]
+        return Draw(template.format(kind=kind, context=context, query=query), right, wrong)
 
-    step = 500 if hay == "essay" else 5 if g.wanted.length < 4096 else 25
-    g.check(make, step)
-    if g.wanted.check_only:
+    step = 5 if settings.length < _SHORT_LENGTH else 25
+    if task.haystack == "essay":
+        step = 500  # words of the text, not lines
+    generator.check(make, step)
+    if settings.check_only:
         return []
-    per_unit = g.size(make, step) / step
-    size = g.search(make, step, int(g.room / per_unit * 3))
-    return [g.draw(make, size, step) for _ in range(count)]
+    tokens_per_unit = generator.tokens(make, step) / step
+    size = generator.search(make, step, int(generator.room / tokens_per_unit * 3))
+    return [generator.draw(make, size, step) for _ in range(count)]
 
 
-def _variable_tracking(g: _Generator, count: int, *, hops: int = 4) -> list[Sample]:
-    """A chain of assignments in noise; before it, an example with its answer."""
+def _niah_template(text: str, task: _Needles) -> tuple[str, str]:
+    """Return the template and the name of the values, both in the singular where one value is asked for."""
+    if task.queries * task.values > 1:
+        return text, task.value_kind
+    for plural, singular in (("Some", "A"), ("are all", "is"), ("are", "is")):
+        text = text.replace(plural, singular)
+    return text, task.value_kind[:-1]
+
+
+def _variable_tracking(generator: Generator, count: int, hops: int = 4) -> list[Sample]:
+    """Make prompts with a chain of assignments in noise, after an example with its answer."""
+    settings, rng = generator.settings, generator.random
     names_in_chain = hops + 1
 
-    def name(letters: int) -> str:
-        return "".join(g.random.choices(string.ascii_uppercase, k=letters))
+    def draw_name(letters: int) -> str:
+        return "".join(rng.choices(string.ascii_uppercase, k=letters))
 
-    def make(size: int, example: bool = False) -> _Made:
+    def make(size: int, example: bool = False) -> Draw:
         letters = 3 if example else 5
-        names = [name(letters) for _ in range(names_in_chain)]
-        while len(set(names)) < names_in_chain:  # upstream then fails and draws again, and so does this
-            names.append(name(letters))
+        names = [draw_name(letters) for _ in range(names_in_chain)]
+        while len(set(names)) < names_in_chain:  # two equal names make upstream fail and draw again, and so it is here
+            names.append(draw_name(letters))
         value, chain = "", list[str]()
         for start in range(0, len(names), names_in_chain):
-            some = names[start : start + names_in_chain]
-            number = "12345" if example else str(g.numbers.randint(10000, 99999))
-            links = [f"VAR {some[0]} = {number}"]
-            links += [f"VAR {some[hop + 1]} = VAR {some[hop]} " for hop in range(hops)]
+            chain_names = names[start : start + names_in_chain]
+            number = "12345" if example else str(generator.numbers.randint(10000, 99999))
+            links = [f"VAR {chain_names[0]} = {number}"]
+            links += [f"VAR {chain_names[hop + 1]} = VAR {chain_names[hop]} " for hop in range(hops)]
             value, chain = value or number, chain or links
         lines = [_NOISE] * size
-        for index, place in enumerate(sorted(g.random.sample(range(size), len(chain)))):
+        for index, place in enumerate(sorted(rng.sample(range(size), len(chain)))):
             lines.insert(place + index, chain[index])
         context = "\n".join(lines).replace(". \n", ".\n")
-        template = g.template.text + g.template.prefix
-        return template.format(context=context, query=value, count=names_in_chain), names[:names_in_chain], ()
+        text = generator.template.whole.format(context=context, query=value, count=names_in_chain)
+        return Draw(text, names[:names_in_chain], ())
 
-    def other_names(text: str) -> str:
-        for old in text.strip().split()[-names_in_chain:]:
-            text = text.replace(old, name(len(old)))
-        return text.replace("12345", str(g.numbers.randint(10000, 99999)))
+    def make_example(size: int) -> Draw:
+        return make(size, example=True)
 
-    room = _OF_EXAMPLE - g.wanted.reserved
-    of_example = replace(g, template=replace(g.template, budget=0), room=room)
-    budget = g.template.budget
-    shortest = g.shortest(lambda size: make(size, True), 5, room + budget) - budget
+    def with_other_names(example: str) -> str:
+        """Return the example with new names and a new number in place of its own."""
+        for old in example.strip().split()[-names_in_chain:]:
+            example = example.replace(old, draw_name(len(old)))
+        return example.replace("12345", str(generator.numbers.randint(10000, 99999)))
+
+    room = _EXAMPLE_TOKENS - settings.reserved
+    budget = generator.template.budget
+    example_generator = replace(generator, template=replace(generator.template, budget=0), room=room)
+    shortest = generator.shortest(make_example, 5, room + budget) - budget
     if shortest > room:
-        raise g.too_short(None, f"its example has {shortest:,} tokens, and {room} are allowed")
-    per_unit = g.size(lambda size: make(size, True), 5) / 5
-    size = of_example.search(lambda size: make(size, True), 5, int(room / per_unit * 3))
-    example = of_example.draw(lambda size: make(size, True), size, 5)
-    shown = f"{example.prompt}{example.prefix} {' '.join(example.references)}\n"
-    step = 5 if g.wanted.length < 4096 else 10
+        raise generator.too_short(None, f"its example has {shortest:,} tokens, and {room} are allowed")
+    tokens_per_line = generator.tokens(make_example, 5) / 5
+    size = example_generator.search(make_example, 5, int(room / tokens_per_line * 3))
+    sample = example_generator.draw(make_example, size, 5)
+    example = f"{sample.prompt}{sample.prefix} {' '.join(sample.references)}\n"
+    step = 5 if settings.length < _SHORT_LENGTH else 10
 
-    def with_example(size: int) -> _Made:
+    def with_example(size: int) -> Draw:
         text, right, _ = make(size)
-        before = other_names(shown)
-        return f"{before}\n{text}", right, before.split()[-names_in_chain:]
+        before = with_other_names(example)
+        return Draw(f"{before}\n{text}", right, before.split()[-names_in_chain:])
 
-    g.check(with_example, step)
-    if g.wanted.check_only:
+    generator.check(with_example, step)
+    if settings.check_only:
         return []
-    per_unit = g.size(make, step) / step
-    size = g.search(make, step, int(g.room / per_unit * 3), beside=g.wanted.tokens(shown))
-    return [g.draw(with_example, size, step) for _ in range(count)]
+    tokens_per_line = generator.tokens(make, step) / step
+    size = generator.search(make, step, int(generator.room / tokens_per_line * 3), beside=settings.tokens(example))
+    return [generator.draw(with_example, size, step) for _ in range(count)]
 
 
-def _common_words(g: _Generator, count: int, *, common: int = 10) -> list[Sample]:
-    """A numbered list in which ten words stand more often than the others; before it, an example."""
-    words = g.shuffle(sorted({*_words("noun"), *_words("adjective"), *_words("verb")}))
-    template = g.template.text + g.template.prefix
+def _common_words(generator: Generator, count: int, common: int = 10) -> list[Sample]:
+    """Make prompts with a numbered list in which ten words are more frequent than the others, after an example."""
+    settings, template = generator.settings, generator.template.whole
+    words = generator.shuffle(sorted({*_words("noun"), *_words("adjective"), *_words("verb")}))
 
-    def listed(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
-        known = words if size <= len(words) else _many_words(g.wanted.length, os.environ.get(_WORDS))
-        chosen = g.random.sample(known, size)
-        every = g.shuffle(chosen[:common] * often + chosen[common:] * seldom)
-        return " ".join(f"{i + 1}. {word}" for i, word in enumerate(every)), chosen[:common], chosen[common:]
+    def draw_list(size: int, often: int, seldom: int) -> tuple[str, list[str], list[str]]:
+        """Return a numbered list of `size` different words, the frequent ones, and the others."""
+        vocabulary = words
+        if size > len(words):
+            vocabulary = _many_words(settings.length, os.environ.get(_WORDS_VARIABLE))
+        chosen = generator.random.sample(vocabulary, size)
+        items = generator.shuffle(chosen[:common] * often + chosen[common:] * seldom)
+        return _numbered(items), chosen[:common], chosen[common:]
 
-    def make(size: int) -> _Made:
-        example, answer, _ = listed(20, 3, 1) if g.wanted.length < 4096 else listed(40, 10, 3)
-        context, right, wrong = listed(size, 6, 1) if g.wanted.length < 4096 else listed(size, 30, 3)
-        answers = " ".join(f"{i + 1}. {word}" for i, word in enumerate(answer))
-        return f"{template.format(context=example)} {answers}\n{template.format(context=context)}", right, wrong
+    def make(size: int) -> Draw:
+        if settings.length < _SHORT_LENGTH:
+            example, answer, _ = draw_list(20, 3, 1)
+            context, right, wrong = draw_list(size, 6, 1)
+        else:
+            example, answer, _ = draw_list(40, 10, 3)
+            context, right, wrong = draw_list(size, 30, 3)
+        example_text = f"{template.format(context=example)} {_numbered(answer)}"
+        return Draw(f"{example_text}\n{template.format(context=context)}", right, wrong)
 
-    g.check(make, 10)
-    if g.wanted.check_only:
+    generator.check(make, 10)
+    if settings.check_only:
         return []
-    per_word = g.size(make, 4096) / 4096
-    size = g.search(make, 10, int(g.room // per_word) * 2)
-    return [g.draw(make, size, 10) for _ in range(count)]
+    tokens_per_word = generator.tokens(make, 4096) / 4096
+    size = generator.search(make, 10, int(generator.room // tokens_per_word) * 2)
+    return [generator.draw(make, size, 10) for _ in range(count)]
 
 
-def _frequent_words(g: _Generator, count: int, *, letters: int = 6) -> list[Sample]:
-    """Coded words, drawn by Zipf's law; the three most frequent are asked for."""
-    room = g.room - g.template.budget
+def _numbered(words: Sequence[str]) -> str:
+    return " ".join(f"{index + 1}. {word}" for index, word in enumerate(words))
+
+
+def _frequent_words(generator: Generator, count: int, letters: int = 6) -> list[Sample]:
+    """Make prompts of coded words, drawn by Zipf's law; the three most frequent are the answers."""
+    settings, template = generator.settings, generator.template.whole
+    budget = generator.template.budget
+    room = generator.room - budget
     kinds, step = room // 50, room // 32
-    empty = g.wanted.tokens((g.template.text + g.template.prefix).format(context=""))
+    empty = settings.tokens(template.format(context=""))
     if kinds < 4 or empty >= room:
-        raise g.too_short(max(200, empty + 1) + g.template.budget + g.wanted.reserved)
-    if g.wanted.check_only:
+        raise generator.too_short(max(200, empty + 1) + budget + settings.reserved)
+    if settings.check_only:
         return []
 
-    def make(size: int) -> tuple[_Made, int]:
-        def word() -> str:
-            return "".join(g.random.choices(string.ascii_lowercase, k=letters))
+    def draw_word() -> str:
+        return "".join(generator.random.choices(string.ascii_lowercase, k=letters))
 
-        drawn = [word() for _ in range(kinds)]
-        while len(set(drawn)) < kinds:
-            drawn.append(word())
-        coded = g.shuffle(sorted(set(drawn)))
+    def make(size: int) -> tuple[Draw, int]:
+        """Return a prompt of this size, or of the largest that fits where `size` is 0, and its size."""
+        words = [draw_word() for _ in range(kinds)]
+        while len(set(words)) < kinds:
+            words.append(draw_word())
+        coded = generator.shuffle(sorted(set(words)))
         coded[0] = "..."  # the most frequent one is noise
 
         def text(size: int) -> str:
-            zeta = math.pi**2 / 6  # of 2, the exponent of the law
-            counts = (size * numpy.arange(1, len(coded) + 1) ** -2.0 / zeta).astype(int)
-            every = g.shuffle([word for word, often in zip(coded, counts, strict=True) for _ in range(often)])
-            return (g.template.text + g.template.prefix).format(context=" ".join(every))
+            zeta_of_2 = math.pi**2 / 6  # normalises Zipf's law with the exponent 2
+            counts = (size * numpy.arange(1, len(coded) + 1) ** -2.0 / zeta_of_2).astype(int)
+            items = [word for word, times in zip(coded, counts, strict=True) for _ in range(times)]
+            return template.format(context=" ".join(generator.shuffle(items)))
 
         if size > 0:
-            while g.wanted.tokens(text(size)) > room:
+            while settings.tokens(text(size)) > room:
                 size -= step
         else:
             size = room // letters
-            while g.wanted.tokens(text(size)) < room:
+            while settings.tokens(text(size)) < room:
                 size += step
             size -= step
-        return (text(size), coded[1:4], coded[4:]), size
+        return Draw(text(size), coded[1:4], coded[4:]), size
 
-    size, samples = make(0)[1], []
+    _, size = make(0)
+    samples = []
     for _ in range(count):
-        text, right, wrong = make(size)[0]
-        samples.append(g.sample(text, right, wrong, g.wanted.tokens(text) + g.template.budget))
+        draw, _ = make(size)
+        samples.append(generator.sample(draw, settings.tokens(draw.text) + budget))
     return samples
 
 
-_RULER_TASKS: dict[str, tuple[str, Callable[..., list[Sample]], dict[str, Any]]] = {
-    "niah_single_1": ("niah", _niah, {"hay": "noise", "key": "words", "value": "numbers"}),
-    "niah_single_2": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers"}),
-    "niah_single_3": ("niah", _niah, {"hay": "essay", "key": "words", "value": "uuids"}),
-    "niah_multikey_1": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "keys": 4}),
-    "niah_multikey_2": ("niah", _niah, {"hay": "needle", "key": "words", "value": "numbers"}),
-    "niah_multikey_3": ("niah", _niah, {"hay": "needle", "key": "uuids", "value": "uuids"}),
-    "niah_multivalue": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "values": 4}),
-    "niah_multiquery": ("niah", _niah, {"hay": "essay", "key": "words", "value": "numbers", "queries": 4}),
-    "vt": ("vt", _variable_tracking, {}),
-    "cwe": ("cwe", _common_words, {}),
-    "fwe": ("fwe", _frequent_words, {}),
+_NIAH_TASKS = {
+    "niah_single_1": _Needles("noise", "words", "numbers"),
+    "niah_single_2": _Needles("essay", "words", "numbers"),
+    "niah_single_3": _Needles("essay", "words", "uuids"),
+    "niah_multikey_1": _Needles("essay", "words", "numbers", keys=4),
+    "niah_multikey_2": _Needles("needle", "words", "numbers"),
+    "niah_multikey_3": _Needles("needle", "uuids", "uuids"),
+    "niah_multivalue": _Needles("essay", "words", "numbers", values=4),
+    "niah_multiquery": _Needles("essay", "words", "numbers", queries=4),
+}
+_OTHER_TASKS: dict[str, Callable[[Generator, int], list[Sample]]] = {
+    "vt": _variable_tracking,
+    "cwe": _common_words,
+    "fwe": _frequent_words,
 }
 
 
@@ -359,14 +307,17 @@ class Ruler(Suite):
     """RULER without its two tasks of question answering, which need SQuAD and HotpotQA."""
 
     name = "ruler"
-    tasks = tuple(_RULER_TASKS)
+    tasks = (*_NIAH_TASKS, *_OTHER_TASKS)
     seed = 42
 
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        template, make, parameters = _RULER_TASKS[task]
-        if not wanted.haystack.split():
-            raise CorpusError("the haystack is empty")
-        return make(_Generator(task, _TEMPLATES[template], wanted, wanted.room), wanted.count, **parameters)
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
+        if not settings.haystack.split():
+            raise CorpusError("the haystack is empty; give a text with --haystack")
+        if task in _NIAH_TASKS:
+            generator = Generator(task, TEMPLATES["niah"], settings, settings.room)
+            return _niah(generator, settings.count, _NIAH_TASKS[task])
+        generator = Generator(task, TEMPLATES[task], settings, settings.room)
+        return _OTHER_TASKS[task](generator, settings.count)
 
 
 @lru_cache(maxsize=1)
@@ -375,7 +326,7 @@ def _split_words(text: str) -> list[str]:
 
 
 def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int]) -> str:
-    """Sentences with needles after these percentages of them."""
+    """Return the sentences as one text, with each needle after its percentage of them."""
     places = [0, *sorted(int(len(sentences) * (depth / 100)) for depth in depths), len(sentences)]
     pieces = []
     for index, start in enumerate(places[:-1]):
@@ -386,6 +337,7 @@ def _hide(needles: Sequence[str], sentences: Sequence[str], depths: Sequence[int
 
 @cache
 def _words(kind: str) -> list[str]:
+    """Return wonderwords' words of a kind: "noun", "adjective" or "verb"."""
     try:
         text = files("wonderwords.assets").joinpath(f"{kind}list.txt").read_text(encoding="utf-8")
     except ImportError as error:
@@ -395,26 +347,30 @@ def _words(kind: str) -> list[str]:
 
 @cache
 def _pairs() -> list[str]:
+    """Return every adjective joined to every noun, six million pairs, in alphabetical order."""
     return sorted({f"{adjective}-{noun}" for adjective in _words("adjective") for noun in _words("noun")})
 
 
 @cache
 def _many_words(length: int, path: str | None) -> list[str]:
-    """The words of a file; `length` is that of a prompt that needs them."""
+    """Return the words of upstream's file; `length` is the context length that needs them."""
     if not path:
         raise MethodError(
-            f"task 'cwe' at length {length:,} needs more words than wonderwords has; set {_WORDS} to the file "
-            "scripts/data/synthetic/json/english_words.json of https://github.com/NVIDIA/RULER, or leave the task out "
-            "with --tasks"
+            f"task 'cwe' at length {length:,} needs more words than wonderwords has; set the environment variable "
+            f"{_WORDS_VARIABLE} to the file scripts/data/synthetic/json/english_words.json of "
+            "https://github.com/NVIDIA/RULER, or leave the task out with --tasks"
         )
     try:
         return list(json.loads(Path(path).read_text(encoding="utf-8")).values())
     except (OSError, ValueError, AttributeError) as error:
-        raise CorpusError(f"{_WORDS} is {path!r}, which is no JSON file of words by number: {error}") from error
+        raise CorpusError(
+            f"{_WORDS_VARIABLE} is {path!r}, which is not a JSON file of words by number: {error}"
+        ) from error
 
 
 @cache
 def _splitter() -> Callable[[str], list[str]]:
+    """Return the function that cuts a text into sentences; warn where nltk has no model for it."""
     try:
         from nltk.tokenize import PunktSentenceTokenizer, sent_tokenize
     except ImportError as error:
@@ -423,8 +379,8 @@ def _splitter() -> Callable[[str], list[str]]:
         sent_tokenize("One. Two.")
     except LookupError:
         warnings.warn(
-            "nltk has no model of English sentences here, so that needles may stand elsewhere than in RULER's prompts; "
-            "download it once: python -m nltk.downloader punkt_tab",
+            "nltk's model of English sentences is not installed, so that needles may stand in other places than in "
+            "RULER's prompts; download it once: python -m nltk.downloader punkt_tab",
             stacklevel=2,
         )
         return PunktSentenceTokenizer().tokenize  # type: ignore[no-any-return]

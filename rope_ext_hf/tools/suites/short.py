@@ -1,8 +1,8 @@
-"""A guard for short inputs: multiple-choice questions, as lm-evaluation-harness asks them, in a suite of tasks.
+"""Multiple-choice questions of ordinary length, to see whether a method harms short inputs.
 
-A method must not lose here what it gains at length. The questions are data sets of the Hugging Face Hub; they are read
-from the cache of `datasets`, and nothing is downloaded. There are no worked examples, and the right answer should have
-the highest likelihood per token among a question's choices, which is neither acc nor acc_norm of lm-eval.
+The prompts are those of lm-evaluation-harness, without worked examples. A question counts as answered if the right
+choice has the highest likelihood per token, which is neither `acc` nor `acc_norm` of lm-eval. The questions are data
+sets of the Hugging Face Hub; they are read from the cache of `datasets`, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from rope_ext_hf.errors import CorpusError, one_line
 from rope_ext_hf.installing import install_command
-from rope_ext_hf.reading.documents import set_to
+from rope_ext_hf.reading.temporary_attributes import set_to
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, register_suite
 
 DATA_SETS: dict[str, tuple[str, str, str | None]] = {
@@ -23,64 +23,75 @@ DATA_SETS: dict[str, tuple[str, str, str | None]] = {
     "mmlu_miscellaneous": ("mmlu/default/mmlu_miscellaneous.yaml", "cais/mmlu", "miscellaneous"),
     "piqa": ("piqa/piqa.yaml", "baber/piqa", None),
 }
-"""By task: its file among lm-eval's, its data set, and which part of it."""
+"""By task: its file among lm-eval's tasks, its data set on the Hub, and the configuration of the data set."""
 
 
 @register_suite
 class Short(Suite):
-    """Questions that any model of its length reads whole; only ranked."""
+    """Short questions whose choices are ranked by likelihood; none is generated."""
 
     name = "short"
     tasks = tuple(DATA_SETS)
     score_by = "rank"
 
-    def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
+    def make(self, task: str, settings: PromptSettings) -> list[Sample]:
         questions = _questions(task)
         docs = list(questions.eval_docs)
-        random.Random(f"{task} {wanted.seed}").shuffle(docs)
-        made: list[Sample] = []
-        too_long: list[int] = []
+        random.Random(f"{task} {settings.seed}").shuffle(docs)
+        samples: list[Sample] = []
+        too_long: list[int] = []  # lengths of the questions that do not fit, in tokens
         for doc in docs:
-            if len(made) == wanted.count:
-                return made
+            if len(samples) == settings.count:
+                return samples
             prompt = questions.fewshot_context(doc, num_fewshot=0)
             requests = questions.construct_requests(doc, prompt)
             choices = [request.arguments[1].strip() for request in requests]
             right = choices[int(questions.doc_to_target(doc))]
             wrong = tuple(choice for choice in dict.fromkeys(choices) if choice != right)
-            longest = max(wanted.tokens(choice) for choice in choices)
-            length = wanted.tokens(prompt) + longest + 1
-            if length > wanted.room:
+            longest = max(settings.tokens(choice) for choice in choices)
+            length = settings.tokens(prompt) + longest + 1
+            if length > settings.room:
                 too_long.append(length)
             elif wrong:
-                made.append(Sample(prompt, "", (right,), longest, length, wrong, closed=True))
-        if missing := wanted.count - len(made):
-            few = f"only {len(made):,} of {len(docs):,} questions of {task!r} have at most {wanted.room:,} tokens"
-            need = wanted.reserved + sorted(too_long)[missing - 1] if missing <= len(too_long) else None
-            raise TooShortError(task, wanted.length, need, f"{few}; fewer samples need less")
-        return made
+                samples.append(Sample(prompt, "", (right,), longest, length, wrong, closed=True))
+        missing = settings.count - len(samples)
+        if missing:
+            need = settings.reserved + sorted(too_long)[missing - 1] if missing <= len(too_long) else None
+            raise TooShortError(
+                task,
+                settings.length,
+                need,
+                f"only {len(samples):,} of {len(docs):,} questions of {task!r} have at most {settings.room:,} tokens; "
+                "a smaller --samples may fit",
+            )
+        return samples
 
 
 def _questions(task: str) -> Any:
-    """The task of lm-eval, with its data from the cache; CorpusError: they are not there."""
+    """Return lm-eval's task of this name, with its questions from the cache of `datasets`.
+
+    Raises:
+        CorpusError: the questions are not in the cache.
+        ImportError: lm-eval is not installed.
+    """
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise ImportError(f"the suite short needs lm-eval ({error}): {install_command('eval')}") from error
     import datasets.config
-    import huggingface_hub.constants as of_hub
+    import huggingface_hub.constants
 
     file, path, part = DATA_SETS[task]
-    with set_to(datasets.config, HF_HUB_OFFLINE=True), set_to(of_hub, HF_HUB_OFFLINE=True):  # nothing is fetched
+    with set_to(datasets.config, HF_HUB_OFFLINE=True), set_to(huggingface_hub.constants, HF_HUB_OFFLINE=True):
         try:
             manager = TaskManager(include_defaults=False)
-            (found,) = manager.load([str(Path(lm_eval.__file__).parent / "tasks" / file)])["tasks"].values()
-        except Exception as error:  # datasets raises anything on data that are not there
+            (loaded,) = manager.load([str(Path(lm_eval.__file__).parent / "tasks" / file)])["tasks"].values()
+        except Exception as error:  # datasets raises errors of many classes where data are not in its cache
             arguments = repr(path) if part is None else f"{path!r}, {part!r}"
             raise CorpusError(
-                f"the questions of {task!r} are not in the cache of datasets ({one_line(error)}); fetch them once with "
-                f'`python -c "from datasets import load_dataset; load_dataset({arguments})"`, or choose others with '
-                "--tasks"
+                f"the questions of {task!r} are not in the cache of datasets ({one_line(error)}); download them once "
+                f'with `python -c "from datasets import load_dataset; load_dataset({arguments})"`, or choose other '
+                "tasks with --tasks"
             ) from error
-    return found
+    return loaded

@@ -1,4 +1,4 @@
-"""Parts of the training of a patched model, beside a trainer: positions, weights of the loss, checks that stop it."""
+"""Training of patched models: `finetune`, and a callback, collators and loss weights for trainers of one's own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`RopeCallback`: a Trainer callback that checks what the model rotates, and measures its loss by length.
+"""`RopeCallback`: a Trainer callback that checks a model's rotations, and measures its loss by length.
 
     trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[RopeCallback()])
 
-A scaling that a wrapper, a config file or a checkpoint drops raises no error: another model is trained than served.
+A wrapper, a config file or a checkpoint may drop a scaling without an error, and then another model is trained than is
+served later.
 """
 
 from __future__ import annotations
@@ -33,33 +34,37 @@ _FILE = "rope_fingerprint.json"
 
 
 class RopeCallback(TrainerCallback):  # type: ignore[misc]
-    """Stop a training whose model does not rotate as asked for, and log its loss at several lengths.
+    """A callback that stops a training whose model does not rotate as expected, and logs losses by length.
 
-    The model is compared with `expected` when training begins, after the first step, and at every save, in every
-    process; so is the folder that was saved, which also gets the fingerprint, as rope_fingerprint.json, and the
-    checkpoint that a training goes on from: `args.resume_from_checkpoint`, or the one of its step in the output folder.
+    It works with transformers' and TRL's trainers. These are compared with `expected`, in every process:
+
+    - the model, when training begins, after the first step, and at every save;
+    - each folder that was saved, which also gets the fingerprint as rope_fingerprint.json;
+    - the checkpoint that a training continues from: `args.resume_from_checkpoint`, or the one of its step in the output
+      folder.
+
     A reference model that the trainer loaded by the name of the model is compared with the model when training begins.
+    Losses are in the trainer's log as `loss_at_4096`, in nats per token.
 
     Args:
-        expected: a `Fingerprint`, or what `rope.fingerprint` takes: a model, a folder, a config; None: the model as it
-            is when training begins.
-        data: text whose loss is measured, as `rope_ext_hf.eval.perplexity` takes it; None: none is.
-        lengths: context lengths that it is measured at, in tokens, 4096 or "4k", on the same target tokens.
+        expected: a `Fingerprint`, or anything that `rope.fingerprint` takes, such as a model, a folder or a config;
+            None: the model as it is when training begins.
+        data: the text whose loss is measured, in any form that `rope_ext_hf.eval.perplexity` takes; None: no loss is
+            measured.
+        lengths: context lengths to measure at, in tokens, such as 4096 or "4k"; all have the same target tokens.
         every: steps between measurements.
         max_spans: spans of text per length.
-        tokenizer: of the text; default: the one beside the model's weights.
+        tokenizer: the tokenizer of the text; default: the one beside the model's weights.
 
     Raises:
-        MethodError: text without lengths, or lengths without text; from the training, what `check_context_parallel`
-            refuses.
-        FingerprintError: from the training, where the model, its reference model or a saved folder rotates otherwise;
-            the message names how.
-
-    Losses are in the trainer's log as `loss_at_4096`, in nats per token. Works with transformers' and TRL's trainers.
+        MethodError: text is given without lengths, or lengths without text. During training: `check_context_parallel`
+            refuses the model.
+        FingerprintError: during training, if the model, its reference model or a saved folder rotates otherwise; the
+            message names the differences.
 
     Attributes:
-        trainer: set it to the trainer, and its loggers (`report_to`) get the losses too: what calls a callback does not
-            say which trainer it is.
+        trainer: the trainer, or None. A trainer does not pass itself to its callbacks; set this attribute, so that the
+            trainer's loggers (`report_to`) get the losses, too.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         if (data is None) != (not lengths):
-            raise MethodError("data and lengths belong together: give the text and the lengths it is measured at")
+            raise MethodError("data and lengths belong together: give the text, and the lengths to measure it at")
         if every < 1:
             raise MethodError(f"every must be at least 1 step, got {every}")
         self.expected = expected if isinstance(expected, Fingerprint) or expected is None else fingerprint(expected)
@@ -99,7 +104,7 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         model = unwrapped(kwargs["model"])
-        if self._first:  # wrappers and kernels that a trainer puts in are there now
+        if self._first:  # only now are the trainer's wrappers and kernels in the model
             self._first = False
             self._check(fingerprint_of(model), "the model after the first step")
         if state.global_step % self.every == 0:
@@ -110,62 +115,73 @@ class RopeCallback(TrainerCallback):  # type: ignore[misc]
         folder = _checkpoint(args, state)
         if state.is_world_process_zero and folder.is_dir() and self.expected is not None:
             write_text(folder / _FILE, json_text(self.expected.to_dict()) + "\n")
-            if (saved := _rotated_by(folder)) is not None:
+            saved = _stated_fingerprint(folder)
+            if saved is not None:
                 self._check(saved, f"the folder {str(folder)!r}")
 
     def _check_checkpoint(self, model: Any, args: TrainingArguments, state: TrainerState) -> None:
-        """Check that the checkpoint that a training goes on from was trained as this model rotates."""
+        """Raise FingerprintError where the checkpoint that is continued from was trained with other rotations."""
         if not state.global_step:
             return
-        given = args.resume_from_checkpoint
-        folder = Path(given) if isinstance(given, str) else _checkpoint(args, state)
-        trained = fingerprint(folder / _FILE) if (folder / _FILE).is_file() else _rotated_by(folder)
+        resumed = args.resume_from_checkpoint
+        folder = Path(resumed) if isinstance(resumed, str) else _checkpoint(args, state)
+        trained = fingerprint(folder / _FILE) if (folder / _FILE).is_file() else _stated_fingerprint(folder)
+        if trained is None:
+            return
         assert self.expected is not None
-        if trained is not None and (sentences := self.expected.differences(trained)):
+        differences = self.expected.differences(trained)
+        if differences:
             method = patched_method(model)
             raise FingerprintError(
                 f"the checkpoint {str(folder)!r} was trained under {_method_in(folder)} (fingerprint "
-                f"{trained.digest}), and the model that would go on from it runs "
+                f"{trained.digest}), but the model that would continue from it runs "
                 f"{label(method.to_dict() if method else None)} (fingerprint {self.expected.digest}). In the "
-                f"checkpoint: {' '.join(sentences)} Patch the model as that was trained, or train "
-                "in another folder"
+                f"checkpoint: {' '.join(differences)} Patch the model with the method of the checkpoint, or train in "
+                "another folder"
             )
 
-    def _check(self, actual: Fingerprint, what: str) -> None:
+    def _check(self, actual: Fingerprint, source: str) -> None:
+        """Raise FingerprintError where a fingerprint differs from the expected one; `source` names its origin."""
         assert self.expected is not None
-        if sentences := self.expected.differences(actual):
-            raise FingerprintError(f"{what} does not rotate as expected: {' '.join(sentences)}")
+        differences = self.expected.differences(actual)
+        if differences:
+            raise FingerprintError(f"{source} does not rotate as expected: {' '.join(differences)}")
 
     def _measure(self, model: Any, state: TrainerState, kwargs: dict[str, Any]) -> None:
-        """Log the loss by length; in all processes, since the weights of one may be shared with others."""
+        """Log the loss by length, in all processes, since each may hold only a part of the weights."""
         if self.data is None:
             return
         tokenizer = self.tokenizer or kwargs.get("processing_class")
         results = perplexity(model, self.data, lengths=self.lengths, max_spans=self.max_spans, tokenizer=tokenizer)
         losses = {f"loss_at_{result.length}": result.loss for result in results}
         if self.trainer is not None:
-            due = self.trainer.control.should_log
+            should_log = self.trainer.control.should_log
             self.trainer.log(losses)
-            self.trainer.control.should_log = due  # what is logged counts as the loss of this step, too
+            self.trainer.control.should_log = should_log  # logging resets it, and the step's own loss would be lost
         else:
             state.log_history.append({"step": state.global_step, **losses})
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the folder of the checkpoint at the present step."""
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _rotated_by(folder: Path) -> Fingerprint | None:
-    """The fingerprint of the model that a folder states; None: shards without a config, or an adapter of no folder."""
+def _stated_fingerprint(folder: Path) -> Fingerprint | None:
+    """Return the fingerprint of a folder's model.
+
+    It is None for weights without a config, and for an adapter that does not name the folder of its model.
+    """
     if (folder / ADAPTER_CONFIG).is_file():
-        named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-        return fingerprint(folder) if named else None
+        base_model = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+        return fingerprint(folder) if base_model else None
     return fingerprint(folder) if (folder / "config.json").is_file() else None
 
 
 def _method_in(folder: Path) -> str:
+    """Return the label of the method that a checkpoint records."""
     try:
         _, record, _ = find_config(folder)
-    except CheckpointError:  # shards, or the adapter of a model that was made in memory
+    except CheckpointError:  # weights without a config, or the adapter of a model that was made in memory
         return "another method"
     return label(record and record["method"])

@@ -1,13 +1,14 @@
-"""Collators that state positions: a model learns long distances from rows shorter than they are.
+"""Collators that set positions, so that a model learns long distances from shorter rows.
 
     collator = PoSECollator(length=4096, target_length=32768)
     Trainer(model, arguments, train_dataset=rows, data_collator=collator)   # or a DataLoader's collate_fn
 
-An example is one document: a dict with `input_ids`, perhaps `labels` (default: the ids) and `attention_mask`, by which
-padding is left out; other keys are dropped. What is drawn follows from the seed and the ids of the example alone, not
-from the batch, the worker or what was drawn before, so that a training that is resumed draws the same. PoSE and random
-positions stand for longer inputs: with a length-dependent method, which counts the tokens of a row, train inside
-`rope_ext_hf.fixed_length(model, target_length)`.
+An example is one document: a dict with `input_ids`, and optionally `labels` (default: the ids) and `attention_mask`
+(tokens that it masks are left out). Other keys are dropped. The draws follow from the seed and the ids of the example
+alone, not from its batch, the worker or earlier draws, so that a resumed training draws the same positions.
+
+Rows of PoSE and of random positions stand for longer inputs. A length-dependent method counts the tokens of a row, so
+with such a method train inside `rope_ext_hf.fixed_length(model, target_length)`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _IGNORED = -100  # the label of a token that is not predicted, in transformers
 
 @dataclass(frozen=True)
 class _PositionCollator:
-    """A collator that cuts rows, pads them on the right, and draws by example; `PoSECollator` tells its arguments."""
+    """A base of collators that cut rows, pad them on the right, and draw for each example; see `PoSECollator`."""
 
     length: int
     target_length: int
@@ -41,16 +42,16 @@ class _PositionCollator:
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """A batch of examples: input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64.
+        """Return a batch: input_ids, labels, position_ids and attention_mask, each (examples, tokens) int64.
 
-        The mask is there also without padding: transformers takes a jump of positions in a batch without a mask for the
-        beginning of another document, and keeps the tokens behind it from attending to those before.
+        The batch has a mask even without padding. Without one, transformers takes a jump of positions for the beginning
+        of another document, and keeps the tokens behind it from attending to those before.
         """
         rows = []
         for example in examples:
             ids, labels = _tokens(example)
-            draws = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed & 0xFFFFFFFF))
-            chosen, positions = self.place(len(ids), draws)
+            generator = torch.Generator().manual_seed(zlib.crc32(ids.numpy().tobytes(), self.seed & 0xFFFFFFFF))
+            chosen, positions = self.place(len(ids), generator)
             rows.append((ids[chosen], labels[chosen], positions, torch.ones_like(positions)))
         paddings = (self.pad_token_id, _IGNORED, 0, 0)
         batch = [
@@ -59,8 +60,8 @@ class _PositionCollator:
         ]
         return dict(zip(("input_ids", "labels", "position_ids", "attention_mask"), batch, strict=True))
 
-    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Choose the tokens of a document that make a row: their indices and their positions, each (row,) int64."""
+    def place(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return the indices and the positions of the tokens of a document that make a row, each (row,) int64."""
         raise NotImplementedError
 
 
@@ -69,27 +70,28 @@ class PoSECollator(_PositionCollator):
     """Positional skip-wise training: two chunks of a document, the second moved to a random later position.
 
     PoSE (Zhu et al. 2023, arXiv 2309.10400, sec. 3.2), with the draws of its code (dwzhu-pku/PoSE, src/train_pose.py,
-    `train_preprocess_function_pose`): of a row of L tokens the first chunk has 1 to (L + 1) // 2, from the beginning of
-    the document; the second one begins anywhere behind it in the document; and its positions are moved by 0 to
-    target_length - L. Each draw is uniform. Within a chunk positions go on one by one. Distances up to target_length
-    - 1 occur, at the cost of rows of L tokens. The first token of the second chunk is predicted, as there.
+    `train_preprocess_function_pose`). In a row of L tokens, the first chunk has 1 to (L + 1) // 2 tokens from the
+    beginning of the document. The second chunk begins anywhere behind it in the document, and its positions are moved
+    by 0 to target_length - L. Each draw is uniform. Within a chunk, positions rise by one. So distances up to
+    target_length - 1 occur, at the cost of rows of L tokens. The first token of the second chunk is predicted, as in
+    that code.
 
     Args:
-        length: tokens of a row at most, commonly the trained length; longer documents are cut.
-        target_length: the extended length in tokens: every position is below it.
-        seed: of all draws.
-        pad_token_id: the token that shorter rows of a batch are padded with.
+        length: the most tokens of a row, commonly the trained length; longer documents are cut.
+        target_length: the extended length in tokens; every position is below it.
+        seed: the seed of all draws.
+        pad_token_id: the token that pads shorter rows of a batch.
 
     Raises:
-        MethodError: a length below 2, or above the target length; an example without tokens, with position_ids of its
-            own, or whose labels are not one a token.
+        MethodError: `length` is below 2 or above `target_length`; or, from a batch, an example has no tokens, has
+            position_ids of its own, or has not as many labels as tokens.
     """
 
-    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    def place(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         row = min(tokens, self.length)
-        first = _draw(1, (row + 1) // 2, draws)
-        skipped_text = _draw(0, tokens - row, draws)
-        skipped_positions = _draw(0, self.target_length - row, draws)
+        first = _draw(1, (row + 1) // 2, generator)
+        skipped_text = _draw(0, tokens - row, generator)
+        skipped_positions = _draw(0, self.target_length - row, generator)
         chosen, positions = torch.arange(row), torch.arange(row)
         chosen[first:] += skipped_text
         positions[first:] += skipped_positions
@@ -100,37 +102,38 @@ class PoSECollator(_PositionCollator):
 class RandomPositionsCollator(_PositionCollator):
     """Randomised positions: an ascending random sample of all positions up to the target length.
 
-    Ruoss et al. 2023, arXiv 2305.16843, sec. 3.1: the positions of a row are drawn without replacement from 0 to
-    target_length - 1 and sorted, so that their order alone is left to the model. The row is the beginning of the
-    document. For the arguments see `PoSECollator`.
+    Ruoss et al. 2023, arXiv 2305.16843, sec. 3.1. The positions of a row are drawn without replacement from 0 to
+    target_length - 1 and sorted, so that only their order is informative. The row is the beginning of the document. The
+    arguments are those of `PoSECollator`.
     """
 
-    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    def place(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         row = min(tokens, self.length)
-        return torch.arange(row), torch.randperm(self.target_length, generator=draws)[:row].sort().values
+        return torch.arange(row), torch.randperm(self.target_length, generator=generator)[:row].sort().values
 
 
 @dataclass(frozen=True)
 class MixedWindowsCollator(_PositionCollator):
-    """Mixed windows: some documents are read in one long window, others in short windows one after the other.
+    """Mixed windows: some documents are read in one long window, others in several short windows.
 
-    After LongRoPE2 (Shang et al. 2025, arXiv 2502.20082, sec. 3.3): short windows keep what the model reads well within
-    its trained length while long ones extend it. Under a length-dependent method (dynamic-yarn, or longrope with two
-    lists) each window gets the frequencies of its own length, short windows those of the model itself; under a static
-    method all get the same.
+    After LongRoPE2 (Shang et al. 2025, arXiv 2502.20082, sec. 3.3): short windows preserve the model's quality within
+    its trained length, while long ones extend it. Under a length-dependent method (dynamic-yarn, or longrope with two
+    lists) each window gets the frequencies of its own length, and short windows get the model's own. Under a static
+    method all windows get the same.
+
+    Positions begin at 0 in every window. The batch has no mask: transformers and length-dependent methods recognise
+    windows by their positions. Padding is a window of its own without labels.
 
     Args:
         length: tokens of a row, and of a long window.
-        target_length: the extended length.
-        seed, pad_token_id: as `PoSECollator` takes them.
-        short_length: tokens of a short window; commonly the trained length.
-        short_share: of the documents, those read in short windows.
+        target_length: the extended length in tokens.
+        seed: the seed of all draws.
+        pad_token_id: the token that pads shorter rows of a batch.
+        short_length: tokens of a short window, commonly the trained length.
+        short_share: the share of documents that are read in short windows.
 
     Raises:
-        MethodError: a short length above `length`, or a share outside 0 to 1.
-
-    Positions begin at 0 in every window. There is no mask: transformers tells windows apart by their positions, and so
-    do length-dependent methods. Padding is a window of its own without labels.
+        MethodError: `short_length` is above `length`, or `short_share` is outside 0 to 1.
     """
 
     short_length: int = 0
@@ -145,20 +148,20 @@ class MixedWindowsCollator(_PositionCollator):
             )
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """A batch of examples: input_ids, labels and position_ids, each (examples, tokens) int64."""
+        """Return a batch: input_ids, labels and position_ids, each (examples, tokens) int64."""
         batch = super().__call__(examples)
         mask = batch.pop("attention_mask")
         batch["position_ids"] = torch.where(mask == 1, batch["position_ids"], (1 - mask).cumsum(-1) - 1)
         return batch
 
-    def place(self, tokens: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
+    def place(self, tokens: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         row = torch.arange(min(tokens, self.length))
-        is_short = bool(torch.rand((), generator=draws) < self.short_share)
+        is_short = bool(torch.rand((), generator=generator) < self.short_share)
         return row, row % self.short_length if is_short else row
 
 
 def _tokens(example: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Ids and labels of an example without its padding, each (tokens,) int64."""
+    """Return the ids and the labels of an example without its padding, each (tokens,) int64."""
     if "position_ids" in example:
         raise MethodError(
             "an example has position_ids of its own, as packed documents do; give this collator one document per "
@@ -168,15 +171,16 @@ def _tokens(example: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     labels = torch.as_tensor(example.get("labels", ids), dtype=torch.int64)
     if ids.ndim != 1 or not len(ids) or labels.shape != ids.shape:
         raise MethodError(
-            f"an example must have a row of input_ids and as many labels, got shapes {tuple(ids.shape)} and "
+            f"an example must have a row of input_ids and as many labels, got the shapes {tuple(ids.shape)} and "
             f"{tuple(labels.shape)}"
         )
-    if (mask := example.get("attention_mask")) is not None:
+    mask = example.get("attention_mask")
+    if mask is not None:
         kept = torch.as_tensor(mask, dtype=torch.bool)
         ids, labels = ids[kept], labels[kept]
     return ids, labels
 
 
-def _draw(least: int, most: int, draws: torch.Generator) -> int:
-    """A whole number from least to most, both included."""
-    return int(torch.randint(least, most + 1, (), generator=draws))
+def _draw(least: int, most: int, generator: torch.Generator) -> int:
+    """Return a random whole number from `least` to `most`, both included."""
+    return int(torch.randint(least, most + 1, (), generator=generator))

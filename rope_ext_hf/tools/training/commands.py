@@ -1,4 +1,4 @@
-"""The command `finetune`: train a patched model at its extended length."""
+"""The command `finetune`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def finetune(
 ) -> None:
     """Patch a model, and train it at the extended length.
 
-    It is measured before and after, on text that it was not trained on. On short inputs it is trained to predict what
-    the unpatched model predicts. The same command continues where it was stopped. The trained model is in FOLDER/model.
+    The model is measured before and after, on text that it was not trained on. On short inputs it is trained to keep
+    the unpatched model's predictions. The same command continues an interrupted run. The trained model is in
+    FOLDER/model.
 
     Example: `rope-ext finetune reference --method yarn --factor 4 --data 'books/*.txt' --minutes 10 --out longer`
     """
     if source.device_map is not None:
-        raise MethodError("finetune takes no model that is spread over devices; leave out --device-map")
+        raise MethodError("finetune cannot train a model that is spread over devices; leave out --device-map")
     publish.check()
     if dry_run:
         from rope_ext_hf.tools.training.forecasts import forecast

@@ -1,86 +1,135 @@
-"""Forecast of what a fine-tuning does and takes, by the config and the texts; no weights are read."""
+"""The forecast of a fine-tuning: its work, time and memory, from the config and the texts; no weights are read."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from rope_ext_hf.eval.questions import LengthsQuestion, Passkey, Perplexity
 from rope_ext_hf.hub import find_device, load_empty, loaded_dtype
-from rope_ext_hf.patches.patching import apply_choice
-from rope_ext_hf.reading.preflight import (
-    Forecast,
-    MemoryEstimate,
-    estimate_flops,
-    measure_flops,
-    widest_activation,
-)
+from rope_ext_hf.reading.forecast import Forecast
+from rope_ext_hf.reading.memory import MemoryEstimate, widest_activation
+from rope_ext_hf.reading.operations import estimate_flops, measure_flops
+from rope_ext_hf.runs.chosen_methods import apply_choice
 from rope_ext_hf.tools.training.finetuning import (
     RETRIEVAL_TRIALS,
+    TrainingMaterial,
     check_packages,
     doubling,
-    lengths_and_texts,
+    training_material,
     with_adapters,
 )
 from rope_ext_hf.tools.training.questions import Finetuning
 
 
-def forecast(asked: Finetuning, out: Path) -> Forecast:
-    """Return what a fine-tuning would take, in the folder `out`; raise what the run would raise before it loads."""
-    check_packages(asked)
-    short, long, tokenizer, (_, held_out) = lengths_and_texts(asked)
-    model = load_empty(asked.model, **asked.source)
-    apply_choice(asked, model)
-    text: dict[str, Any] = {"targets": short // 2, "max_spans": asked.max_spans, "data": held_out}
-    lengths, models = doubling(short, long), 5 if asked.control else 3
-    read, flops = _reading(model, Perplexity(lengths=lengths, **text), tokenizer, models)
-    if asked.retrieval is not None:
-        question = Passkey(lengths=[long], task=asked.retrieval, trials=RETRIEVAL_TRIALS)
-        more = _reading(model, question, tokenizer, 3 if asked.control else 2)
-        read, flops = read + more[0], flops + more[1]
-    rows, trainings = asked.batch * asked.accumulate, 2 if asked.control else 1
-    of_row, guarded = long // short, bool(asked.guard)
-    forward = estimate_flops(model, [long] * rows, rows * long)
-    on_short = estimate_flops(model, [short] * of_row * rows, rows * of_row * short) if guarded else 0.0
-    step = 3 * forward + 4 * on_short  # backwards takes twice as much; the model before reads the short rows too
-    device, dtype = find_device(asked.device), loaded_dtype(model, asked.dtype)
-    speed = measure_flops(device, dtype)
-    trained = step * asked.steps / speed if asked.steps else 60 * (asked.minutes or 0.0)
-    weights, width = model.num_parameters(), dtype.itemsize
-    learner = model if asked.train_all else with_adapters(model, asked.rank)
+class _Work(NamedTuple):
+    """An amount of reading."""
+
+    tokens: int
+    flops: float
+
+    def plus(self, other: _Work) -> _Work:
+        return _Work(self.tokens + other.tokens, self.flops + other.flops)
+
+
+def forecast(question: Finetuning, out: Path) -> Forecast:
+    """Return the forecast of a fine-tuning into the folder `out`; raise the errors that the run would raise early."""
+    check_packages(question)
+    material = training_material(question)
+    model = load_empty(question.model, **question.source)
+    apply_choice(question, model)
+    short, long = material.short, material.long
+    lengths = doubling(short, long)
+    models = 5 if question.control else 3
+    measuring = _measuring_work(question, material, model, models)
+    rows, trainings = question.batch * question.accumulate, 2 if question.control else 1
+    device, dtype = find_device(question.device), loaded_dtype(model, question.dtype)
+    flops_per_second = measure_flops(device, dtype)
+    if question.steps:
+        training_seconds = _step_flops(question, model, short, long) * question.steps / flops_per_second
+        duration = f"{question.steps} steps"
+    else:
+        training_seconds = 60 * (question.minutes or 0.0)
+        duration = f"{question.minutes or 0:g} minutes"
+
+    weights, width = model.num_parameters(), dtype.itemsize  # counted before adapters are put into the model
+    learner = model if question.train_all else with_adapters(model, question.rank)
     learned = learner.num_parameters(only_trainable=True)
-    config: Any = model.config.get_text_config()
-    tokens = asked.batch * long
-    layers = config.num_hidden_layers * (4 * widest_activation(config) + 8 * config.hidden_size)
-    held = MemoryEstimate(
-        weights=(weights * (2 if guarded else 1) + (0 if asked.train_all else learned)) * width,
-        cache=0,
-        working=tokens * layers * width,
-        logits=3 * tokens * config.vocab_size * 4,  # theirs in float32, and their gradients
-        training=3 * learned * width,
-    )
-    length = f"{asked.steps} steps" if asked.steps else f"{asked.minutes or 0:g} minutes"
-    what = "all weights" if asked.train_all else f"adapters of rank {asked.rank}, norms and embeddings"
+    memory = _memory(question, model.config, weights, learned, width, long)
+    trained_parts = "all weights" if question.train_all else f"adapters of rank {question.rank}, norms and embeddings"
+    control = ", and a control" if question.control else ""
     return Forecast(
         does=(
-            f"measure {models} models at {', '.join(f'{each:,}' for each in lengths)} tokens",
-            f"train {what} for {length}, {rows} rows of {long:,} tokens a step{', and a control' * asked.control}",
+            f"measure {models} models at {', '.join(f'{length:,}' for length in lengths)} tokens",
+            f"train {trained_parts} for {duration}, {rows} rows of {long:,} tokens a step{control}",
             f"write {out / 'model'}",
         ),
-        tokens=read + trainings * rows * long * (asked.steps or 0),
-        seconds=trainings * trained + flops / speed,
+        tokens=measuring.tokens + trainings * rows * long * (question.steps or 0),
+        seconds=trainings * training_seconds + measuring.flops / flops_per_second,
         device=device,
-        memory=held,
-        gpu=held,
-        disk=(weights + 6 * trainings * learned) * width,  # two checkpoints each, with what the optimizer keeps
+        memory=memory,
+        gpu=memory,
+        disk=(weights + 6 * trainings * learned)
+        * width,  # two checkpoints of each training, with the optimizer's state
         folder=str(out),
     )
 
 
-def _reading(model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, times: int) -> tuple[int, float]:
-    """Tokens that a measurement of so many models or methods reads, and its floating-point operations."""
+def _measuring_work(question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int) -> _Work:
+    """Return the work of measuring so many models, of which all with the patch answer the retrieval, too."""
+    perplexity = Perplexity(
+        lengths=doubling(material.short, material.long),
+        targets=material.short // 2,
+        max_spans=question.max_spans,
+        data=material.held_out,
+    )
+    work = _work_of(model, perplexity, material.tokenizer, models)
+    if question.retrieval is None:
+        return work
+    retrieval = Passkey(lengths=[material.long], task=question.retrieval, trials=RETRIEVAL_TRIALS)
+    return work.plus(_work_of(model, retrieval, material.tokenizer, 3 if question.control else 2))
+
+
+def _work_of(model: PreTrainedModel, question: LengthsQuestion, tokenizer: Any, models: int) -> _Work:
+    """Return the work of measuring one question on so many models."""
     measurement = question.plan(model, tokenizer=tokenizer).measurement
     passes = measurement.passes
-    return times * sum(passes), times * estimate_flops(model, passes, measurement.scored)
+    return _Work(models * sum(passes), models * estimate_flops(model, passes, measurement.scored))
+
+
+def _step_flops(question: Finetuning, model: PreTrainedModel, short: int, long: int) -> float:
+    """Return the floating-point operations of a step; a backward pass takes twice those of a forward pass."""
+    rows, short_rows = question.batch * question.accumulate, long // short
+    flops = 3 * estimate_flops(model, [long] * rows, rows * long)
+    if question.guard:  # short rows are read by the teacher, too, which has no backward pass
+        flops += 4 * estimate_flops(model, [short] * short_rows * rows, rows * short_rows * short)
+    return flops
+
+
+def _memory(
+    question: Finetuning, model_config: Any, weights: int, learned: int, width: int, long: int
+) -> MemoryEstimate:
+    """Return the memory of a training in bytes.
+
+    Args:
+        question: the settings of the training.
+        model_config: the config of the model.
+        weights: parameters of the model.
+        learned: parameters that are trained.
+        width: bytes of a parameter.
+        long: tokens of a long row.
+    """
+    models = 2 if question.guard else 1  # the teacher is in memory, too
+    adapters = 0 if question.train_all else learned
+    config: Any = model_config.get_text_config()
+    tokens = question.batch * long
+    activations = config.num_hidden_layers * (4 * widest_activation(config) + 8 * config.hidden_size)
+    return MemoryEstimate(
+        weights=(weights * models + adapters) * width,
+        cache=0,
+        working=tokens * activations * width,
+        logits=3 * tokens * config.vocab_size * 4,  # in float32, with their gradients
+        training=3 * learned * width,  # gradients and the two moments of the optimizer
+    )

@@ -1,8 +1,8 @@
-"""The guarded training of `finetune`: long rows under the method, short rows held to the model before the patch.
+"""The guarded training of `finetune`: it extends a model on long rows, and keeps its predictions on short ones.
 
 A step reads windows of the extended length, whose next tokens are predicted, and as many tokens in windows of the
-context length, on which the Kullback-Leibler divergence from the model before is kept small (distillation). Without
-that, a small model over-trains on its own text, and any model loses at short inputs what it gains at long ones.
+context length, on which the Kullback-Leibler divergence from the unpatched model is kept small (distillation). Without
+the short windows, a small model overfits its text, and any model loses on short inputs what it gains on long ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,23 +24,48 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from rope_ext_hf.errors import FileError
-from rope_ext_hf.runs.folder import read_whole, write_whole
 from rope_ext_hf.tools.training.callback import RopeCallback
 from rope_ext_hf.tools.training.questions import Finetuning
-from rope_ext_hf.tools.training.run_folder import Budget, saving
+from rope_ext_hf.tools.training.run_folder import read_checked, saving, write_checked
 
 _CLOCK = "clock.json"
 """The last file of a checkpoint, written atomically: the seconds of training, and a checksum of each other file."""
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,9})")
-_ENDLESS = 10**9  # steps
+_ENDLESS = 10**9  # steps, where the time ends a training
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The time or the steps that a training may take; exactly one of the two is given."""
+
+    minutes: float | None = None  # of training, over interruptions; measurements and loading do not count
+    steps: int | None = None  # of the optimizer
+
+    def share_used(self, seconds: float, steps: int) -> float:
+        """Return the share of the budget that is used, from 0 to 1."""
+        if self.steps is not None:
+            return min(1.0, steps / self.steps)
+        return min(1.0, seconds / (60 * (self.minutes or 0.0)))
+
+    def seconds_left(self, seconds: float, steps: int) -> float:
+        """Return an estimate of the seconds that are left, from the pace so far."""
+        used = self.share_used(seconds, steps)
+        return seconds * (1 - used) / used if used else 0.0
 
 
 class Rows(Dataset[dict[str, Tensor]]):
-    """Random windows of a text, those of a number the same in every run.
+    """Random windows of a text; the windows of an index are the same in every run.
 
-    A window may go from one document, (tokens,) int64, into the next, over the token `end`. Every document and every
-    window begins with the tokens `prefix`, as the tokenizer begins a text and as every span does in a measurement. As
-    many short windows, of `short_length`, are drawn as a long one has tokens.
+    An item has one long window and, together as long, several short ones. A window may go from one document into the
+    next.
+
+    Args:
+        documents: token ids of each document, (tokens,) int64.
+        length: tokens of a long window.
+        short_length: tokens of a short window.
+        prefix: tokens that every document and every window begins with, as every span of a measurement does.
+        end: the token between documents; None: there is none.
+        seed: the seed of the draws.
     """
 
     def __init__(
@@ -53,50 +78,58 @@ class Rows(Dataset[dict[str, Tensor]]):
         end: int | None,
         seed: int,
     ) -> None:
-        closing = [] if end is None else [end]
         self.prefix = torch.tensor(prefix, dtype=torch.int64)
-        parts = [(ids, ids.new_tensor(closing)) for ids in documents]
-        self.text = torch.cat([part for ids, after in parts for part in (self.prefix, ids, after)])
-        # A window begins with a prefix of its own, thus never inside that of a document.
-        inside = [torch.tensor([False] * len(prefix) + [True] * (len(ids) + len(after))) for ids, after in parts]
-        self.starts = torch.cat(inside).nonzero().flatten()
+        separator = torch.tensor([] if end is None else [end], dtype=torch.int64)
+        pieces, may_start = [], []
+        for ids in documents:
+            pieces += [self.prefix, ids, separator]
+            # A window begins with a prefix of its own, so it never starts inside the prefix of a document.
+            may_start.append(torch.tensor([False] * len(prefix) + [True] * (len(ids) + len(separator))))
+        self.text = torch.cat(pieces)
+        self.starts = torch.cat(may_start).nonzero().flatten()
         self.length, self.short_length, self.seed = length, short_length, seed
 
     def __len__(self) -> int:
         return _ENDLESS
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        draws = torch.Generator().manual_seed(self.seed * _ENDLESS + index)
+        generator = torch.Generator().manual_seed(self.seed * _ENDLESS + index)
         return {
-            "long": self._windows(1, self.length, draws),
-            "short": self._windows(max(1, self.length // self.short_length), self.short_length, draws),
+            "long": self._windows(1, self.length, generator),
+            "short": self._windows(max(1, self.length // self.short_length), self.short_length, generator),
         }
 
-    def _windows(self, count: int, length: int, draws: torch.Generator) -> Tensor:
-        read = length - len(self.prefix)
-        fitting = int(torch.searchsorted(self.starts, len(self.text) - read, right=True))
-        starts = self.starts[torch.randint(0, fitting, (count, 1), generator=draws)]
-        return torch.cat([self.prefix.expand(count, -1), self.text[starts + torch.arange(read)]], dim=1)
+    def _windows(self, count: int, length: int, generator: torch.Generator) -> Tensor:
+        """Return random windows, (count, length) int64."""
+        text_tokens = length - len(self.prefix)
+        fitting = int(torch.searchsorted(self.starts, len(self.text) - text_tokens, right=True))
+        starts = self.starts[torch.randint(0, fitting, (count, 1), generator=generator)]
+        return torch.cat([self.prefix.expand(count, -1), self.text[starts + torch.arange(text_tokens)]], dim=1)
 
     @staticmethod
     def collate(examples: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """long (rows, length) and short (rows, short_length) int64."""
+        """Return a batch: "long", (rows, length), and "short", (rows, short_length), both int64."""
         return {key: torch.cat([example[key] for example in examples]) for key in ("long", "short")}
 
 
 class _GuardedTrainer(Trainer):  # type: ignore[misc]
-    """A Trainer that also holds short rows to the teacher, the model before the patch, with the weight `guard`."""
+    """A Trainer whose loss also keeps the predictions on short rows close to those of a teacher.
+
+    Args:
+        teacher: the unpatched model; None: short rows are not read.
+        guard: the weight of the divergence from the teacher in the loss.
+        first: the first token of a long row that is predicted; the tokens of its prefix are not.
+    """
 
     def __init__(self, *args: Any, teacher: nn.Module | None, guard: float, first: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.teacher, self.guard = teacher, guard
-        self.first = first  # the first token of a row that is predicted: those of its prefix are not
-        self.model_accepts_loss_kwargs = False  # the loss is a mean: the Trainer divides it by the rows accumulated
+        self.teacher, self.guard, self.first = teacher, guard, first
+        self.model_accepts_loss_kwargs = False  # the loss is a mean, which the Trainer divides by accumulated passes
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, **kwargs: Any
     ) -> Any:
-        """Nats per token of the long rows, plus the divergence on the short ones."""
+        """Return the loss of the long rows in nats per token, plus the weighted divergence on the short rows."""
         ids = inputs["long"]
         outputs = model(input_ids=ids, use_cache=False)
         loss = functional.cross_entropy(outputs.logits[:, self.first - 1 : -1].float().mT, ids[:, self.first :])
@@ -104,8 +137,8 @@ class _GuardedTrainer(Trainer):  # type: ignore[misc]
             short = inputs["short"]
             with torch.no_grad():
                 expected = self.teacher(input_ids=short, use_cache=False).logits.float().log_softmax(-1)
-            given = model(input_ids=short, use_cache=False).logits.float().log_softmax(-1)
-            divergence = functional.kl_div(given, expected, log_target=True, reduction="none").sum(-1).mean()
+            predicted = model(input_ids=short, use_cache=False).logits.float().log_softmax(-1)
+            divergence = functional.kl_div(predicted, expected, log_target=True, reduction="none").sum(-1).mean()
             loss = loss + self.guard * divergence
         return (loss, outputs) if return_outputs else loss
 
@@ -118,23 +151,28 @@ class _GuardedTrainer(Trainer):  # type: ignore[misc]
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
-    """Counts the seconds of training, over interruptions, and ends it when the budget is used.
+    """A callback that counts the seconds of training, over interruptions, and ends the training at its budget.
 
-    It is the last callback: the file that it writes makes a checkpoint whole. `report` is called at every log, with the
-    step, the loss and about how many seconds are left.
+    It has to be the last callback, since the file that it writes completes a checkpoint.
+
+    Args:
+        budget: the time or the steps that the training may take.
+        seconds: seconds of training before this process.
+        report: called at every log with the step, the loss and an estimate of the seconds that are left.
     """
 
     def __init__(
         self, budget: Budget, seconds: float, report: Callable[[int, float, float], object] | None = None
     ) -> None:
-        self.budget, self.seconds, self.report, self.steps = budget, seconds, report, 0
+        self.budget, self.seconds, self.report = budget, seconds, report
+        self.steps = 0  # of the whole training
         self._since = time.monotonic()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         self._since = time.monotonic()
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.seconds += time.monotonic() - self._since  # what is measured at the end of a step does not count
+        self.seconds += time.monotonic() - self._since  # measurements come later, at the end of a step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps = state.global_step
@@ -144,22 +182,22 @@ class Clock(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            write_whole(folder / _CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
+            write_checked(folder / _CLOCK, {"seconds": self.seconds, "files": _checksums(folder)})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if self.report is not None and logs and "loss" in logs:
             self.report(state.global_step, logs["loss"], self.budget.seconds_left(self.seconds, state.global_step))
 
     def rate(self, step: int) -> float:
-        """The learning rate's share of its peak: a short rise over 5% of the budget, then a cosine down to 0."""
+        """Return the learning rate as a share of its peak: a rise over 5% of the budget, and a cosine down to 0."""
         used = self.budget.share_used(self.seconds, step)
         return min(1.0, (used + 0.002) / 0.05) * 0.5 * (1 + math.cos(math.pi * used))
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """The CRC-32 of each file of a checkpoint but the clock's own; one core reads 2 GB/s.
+    """Return the CRC-32 of each file of a checkpoint except the clock's own, by its path in the folder.
 
-    A file that is damaged otherwise loads without an error, and trains other weights.
+    Without checksums, a damaged file would load without an error, and other weights would be trained.
     """
     return {
         str(path.relative_to(folder)): _crc(path)
@@ -169,60 +207,85 @@ def _checksums(folder: Path) -> dict[str, int]:
 
 
 def _crc(path: Path) -> int:
+    crc = 0
     with path.open("rb") as file:
-        return reduce(lambda crc, block: zlib.crc32(block, crc), iter(partial(file.read, 2**22), b""), 0)
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return crc
 
 
 def find_checkpoint(folder: Path, say: Callable[[str], object]) -> tuple[Path, float] | None:
-    """The newest checkpoint that is as it was written, with its seconds of training; damaged newer ones are removed."""
-    numbers = {int(name[1]): path for path in folder.glob("*") if (name := _CHECKPOINT.fullmatch(path.name))}
-    for number in sorted(numbers, reverse=True):
-        path = numbers[number]
+    """Return the newest undamaged checkpoint and its seconds of training, or None where there is none.
+
+    Newer checkpoints that are damaged are removed; `say` is called with a sentence on each.
+    """
+    numbers = {}
+    for path in folder.glob("*"):
+        match = _CHECKPOINT.fullmatch(path.name)
+        if match:
+            numbers[int(match[1])] = path
+    for _, path in sorted(numbers.items(), reverse=True):
         try:
-            clock = read_whole(path / _CLOCK)
+            clock = read_checked(path / _CLOCK)
             now = _checksums(path)
             changed = sorted(name for name, value in clock["files"].items() if now.get(name) != value)
             if not changed:
                 return path, float(clock["seconds"])
-            why = f"{', '.join(changed)} changed since it was written"
+            reason = f"{', '.join(changed)} changed since it was written"
         except FileError:
-            why = f"its {_CLOCK}, which is written last, is missing or damaged"
-        say(f"{path.name} is removed: {why}. The training goes on from the one before, or else from its beginning")
+            reason = f"its {_CLOCK}, which is written last, is missing or damaged"
+        say(f"{path.name} is removed: {reason}. The training continues from an earlier checkpoint, or from its start")
         shutil.rmtree(path)
     return None
 
 
 def train(
-    asked: Finetuning,
+    question: Finetuning,
     model: Any,
     teacher: nn.Module | None,
     rows: Rows,
     folder: Path,
     *,
-    batch: int,  # long rows of a pass on each device
-    save_every: int = 20,  # steps between checkpoints
-    report: Callable[[int, float, float], object] | None = None,  # as `Clock` takes it
-    say: Callable[[str], object] = lambda line: None,  # called with a sentence on each checkpoint that is left out
-    checks: RopeCallback | None = None,  # may measure losses by length for the logger, too
+    batch: int,
+    save_every: int = 20,
+    report: Callable[[int, float, float], object] | None = None,
+    say: Callable[[str], object] = lambda line: None,
+    checks: RopeCallback | None = None,
 ) -> dict[str, Any]:
-    """Train a model, patched or not, in place, from its newest whole checkpoint: steps, seconds, loss by ten steps."""
-    budget = Budget(asked.minutes, asked.steps)
+    """Train a model, patched or not, in place, from its newest undamaged checkpoint on.
+
+    Args:
+        question: the settings of the training.
+        model: the model to train.
+        teacher: the unpatched model, whose predictions on short rows are kept; None: they are not.
+        rows: the windows to train on.
+        folder: the folder of the checkpoints.
+        batch: long rows of a pass on each device.
+        save_every: steps between checkpoints.
+        report: called with the step, the loss and an estimate of the seconds that are left.
+        say: called with a sentence on each checkpoint that is removed.
+        checks: the callback that checks the model, and may measure losses by length for the logger.
+
+    Returns:
+        The steps, the seconds, and the losses every ten steps.
+    """
+    budget = Budget(question.minutes, question.steps)
     last, seconds = find_checkpoint(folder, say) or (None, 0.0)
     clock = Clock(budget, seconds, report)
     clock.steps = int(last.name.partition("-")[2]) if last else 0
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=asked.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learned, lr=question.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)
     arguments = TrainingArguments(
         str(folder),
         max_steps=budget.steps or _ENDLESS,
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=asked.accumulate,
+        gradient_accumulation_steps=question.accumulate,
         max_grad_norm=1.0,
         save_steps=save_every,
         save_total_limit=2,
         logging_steps=10,
-        report_to=asked.report_to,
+        report_to=question.report_to,
         run_name=f"{folder.resolve().parent.name}, {folder.name}",
         disable_tqdm=True,
         remove_unused_columns=False,
@@ -237,14 +300,14 @@ def train(
         optimizers=(optimizer, schedule),
         callbacks=[checks, clock],
         teacher=None if teacher is None else teacher.to(arguments.device),
-        guard=asked.guard,
+        guard=question.guard,
         first=max(1, len(rows.prefix)),
     )
     checks.trainer = trainer
     trainer.remove_callback(PrinterCallback)
     if budget.share_used(clock.seconds, clock.steps) < 1 or last is None:
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
-    else:  # stopped between the last step and what follows the training
+    else:  # an earlier process was stopped after the last step, before the model was measured and saved
         trainer._load_from_checkpoint(str(last))
         trainer.state = TrainerState.load_from_json(str(last / "trainer_state.json"))
     curve = [{"step": entry["step"], "loss": entry["loss"]} for entry in trainer.state.log_history if "loss" in entry]

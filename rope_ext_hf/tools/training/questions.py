@@ -1,6 +1,6 @@
-"""Values that state a fine-tuning: arguments, options of the command, settings of a run.
+"""The settings of a fine-tuning: arguments in Python, options of the command, and settings of a run.
 
-Nothing here imports torch, so that --help answers at once.
+Nothing here imports torch, so that --help prints at once.
 """
 
 from __future__ import annotations
@@ -18,65 +18,77 @@ _LOGGERS = ("none", "tensorboard", "trackio", "wandb")
 
 @dataclass(frozen=True, kw_only=True)
 class Finetuning(PatchChoice):
-    """A model, a patch, the text to train on, and how long it is trained."""
+    """A model, its patch, the text to train on, and the settings of the training."""
 
     PANEL = None
     command = "finetune"
 
     model: str = argument(MISSING, "A folder, a Hub id or 'reference'.", option=False)
     dtype: str = argument(
-        "float32", "Of the weights.", option=False, parse=lambda given: "float32" if given == "auto" else given
+        "float32",
+        "Dtype of the weights.",
+        option=False,
+        parse=lambda value: "float32" if value == "auto" else value,
     )
-    device: str = argument("auto", "Where the model runs.", option=False)
+    device: str = argument("auto", "Device of the model.", option=False)
     revision: str | None = argument(None, "Branch, tag or commit on the Hub.", option=False)
     trust_remote_code: bool = argument(False, "Run the Python code that comes with the model.", option=False)
     data: Any = argument(
-        MISSING, "The text to train on, as in `rope-ext ppl`; 'stdlib' is for a trial.", parse=anything, metavar="TEXT"
+        MISSING,
+        "The text to train on, in any form that --data of ppl takes; 'stdlib' is for a trial.",
+        parse=anything,
+        metavar="TEXT",
     )
     minutes: float | None = argument(
-        None, "How long is trained, measurements left out.", least=0, metavar="N", instead_of=("steps",)
+        None, "Minutes of training; measurements do not count.", least=0, metavar="N", instead_of=("steps",)
     )
-    steps: int | None = argument(None, "Steps instead of minutes.", least=1, metavar="N", instead_of=("minutes",))
+    steps: int | None = argument(
+        None, "Steps of training, instead of minutes.", least=1, metavar="N", instead_of=("minutes",)
+    )
     eval_data: Any = argument(
-        None, "What is measured. Default: a tenth of --data that is not trained on.", parse=anything, metavar="TEXT"
+        None,
+        "The text to measure. Default: a tenth of --data, which is then not trained on.",
+        parse=anything,
+        metavar="TEXT",
     )
-    train_all: bool = argument(False, "Train all weights. Default: adapters, norms and embeddings.")
+    train_all: bool = argument(False, "Train all weights. Default: train adapters, norms and embeddings.")
     rank: int = argument(16, "Rank of the adapters.", least=1, metavar="N")
     learning_rate: float = argument(
-        2e-4, "Its peak; for large models whose weights are all trained commonly 2e-5.", metavar="RATE"
+        2e-4, "Peak learning rate; with --train-all, large models commonly take 2e-5.", metavar="RATE"
     )
-    batch: int = argument(1, "Long rows in a pass.", least=1, metavar="N")
-    accumulate: int = argument(4, "Passes in a step.", least=1, metavar="N")
+    batch: int = argument(1, "Long rows per pass.", least=1, metavar="N")
+    accumulate: int = argument(4, "Passes per step.", least=1, metavar="N")
     guard: float = argument(
         1.0,
-        "How strongly short inputs are held to the model before; 0: not, and no second model is in memory.",
+        "Weight of keeping the unpatched model's predictions on short inputs; 0: do not keep them, and hold no second "
+        "model in memory.",
         least=0,
         metavar="WEIGHT",
     )
-    control: bool = argument(False, "Also train the model without the patch for as long, and compare.")
+    control: bool = argument(False, "Also train the unpatched model for as long, and compare.")
     retrieval: str | None = argument(
-        None, "Measure a task of `rope-ext passkey` at the extended length, e.g. needle.", metavar="TASK"
+        None, "Also measure a task of `rope-ext passkey` at the extended length, e.g. needle.", metavar="TASK"
     )
-    max_spans: int = argument(48, "Spans of text measured at each length.", least=1, metavar="N")
+    max_spans: int = argument(48, "Spans of text to measure at each length.", least=1, metavar="N")
     report_to: str = argument(
         "none",
-        f"Where the training is logged, with losses by length: {', '.join(_LOGGERS)}.",
+        f"Logger of the training, which also gets the losses by length: {', '.join(_LOGGERS)}.",
         among=_LOGGERS,
         metavar="NAME",
     )
-    seed: int = argument(0, "Of what is drawn.", metavar="N")
+    seed: int = argument(0, "Seed of the adapters and of the rows.", metavar="N")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.minutes is None) == (self.steps is None):
-            raise MethodError("give one of minutes and steps: how long is trained")
+            raise MethodError("give either minutes or steps, the duration of the training")
         if self.minutes == 0:
-            raise MethodError("the training must be longer than nothing, got minutes=0")
+            raise MethodError("minutes must be above 0, got 0")
         self.check_single(required=True)
 
     @property
     def source(self) -> dict[str, Any]:
-        """Revision of the model, and whether its own code may run, as functions that load it take them."""
+        """The revision of the model and the permission to run its code, as arguments of functions that load it."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     def check_early(self) -> None:

@@ -1,92 +1,101 @@
-"""The folder of a training: whose run it holds, the budget of the run, and the text kept for measuring.
+"""The folder of a training: the settings and inputs of its run, its checked JSON files, and the model that it writes.
 
-A run is continued where the folder was begun with the same settings, and what these name is the same still: the model,
-the tokenizer and the text may have changed in place. Files that a run reads again state a checksum of themselves.
+A run is continued only with the settings that it was begun with, and with the same model, tokenizer and text, which may
+have changed under the same names. Files that a run reads again contain a checksum of themselves.
 """
 
 from __future__ import annotations
 
 import shutil
 import warnings
-import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rope_ext_hf.errors import FileError, RopeExtError, one_line, size_text
-from rope_ext_hf.files import atomic_folder, disk_errors
-from rope_ext_hf.reading.corpora import load
-from rope_ext_hf.reading.documents import Tokens, corpus_name
-from rope_ext_hf.reading.spans import tokenize
-from rope_ext_hf.runs.folder import other_settings, read_whole, write_whole
-from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.files import atomic_file, atomic_folder, disk_errors, json_digest, read_json, write_json
+from rope_ext_hf.runs.folder import other_settings
 
 _SETTINGS = "settings.json"
-_OF_A_RUN = ("checkpoints of *", "report.json")  # files and folders that are there once a run has got on
+_LATER_FILES = ("checkpoints of *", "report.json")  # patterns of what a folder has once its run has made progress
+_CHECKSUM = "checksum"
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How long a training goes on; one of the two is given."""
+def open_run(folder: Path, settings: dict[str, Any], inputs: Mapping[str, str]) -> None:
+    """Make the folder of a run, or check that it holds a run that may be continued.
 
-    minutes: float | None = None  # without measurements and loading; those of interrupted runs count
-    steps: int | None = None  # of the optimizer
+    Args:
+        folder: the folder.
+        settings: the settings of the run, JSON-ready.
+        inputs: digests of the model, the tokenizer and the text, by their names in messages.
 
-    def share_used(self, seconds: float, steps: int) -> float:
-        """Return the share that is used, 0 to 1."""
-        if self.steps is not None:
-            return min(1.0, steps / self.steps)
-        return min(1.0, seconds / (60 * (self.minutes or 0.0)))
-
-    def seconds_left(self, seconds: float, steps: int) -> float:
-        """About how many more it takes, by those so far."""
-        used = self.share_used(seconds, steps)
-        return seconds * (1 - used) / used if used else 0.0
-
-
-def open_run(
-    folder: Path, settings: dict[str, Any], inputs: Mapping[str, str], *, may_differ: Collection[str] = ()
-) -> None:
-    """Make the folder of a run, or check that it is one of the same settings, but those that may differ, and inputs."""
+    Raises:
+        FileError: the folder holds a run with other settings or inputs, or is damaged.
+    """
     file = folder / _SETTINGS
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     if not file.is_file():
-        if there := next((path.name for pattern in _OF_A_RUN for path in folder.glob(pattern)), None):
-            raise FileError(f"{str(folder)!r} holds {there!r} of a run whose {_SETTINGS} is lost; give another folder")
-        write_whole(file, {"settings": settings, "inputs": dict(inputs)})
+        for pattern in _LATER_FILES:
+            for path in folder.glob(pattern):
+                raise FileError(
+                    f"{str(folder)!r} holds {path.name!r} of a run whose {_SETTINGS} is lost; give another folder"
+                )
+        write_checked(file, {"settings": settings, "inputs": dict(inputs)})
         return
     try:
-        saved = read_whole(file)
-        before, read = dict(saved["settings"]), dict(saved["inputs"])
+        saved = read_checked(file)
+        earlier_settings, earlier_inputs = dict(saved["settings"]), dict(saved["inputs"])
     except (KeyError, TypeError, ValueError) as error:
         raise FileError(
             f"{str(file)!r} does not say what the run was begun with; give another folder, or remove this one"
         ) from error
-    if named := [name for name in other_settings(before, settings) if name not in may_differ]:
+    differing = other_settings(earlier_settings, settings)
+    if differing:
         raise FileError(
-            f"{str(folder)!r} holds a run with other settings: {', '.join(named)}; give another folder, or the same "
-            "settings to continue it"
+            f"{str(folder)!r} holds a run with other settings: {', '.join(differing)}; give another folder, or the "
+            "same settings to continue it"
         )
-    if changed := [name for name in inputs if read.get(name) != inputs[name]]:
+    changed = [name for name in inputs if earlier_inputs.get(name) != inputs[name]]
+    if changed:
         raise FileError(
             f"{' and '.join(changed)} changed since the run in {str(folder)!r} was begun, so it would mix old and "
             "new; give another folder, or continue it with what it was begun with"
         )
 
 
+def write_checked(file: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object with a checksum; a kill at any moment leaves the whole new file or the old one."""
+    with atomic_file(file) as part:
+        write_json(part, value | {_CHECKSUM: json_digest(value)[:16]})
+
+
+def read_checked(file: Path) -> dict[str, Any]:
+    """Read the object that `write_checked` wrote.
+
+    Raises:
+        FileError: the file cannot be read, or it changed since it was written.
+    """
+    value = read_json(file)
+    if value.pop(_CHECKSUM, None) != json_digest(value)[:16]:
+        raise FileError(f"{str(file)!r} is damaged: it changed since it was written; give another folder, or remove it")
+    return value
+
+
 @contextmanager
 def saving(folder: Path) -> Iterator[None]:
-    """Inside, what torch or transformers raise where a model cannot be written in a folder becomes a FileError."""
+    """Raise a FileError that names the folder for any error of torch or transformers in the block.
+
+    On a full disk, torch's own error names a position in the file, but not the disk.
+    """
     try:
         yield
     except RopeExtError:
         raise
-    except Exception as error:  # on a full disk torch names a position in the file, and no disk
+    except Exception as error:
         free = size_text(shutil.disk_usage(folder).free)
         raise FileError(
             f"a model could not be written in {str(folder)!r}, where {free} are free ({one_line(error)}); make room, "
@@ -95,46 +104,10 @@ def saving(folder: Path) -> Iterator[None]:
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the folder of a model, in place of one that an earlier call wrote; it is there whole or not at all."""
+    """Write the folder of a model, in place of an earlier one; it is there whole or not at all."""
     shutil.rmtree(folder, ignore_errors=True)
-    with saving(folder.parent), warnings.catch_warnings(record=True) as given, atomic_folder(folder) as staging:
+    with saving(folder.parent), warnings.catch_warnings(record=True) as caught, atomic_folder(folder) as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
-    for each in given:  # they call the folder what it was called while it was written
-        warnings.warn(str(each.message).replace(str(staging), str(folder)), each.category, stacklevel=2)
-
-
-def settings_of(asked: Finetuning) -> dict[str, Any]:
-    """The fields of a question, JSON-ready where its texts are given by names."""
-    return asked.arguments | {"data": corpus_name(asked.data), "eval_data": corpus_name(asked.eval_data)}
-
-
-def split_texts(
-    asked: Finetuning, tokenizer: PreTrainedTokenizerBase, one_in: int
-) -> tuple[list[Tokens], list[Tokens]]:
-    """The texts that a run works on and measures: all data and its eval_data; without that, see `split`."""
-    works_on, measured = split(tokenize(load(asked.data), tokenizer), one_in)
-    if asked.eval_data is None:
-        return works_on, measured
-    return works_on + measured, tokenize(load(asked.eval_data), tokenizer)
-
-
-def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
-    """The texts that a run works on and measures: one document in so many by its name, else the last part of each."""
-    held_out = [each for each in documents if zlib.crc32(each.name.encode()) % one_in == 0]
-    if held_out and len(held_out) < len(documents):
-        names = {each.name for each in held_out}
-        return [each for each in documents if each.name not in names], held_out
-    parts: tuple[list[Tokens], list[Tokens]] = ([], [])
-    for each in documents:
-        middle = len(each.ids) - len(each.ids) // one_in
-        parts[0].append(cut(each, 0, middle))
-        parts[1].append(cut(each, middle, len(each.ids)))
-    return parts
-
-
-def cut(document: Tokens, start: int, stop: int, name: str = "") -> Tokens:
-    """The tokens start..stop of a document, under its name or another."""
-    before = document.ends[start - 1] if start else 0
-    ends = tuple(end - before for end in document.ends[start:stop])
-    return Tokens(name or document.name, document.ids[start:stop], ends)
+    for warning in caught:  # they name the folder as it was called while it was written
+        warnings.warn(str(warning.message).replace(str(staging), str(folder)), warning.category, stacklevel=2)

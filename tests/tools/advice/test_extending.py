@@ -44,7 +44,7 @@ def tiny(file: str, folder: Path, **changes: Any) -> Path:
 @pytest.mark.thorough
 def test_the_bundled_model_gets_a_folder_for_twice_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ("reference", "--target-length", "512", "--data", "stdlib?max_documents=4")
+    arguments = ("reference", "--target-length", "512", "--data", "stdlib")
     text = extend(*arguments)
     assert text.exit_code == 0, text.output
     steps = [shlex.split(line)[2:] for line in text.stdout.splitlines() if line.startswith("$ rope-ext")]
@@ -107,7 +107,7 @@ def test_no_folder_is_written_where_the_measurement_speaks_against_it(
     guessing.save_pretrained("guessing")
     load_tokenizer("reference").save_pretrained("guessing")
     Path("one.txt").write_text(stdlib_held_out()[1].text[:5000])
-    flat, text = ("guessing", "--target-length", "256"), ("--data", "stdlib?max_documents=4")
+    flat, text = ("guessing", "--target-length", "256"), ("--data", "stdlib")
     unclear = extend(*flat, *text)
     assert unclear.exit_code == 2
     assert re.search(

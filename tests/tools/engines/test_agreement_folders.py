@@ -9,7 +9,7 @@ import pytest
 
 import rope_ext_hf as rope
 from rope_ext_hf.hub import load_empty
-from rope_ext_hf.patches.saving import save_patched_folder
+from rope_ext_hf.patches.folder_copies import save_patched_folder
 from tests.support.models import build
 
 

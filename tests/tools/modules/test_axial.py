@@ -258,14 +258,17 @@ def test_it_survives_casts_and_moves_and_compiles() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"sections": (8, 4)}, "that make 16 together; got"),
-        ({"sections": ()}, "that make 16 together; got"),
+        ({"sections": (8, 4)}, "with the sum 16; got"),
+        ({"sections": ()}, "with the sum 16; got"),
         ({"sections": (16, 0)}, "at least 1"),
         ({"sections": (8, 8), "arrangement": "blocks"}, "arrangement must be one of contiguous, interleaved"),
         ({"sections": (8, 8), "table": "both"}, "table must be one of shared, dealt, own"),
         ({"sections": (8, 8), "layout": "both"}, "layout must be one of"),
-        ({"sections": (8, 8), "method": ["default"]}, "there are 2 axes; methods has 1 entries"),
-        ({"sections": (8, 8), "trained_lengths": [1, 2, 3]}, "there are 2 axes; trained_lengths has 3 entries"),
+        ({"sections": (8, 8), "method": ["default"]}, "methods must have one entry for each of 2 axes, got 1"),
+        (
+            {"sections": (8, 8), "trained_lengths": [1, 2, 3]},
+            "trained_lengths must have one entry for each of 2 axes",
+        ),
         ({"sections": (8, 8), "method": "rerope"}, "rerope changes what attention does"),
         ({"sections": (8, 8), "rotary": Rotary(32, 1e4, 64, rotated_pairs=4), "table": "own"}, "without rotated_pairs"),
         ({"sections": (15, 1), "table": "own", "method": "ntk", "factor": 2}, "ntk"),

@@ -305,7 +305,7 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
     mask = (n[0] <= m[0][:, None])[None, None]
     actual = attend(
         LocalAttention(), None, TokenPositions(m, n, None, None), turned_q, turned_k, v, 1.0,
-        ScoreModifiers(mask=mask, pair_scales=XPos(dim, scale_base=50, pairing=pairing)),
+        ScoreModifiers(mask=mask, product=XPos(dim, scale_base=50, pairing=pairing).product),
     )  # fmt: skip
     pairs = [(x[..., 0::2], x[..., 1::2]) if pairing == "interleaved" else x.chunk(2, -1) for x in (q, k)]
     (qc, kc) = (torch.complex(a, b)[0, 0] for a, b in pairs)

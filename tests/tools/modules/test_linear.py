@@ -344,14 +344,14 @@ def held(kernel: Any = "elu", dim: int = 8) -> LinearAttentionState:
         ({"chunk_size": 0}, "chunk_size must be at least 1 token, got 0"),
         ({"query": torch.ones(2, 5, 8)}, r"query must be \(batch, heads, length, head_dim\), got \(2, 5, 8\)"),
         ({"key": torch.ones(1, 1, 5, 8)}, r"must have the shape of query.*\(1, 1, 5, 8\)"),
-        ({"value": torch.ones(1, 2, 4, 8)}, r"differ in its last dimension alone.*\(1, 2, 4, 8\)"),
+        ({"value": torch.ones(1, 2, 4, 8)}, r"differ only in its last dimension.*\(1, 2, 4, 8\)"),
         ({"cos": torch.ones(4, 8)}, r"cos and sin must have one shape, got \(4, 8\) and \(5, 8\)"),
         ({"cos": torch.ones(4, 8), "sin": torch.ones(4, 8)}, r"cos and sin must both be \(5, rotated\)"),
         ({"padding_mask": torch.ones(1, 5)}, r"padding_mask must be bool \(1, 5\).*torch.float32"),
         ({"padding_mask": torch.ones(1, 4, dtype=torch.bool)}, r"got torch.bool \(1, 4\)"),
         ({"state": held(), "causal": False}, "use causal=True"),
         ({"state": held("relu")}, "kernel 'relu', and cannot be continued with 'elu'"),
-        ({"state": held(dim=6)}, r"the state is one of \(1, 2, 6, 8\).*need \(1, 2, 8, 8\)"),
+        ({"state": held(dim=6)}, r"the state has the shape \(1, 2, 6, 8\).*need \(1, 2, 8, 8\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:

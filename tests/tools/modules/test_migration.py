@@ -126,7 +126,7 @@ def test_other_lengths_dtypes_and_modes() -> None:
         ),
         (lambda: build("bert", "ForPreTraining"), "no head that computes what BertForPreTraining does"),
         (lambda: build("bert", "ForMaskedLM", is_decoder=True), "is a decoder"),
-        (lambda: build("roberta", "ForMaskedLM", hidden_act="relu"), "does more than RoFormer can"),
+        (lambda: build("roberta", "ForMaskedLM", hidden_act="relu"), "computes something that RoFormer does not"),
         (lambda: torch.nn.Linear(2, 2), "Linear is not an encoder that can be migrated to RoPE; model types that can:"),
         (
             lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=9)),

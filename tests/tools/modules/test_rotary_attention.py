@@ -261,8 +261,8 @@ TABLE = rope.RotaryEmbedding("default", ROTARY)
     [
         ({"num_kv_heads": 3}, "num_kv_heads must be a divisor of num_heads = 4, got 3"),
         ({"num_kv_heads": 0}, "got 0"),
-        ({"hidden_size": 30}, "hidden_size = 30 is no multiple of num_heads = 4"),
-        ({"head_dim": 6}, "rotary is for 8 dims, and a head has 6"),
+        ({"hidden_size": 30}, "hidden_size = 30 is not a multiple of num_heads = 4"),
+        ({"head_dim": 6}, "rotary is for 8 dims, but a head has only 6"),
         ({"rotary": rope.RotaryEmbedding("default", ROTARY, layout="interleaved")}, "must have layout='half'"),
     ],
 )
@@ -284,7 +284,7 @@ def test_inputs_that_do_not_fit_are_refused() -> None:
         attention(x, padding_mask=ones(2, 4, dtype=torch.bool))
     cache = KeyValueCache()
     attention(x, cache=cache)
-    with pytest.raises(ValueError, match="the cache holds 2 rows, and hidden_states 1"):
+    with pytest.raises(ValueError, match="the cache holds 2 rows, but hidden_states has 1"):
         attention(x[:1], cache=cache)
-    with pytest.raises(ValueError, match="a cache holds the tokens before these"):
+    with pytest.raises(ValueError, match="a cache holds only earlier tokens"):
         ours(causal=False)(x, cache=cache)

@@ -135,7 +135,7 @@ def test_partial_rotation(engine: Any) -> None:
     given = settings(build("glm"), "ntk")
     module = engine.get_rope(16, 16, 128, 10000, False, given, torch.bfloat16, given["partial_rotary_factor"])
     assert (module.rotary_dim, module.half, module.cos_sin_cache.dtype) == (8, False, torch.bfloat16)
-    with pytest.raises(ValueError, match="have 4 frequencies, and the model rotates 16 dims"):
+    with pytest.raises(ValueError, match="have 4 frequencies, but the model rotates 16 dims"):
         engine.get_rope(16, 16, 128, 10000, False, given, torch.bfloat16)
 
 
@@ -151,7 +151,7 @@ def test_gemma_3_takes_frequencies_by_transformers_names(engine: Any) -> None:
 
 def test_what_it_cannot_reach_is_refused() -> None:
     for family in ("mixtral", "gemma2"):
-        with pytest.raises(ServingError, match="hands on theta alone"):
+        with pytest.raises(ServingError, match="passes on theta alone"):
             serving.serving_config(build(family), "sglang", "yarn", factor=4, plugin=True)
         with pytest.raises(ServingError, match=f"cannot serve .* on this '{family}' model"):
             serving.serving_config(build(family), "sglang", "yarn", factor=4)

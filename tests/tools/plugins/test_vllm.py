@@ -172,7 +172,7 @@ def test_geometry_is_passed_on(engine: Any) -> None:
     assert len(module.cos_sin_cache) == 512
     single = engine.get_rope(16, 128, True, axes, torch.float32, mrope_positions_factor=1)
     assert torch.equal(single.cos_sin_cache, module.cos_sin_cache[:128])
-    with pytest.raises(ValueError, match="have 8 frequencies, and the model rotates 32 dims"):
+    with pytest.raises(ValueError, match="have 8 frequencies, but the model rotates 32 dims"):
         engine.get_rope(32, 128, True, axes, torch.float32)
 
 
@@ -180,7 +180,10 @@ def test_a_config_with_a_remapping_method_is_refused(engine: Any) -> None:
     """As `serve-config --plugin` of version 0.1.0 wrote it."""
     held = {"method": {"method": "stairs", "window": 192, "start": 64, "chunk": 128}, "pairing": "half"}
     given = settings(build("llama"), method="yarn", factor=4) | {"remapping": json.dumps(held)}
-    with pytest.raises(ValueError, match=r"'remapping' method, which .* run up to version 0\.1\.0"):
+    with pytest.raises(
+        ValueError,
+        match=r"'remapping' method, which only .* 0\.1\.0 and earlier could run",
+    ):
         engine.get_rope(16, 512, True, given, torch.float32)
     with pytest.raises(ValueError, match="choose a static method, and write the config anew"):
         for_transformers(SimpleNamespace(rope_parameters=given))
@@ -190,7 +193,7 @@ def test_who_has_a_plug_in() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     [(name, value)] = project["entry-points"]["vllm.general_plugins"].items()
     assert EntryPoint(name, value, "vllm.general_plugins").load() is register
-    with pytest.raises(ServingError, match="no plug-in of this package for mlx; there is one for vllm, sglang"):
+    with pytest.raises(ServingError, match="has no plug-in for mlx, only for vllm, sglang"):
         serving.serving_config(build("llama"), "mlx", "yarn", factor=4, plugin=True)
 
 

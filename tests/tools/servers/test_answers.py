@@ -76,7 +76,7 @@ def test_the_length_at_which_a_change_begins(tmp_path: Path) -> None:
     with serving("vLLM 0.33.0", plain(rope_type="dynamic", factor=4.0), tokenize=tokenize) as url:
         report = compare_server(url, record)
     assert (report.agrees, report.begins) == (False, 400)
-    assert "from 400 tokens on, and up to 200 it does: a method" in unwrapped(report)
+    assert "from 400 tokens on, while up to 200 it does: this suggests a method" in unwrapped(report)
 
 
 @pytest.mark.slow
@@ -131,9 +131,9 @@ def test_as_much_as_asking_again_changes_is_allowed(tmp_path: Path) -> None:
 def test_a_record_with_the_model_keeps_its_fingerprint_and_is_compared_like_answers(tmp_path: Path) -> None:
     """A server without tokens of a text needs the tokenizer of the model; the folder may change as well."""
     with serving("SGLang", plain()) as url:
-        with pytest.raises(ServingError, match="gives no tokens of a text: give the model"):
+        with pytest.raises(ServingError, match="returns no tokens for a text: give the model"):
             record_server(url, tmp_path / "none.json", lengths=LENGTHS)
-        with pytest.raises(ServingError, match="does not state its length"):
+        with pytest.raises(ServingError, match="does not state its context length"):
             record_server(url, tmp_path / "none.json")
         record_server(url, record := tmp_path / "record.json", reference_folder(), lengths=LENGTHS)
         assert compare_server(url, record, reference_folder()).agrees

@@ -146,12 +146,12 @@ def test_a_server_of_another_dtype_is_right_too(model: Callable[[], Any], dtype:
 
 def test_weights_of_few_bits() -> None:
     """Eight bits as the gguf package makes them; four within half a step of the largest number of each block."""
-    from rope_ext_hf.tools.servers.checking import _rounded
+    from rope_ext_hf.tools.servers.roundings import rounded_to_bits
 
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.0
-    torch.testing.assert_close(_rounded(weight, 8, 32), through_gguf(weight), rtol=0, atol=0)
-    blocks, rounded = weight.view(-1, 32), _rounded(weight, 4, 32).view(-1, 32)
+    torch.testing.assert_close(rounded_to_bits(weight, 8, 32), through_gguf(weight), rtol=0, atol=0)
+    blocks, rounded = weight.view(-1, 32), rounded_to_bits(weight, 4, 32).view(-1, 32)
     largest = blocks.abs().amax(-1, keepdim=True)
     assert bool(((rounded - blocks).abs() <= largest / 14 * 1.001).all())
     assert all(len(block.unique()) <= 15 for block in rounded)
@@ -194,7 +194,7 @@ def test_coarse_keys_and_values_are_allowed_where_they_are_stated(coarse_keys: A
         unstated, stated = (servers.check_server(url, folder, lengths=[100, 400], kv_bits=bits) for bits in (16, 8))
     assert (unstated.runs, unstated.closest) == (None, "as measured")
     assert "8-bit keys and values" in unstated.suggested
-    assert "state --weight-bits or --kv-bits" in unwrapped(unstated)
+    assert "check again with --weight-bits or --kv-bits" in unwrapped(unstated)
     assert stated.agrees
     assert stated.precision == "float32 or float16, 8-bit keys and values"
     with pytest.raises(MethodError, match="4, 8 or 16, got 5"):
@@ -237,7 +237,7 @@ def test_an_error_of_a_hundredth_in_float32_is_named(ratio: float, runs: str, fo
     assert re.fullmatch(f"with a softmax scale {runs}", report.runs or ""), str(report)
     assert report.precision == "float32 or float16"
     assert not report.agrees
-    assert not report.untold
+    assert not report.too_coarse
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> Non
         report = servers.check_server(url, folder, lengths=[100], strict=True)
     assert report.agrees, str(report)
     assert report.precision == "float32 or float16"
-    assert report.told_here == report.told["float32 or float16"][0] < 1 < report.told["bfloat16"][0]
+    assert report.smallest_scale_error == report.told["float32 or float16"][0] < 1 < report.told["bfloat16"][0]
 
 
 @pytest.mark.slow
@@ -330,7 +330,7 @@ def test_another_tokenizer_is_named(folder: Path) -> None:
             report = servers.check_server(url, folder, lengths=[64])
         assert report.runs == "as measured"
         assert report.agrees is agrees
-        assert ("its tokenizer is not the one here" in unwrapped(report)) is not agrees
+        assert ("the server's tokenizer differs from the one here" in unwrapped(report)) is not agrees
 
 
 @pytest.mark.slow
@@ -352,7 +352,7 @@ def test_another_model_is_neither_right_nor_a_mistake(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
+def test_configurations_that_fit_as_well_are_named(tmp_path: Path) -> None:
     """An attention factor of 1.0005 is below the rounding of bfloat16."""
     folder = tmp_path / "slight"
     factor: dict[str, Any] = {"attention_factor": 1.0005}
@@ -363,7 +363,7 @@ def test_what_answers_cannot_tell_apart_is_said(tmp_path: Path) -> None:
         report = servers.check_server(url, folder, lengths=[100, 300])
     assert report.agrees
     assert "with no attention factor" in report.alike
-    assert "these answers do not tell that from the model" in unwrapped(report)
+    assert "these answers fit the model" in unwrapped(report)
 
 
 @pytest.mark.slow
@@ -434,7 +434,7 @@ def test_answers_collected_elsewhere_and_the_command(folder: Path, tmp_path: Pat
 def test_prompts_that_would_take_too_long_are_left_out_unless_asked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checking, "_SECONDS", 1e-9)
+    monkeypatch.setattr(checking, "COMPUTE_SECONDS", 1e-9)
     with serving("vLLM 0.33.0", plain(**YARN)) as url:
         report = servers.check_server(url, folder)
         assert (report.lengths, report.left_out, report.agrees) == ((128,), 1023, True)

@@ -22,8 +22,9 @@ from rope_ext_hf.hub import load_model
 from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools.servers.vllm_scorer import _first_spans
+from tests.support.texts import ONE_MODULE
 
-TEXT = "stdlib?max_documents=1"
+TEXT = ONE_MODULE
 READ = ("--lengths", "64,512", "--max-spans", "2", "--data", TEXT, "--dtype", "float32", "--json")
 COMMAND = ("ppl", "reference", *READ)
 
@@ -112,7 +113,7 @@ def test_an_engine_that_computes_something_else_is_refused(engine: type[Engine],
     _, error = run(*COMMAND, "--method", "yarn", "--factor", "2", "--engine", "vllm", "--out", str(tmp_path))
     losses = re.search(
         r"vLLM does not compute yarn x2 as transformers does: the first span of 64 tokens has a loss of ([0-9.]+) nats "
-        r"per token there and ([0-9.]+) here; .* where torch.float32 allows 0.001\.",
+        r"per token in vLLM and ([0-9.]+) in transformers; .* where torch.float32 allows 0.001\.",
         error,
     )
     assert losses is not None

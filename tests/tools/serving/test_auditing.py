@@ -175,7 +175,7 @@ def test_audit_finds_problems_of_the_file() -> None:
 
 def test_pipes_and_numbers_beyond_all_bounds(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
-    with pytest.raises(FileError, match="no regular file"):
+    with pytest.raises(FileError, match="not a regular file"):
         serving.audit(tmp_path)
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no such file"):

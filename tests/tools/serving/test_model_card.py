@@ -68,7 +68,7 @@ def measured(source: Path) -> Path:
     """The folder of a run of the source, as loaded and with the method."""
     kept = measure(
         load_model(source, dtype="float32"),
-        Perplexity(data="stdlib?max_documents=4", lengths=[64, 256], max_spans=8),
+        Perplexity(data="stdlib", lengths=[64, 256], max_spans=8),
         methods=["yarn", "linear"],
         factors=4,
         out=source.parent / "runs",
@@ -204,7 +204,7 @@ def test_results_by_length_stand_in_the_card_and_in_files(longer: Path, measured
     assert [(each.task_id, each.value) for each in entries] == [
         (f"perplexity_{each.length}", pytest.approx(each.perplexity, abs=1e-6)) for each in results
     ]
-    assert {each.dataset_id for each in entries} == {"text:stdlib?max_documents=4"}
+    assert {each.dataset_id for each in entries} == {"text:stdlib"}
     exact = parse_eval_result_entries(yaml.safe_load((folder / RESULTS / "rope-ext-passkey-2.yaml").read_text()))
     assert {each.task_id.rpartition("_")[2] for each in exact} == {"128", "256"}
     both = read_run(measured).select([None, results[0].method])

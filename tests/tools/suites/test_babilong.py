@@ -129,7 +129,7 @@ def test_facts_stand_in_order_among_the_sentences(task: str, tokenizer: Any) -> 
 
 
 def test_a_haystack_without_sentences_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(MethodError, match="no sentence of ten characters"):
+    with pytest.raises(MethodError, match="no sentence of at least 10 characters"):
         made("qa1", tokenizer, haystack="a b c\n")
 
 

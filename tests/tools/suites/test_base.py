@@ -16,5 +16,5 @@ def test_a_tokenizer_without_tokens_is_refused(name: str) -> None:
     """As one becomes that is loaded by the class of another vocabulary: a prompt would never fill its length."""
     empty, asked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())), list_suites()[name]
     assert not empty("a text").input_ids
-    with pytest.raises(MethodError, match="gives no tokens of a text"):
+    with pytest.raises(MethodError, match="returns no tokens for a text"):
         asked.samples(asked.tasks[0], empty, length=512, count=1, seed=0, haystack="A text to hide in. " * 400)

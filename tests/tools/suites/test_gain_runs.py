@@ -21,9 +21,11 @@ from rope_ext_hf.errors import CorpusError, MethodError
 from rope_ext_hf.eval import measure
 from rope_ext_hf.hub import load_tokenizer
 from rope_ext_hf.reading.corpora import HELD_OUT
-from rope_ext_hf.runs.kinds import Run, findings_of_runs
+from rope_ext_hf.runs.merging import findings_of_runs
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites import Gain
-from rope_ext_hf.tools.suites.gain_runs import AnswerLoss, GainRuns, GainSetting, docstring_rows
+from rope_ext_hf.tools.suites.gain_rows import docstring_rows
+from rope_ext_hf.tools.suites.gain_runs import AnswerLoss, GainRuns, GainSetting
 from tests.support.models import build
 from tests.support.oracles import token_losses
 
@@ -142,7 +144,7 @@ def made_up(gains: dict[str | None, dict[tuple[int, int], list[float]]]) -> Run[
         "basis": {},
         "model": "m",
     }
-    return Run(None, settings | {"data": "d", "setting": {"rows": 8, "too_long": 0}}, results)
+    return Run(None, settings | {"data": "d", "setting": {"rows": 8, "too_long": 0}}, results, kind)
 
 
 def around(value: float, spread: float = 0.1) -> list[float]:

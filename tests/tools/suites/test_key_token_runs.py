@@ -30,7 +30,7 @@ from rope_ext_hf.reading.scorer import TokenScorer
 from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reference import path as reference
 from rope_ext_hf.runs.folder import read_run
-from rope_ext_hf.tools.suites.key_token_runs import (
+from rope_ext_hf.tools.suites.key_tokens import (
     KeyRanges,
     KeySetting,
     find_key_tokens,
@@ -255,7 +255,7 @@ def test_a_damaged_file_is_refused(changed: dict[str, Any], said: str, tmp_path:
 
 def test_keys_of_another_text_are_refused() -> None:
     (tokens,) = tokenize([Document("one", "abc")], load_tokenizer("reference"))
-    with pytest.raises(CorpusError, match="is not the one that key tokens were found in"):
+    with pytest.raises(CorpusError, match="is not the one in which key tokens were found"):
         KeyRanges("x", KeySetting(2, 1), {"0": ("one", ((0, 1),))}).mask(tokens)
     with pytest.raises(CorpusError, match="ends after the text"):
         KeyRanges("x", KeySetting(2, 1), {_digest("abc"): ("one", ((0, 9),))}).mask(tokens)
@@ -267,7 +267,7 @@ def test_keys_of_another_text_are_refused() -> None:
 @pytest.mark.slow
 def test_an_evaluator_beyond_its_length_is_warned_of(model: Any, tmp_path: Path) -> None:
     long = [Document("long", TEXT[:512])]
-    with pytest.warns(UserWarning, match="is for 256 tokens and reads 512"):
+    with pytest.warns(UserWarning, match="is made for 256 tokens and reads 512"):
         sweep(model, long, lengths=[512], methods=[], protocol="truncate", keys_by=reference(), out=tmp_path)
 
 
@@ -288,7 +288,7 @@ def test_documents_that_were_not_searched_are_warned_of(model: Any, tmp_path: Pa
     saved = json.loads((folder / "keys.json").read_text())["documents"]
     assert [(each["name"], bool(each["ranges"])) for each in saved] == [("a", True), ("b", False)]
     assert keys([known, short], folder / "keys.json") == found
-    with pytest.warns(UserWarning, match="1 of 3 documents were not searched for key tokens, 'c' for one"):
+    with pytest.warns(UserWarning, match="not searched for in 1 of 3 documents, such as 'c'"):
         assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == found.results[-1].key_tokens
 
 

@@ -16,7 +16,7 @@ from tests.tools.support.ruler import haystack, make_tokenizer
 pytest.importorskip("nltk")
 pytest.importorskip("wonderwords")
 
-pytestmark = pytest.mark.filterwarnings("ignore:nltk has no model")  # the haystack is cut the same without one
+pytestmark = pytest.mark.filterwarnings("ignore:nltk's model of English")  # the haystack is cut the same without one
 
 RECORDED = json.loads((Path(__file__).parent / "recorded" / "ruler.json").read_text(encoding="utf-8"))
 """Hashes of upstream's prompts, answer prefixes, answers and lengths, by tokenizer, length and task; seed 42.

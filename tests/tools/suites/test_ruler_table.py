@@ -21,6 +21,7 @@ from rope_ext_hf.methods.base import Rotary
 from rope_ext_hf.methods.registry import list_methods, resolve_method
 from rope_ext_hf.reference import path
 from rope_ext_hf.tools.suites.base import suite
+from tests.support.texts import ONE_MODULE
 from tests.tools.support.ruler import hotpotqa, make_tokenizer, squad
 
 RECORDED = {
@@ -86,7 +87,7 @@ def test_the_table_names_methods_that_there_are() -> None:
 def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
     lengths, tasks, asked = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"
-    given = {"tasks": ",".join(tasks), "samples": 3, "haystack": "stdlib?max_documents=1", "score": "rank"}
+    given = {"tasks": ",".join(tasks), "samples": 3, "haystack": ONE_MODULE, "score": "rank"}
     arguments = Namespace(methods=asked, runs=tmp_path / "runs", **given)
     scores, names = ruler_table.measured(model, lengths, arguments)
     methods = ["unpatched", *asked.replace("dynamic", "dynamic-ntk").split(",")]

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.kinds import Run, run_kind
+from rope_ext_hf.runs.kinds import run_kind
 from rope_ext_hf.runs.labels import method_key
 from rope_ext_hf.runs.measures import EffectiveLength
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites.task_runs import TaskResult, TaskScore, TaskSetting, effective_lengths
 
 SETTING = TaskSetting("ruler", "vt,cwe", "generate", 42, False, 0)
@@ -26,7 +27,7 @@ def a_run(scores: dict[Any, dict[int, tuple[list[float], list[float]]]], chance:
         for task, some in enumerate(both)
     ]
     settings = {"kind": "tasks", "loaded": None, "context_length": 1024, "over": "own", "model": "m", "data": "d"}
-    return Run(None, settings | {"setting": vars(SETTING) | {"chance": chance}}, results)  # type: ignore[arg-type]
+    return Run(None, settings | {"setting": vars(SETTING) | {"chance": chance}}, results, kind)  # type: ignore[arg-type]
 
 
 ONES, HALF = [1.0] * 16, [1.0, 0.0] * 8
@@ -82,7 +83,7 @@ def test_nothing_right_at_the_shortest_length_has_no_effective_length() -> None:
 def test_a_length_counts_once_all_tasks_are_complete() -> None:
     run = a_run({None: {1024: (ONES, ONES), 2048: (ONES, ONES)}})
     assert reaches(run)[0].length == 2048
-    run = Run(None, run.settings, run.results[:-1])
+    run = Run(None, run.settings, run.results[:-1], run.kind)
     assert reaches(run)[0] is None
     assert [row["suite_score"] for row in run.rows()] == [1.0, 1.0, ""]
 

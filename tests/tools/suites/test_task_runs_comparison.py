@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rope_ext_hf.reading.scorer import Cost
-from rope_ext_hf.runs.kinds import Run, run_kind
-from rope_ext_hf.runs.report import Comparison
+from rope_ext_hf.runs.comparison import Comparison
+from rope_ext_hf.runs.kinds import run_kind
+from rope_ext_hf.runs.run import Run
 from rope_ext_hf.tools.suites.task_runs import TaskScore, TaskSetting
-from tests.runs.test_report_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, losses
+from tests.runs.test_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, losses
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
@@ -21,7 +22,7 @@ def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> 
         for name, row in values.items()
         for n, right in row.items()
     ]
-    return Run(folder, COMMON | {"kind": "tasks", "setting": vars(setting)} | changed, results)
+    return Run(folder, COMMON | {"kind": "tasks", "setting": vars(setting)} | changed, results, kind)
 
 
 def test_answers_decide_before_losses(tmp_path: Path) -> None:

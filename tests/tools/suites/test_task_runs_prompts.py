@@ -206,7 +206,7 @@ def test_a_length_dependent_method_is_held_at_prompt_and_budget() -> None:
         ({"tasks": []}, "no task was chosen"),
         ({"score": "f1"}, "score must be 'generate' or 'rank'"),
         ({"chat_template": "yes"}, "chat_template must be 'auto' or 'never'"),
-        ({"samples": 1}, "samples must be a whole number of at least 2"),
+        ({"samples": 1}, "samples must be at least 2 where answers are ranked"),
         ({"lengths": []}, "lengths must be"),
         ({"lengths": [300]}, "1 of 1 tasks do not fit into 300 tokens .*: kv needs"),
         ({"extra_tokens": 900}, r"do not fit into 768 and 1,024 tokens .* kv needs 1,[56]\d\d tokens"),
@@ -222,10 +222,10 @@ def test_a_length_that_is_too_short_is_answered_with_one_that_is_not() -> None:
     tokenizer = load_tokenizer("reference")
     made = partial(suite("json-kv").samples, "kv", tokenizer, count=2, seed=0, haystack="")
     with pytest.raises(
-        rope.MethodError, match=r"length 300 is too short for task 'kv'.* ask for ([\d,]+) tokens"
+        rope.MethodError, match=r"length 300 is too short for task 'kv'.* at least ([\d,]+) tokens"
     ) as caught:
         made(length=300)
-    found = re.search(r"ask for ([\d,]+) tokens", str(caught.value))
+    found = re.search(r"at least ([\d,]+) tokens", str(caught.value))
     assert found is not None
     least = int(found[1].replace(",", ""))
     assert made(length=least)

@@ -59,7 +59,7 @@ class Published(NamedTuple):
         file: in conformance/configurations.
         sizes: what its config has in place of the small sizes there; of all others none matters here.
         context_length: tokens: of a plain model the published ones, of a scaled one those of its config.
-        target_length: tokens that its page extends it to: the published ones, else twice the context length.
+        target_length: tokens that docs/recipes.md extends it to: the published ones, else twice the context length.
     """
 
     name: str
@@ -145,7 +145,7 @@ PUBLISHED = {
         "deepseek-ai/DeepSeek-V3", "deepseek-v3", _shape(61, 7168, 128, 128, kv_lora_rank=512), 160 * _K, 320 * _K
     ),
 }  # fmt: skip
-"""The models that people extend most, by the title of their page in docs/."""
+"""The models that people extend most, by their title in docs/recipes.md."""
 
 
 def published_config(family: str) -> dict[str, Any]:

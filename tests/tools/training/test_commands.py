@@ -47,7 +47,7 @@ def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> No
     [
         (["--steps", "0", "--method", "yarn"], "--steps"),
         (["--minutes", "0", "--method", "yarn"], "minutes"),
-        (["--method", "yarn"], "give one of minutes and steps"),
+        (["--method", "yarn"], "give either minutes or steps"),
         (["--steps", "1", "--method", "yran"], "Did you mean 'yarn'"),
         (["--steps", "1", "--method", "yarn", "--device-map", "auto"], "leave out --device-map"),
     ],

@@ -27,22 +27,24 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.reading.documents import Document
 from rope_ext_hf.reading.spans import Setting, tokenize
 from rope_ext_hf.reference import path as reference
-from rope_ext_hf.runs.folder import read_run, read_whole, write_whole
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.outcomes import Outcome
 from rope_ext_hf.runs.run_file import RunFile
 from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
-from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
-from rope_ext_hf.tools.training.finetuning import FinetuneReport, _FinetuningRun
+from rope_ext_hf.tools.training.finetuning import FinetuneReport, TrainingMaterial, _FinetuningRun
 from rope_ext_hf.tools.training.guarded_training import Rows
 from rope_ext_hf.tools.training.questions import Finetuning
+from rope_ext_hf.tools.training.run_folder import read_checked, write_checked
 from tests.cli.test_app import run
 from tests.support.byte_tokenizers import SPECIAL, VOCABULARY, byte_tokenizer
 from tests.support.commands import run as command
 from tests.support.forks import kill_when
 from tests.support.inputs import write_inputs, write_model
 from tests.support.models import TRAINED, build, logits, tokens
+from tests.support.texts import ONE_MODULE
 from tests.support.wrapped_text import unwrapped
 
 LONG = 4 * TRAINED
@@ -73,10 +75,10 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
     finetune(model, tmp_path / "run", **asked)
     first = [row[:2].tolist() for each in drawn for row in (*each["long"], *each["short"])]
     assert first == [[SPECIAL.index("[gMASK]"), SPECIAL.index("<sop>")]] * len(first) != []
-    kept = read_whole(settings := tmp_path / "run" / "settings.json")
+    kept = read_checked(settings := tmp_path / "run" / "settings.json")
     inputs = {name: value for name, value in kept["inputs"].items() if name != "what every text begins with"}
     assert inputs != kept["inputs"]
-    write_whole(settings, {"settings": kept["settings"], "inputs": inputs})
+    write_checked(settings, {"settings": kept["settings"], "inputs": inputs})
     with pytest.raises(FileError, match="what every text begins with changed since the run in"):
         finetune(model, tmp_path / "run", **asked)
 
@@ -88,7 +90,8 @@ def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_pa
     asked = Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1)
     file = RunFile("finetune", "a", {})
     held_out = tokenize([Document("a", "Mice pay in kind. " * 9)], tokenizer)
-    run = _FinetuningRun(asked, tmp_path, lambda line: None, None, tokenizer, [], held_out, 32, 64, file)
+    material = TrainingMaterial(32, 64, tokenizer, [], held_out)
+    run = _FinetuningRun(asked, material, tmp_path, lambda line: None, None, file)
     why = {"unpatched": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
     with pytest.raises(UnsupportedModelError, match=why[name]):
         run.measure(name, model)
@@ -99,7 +102,7 @@ def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_pa
 def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path, tmp_path: Path) -> None:
     said: list[str] = []
     report = finetune(
-        small, tmp_path / "run", data="stdlib?max_documents=1", method="yarn", factor=4, steps=3, max_spans=2,
+        small, tmp_path / "run", data=ONE_MODULE, method="yarn", factor=4, steps=3, max_spans=2,
         learning_rate=1e-3, train_all=train_all, control=True, report=said.append,
     )  # fmt: skip
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
@@ -130,7 +133,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
     with pytest.raises(FileError, match="holds a run with other settings: seed"):
         finetune(
-            small, tmp_path / "run", data="stdlib?max_documents=1", method="yarn", factor=4, steps=3, max_spans=2,
+            small, tmp_path / "run", data=ONE_MODULE, method="yarn", factor=4, steps=3, max_spans=2,
             learning_rate=1e-3, train_all=train_all, control=True, seed=1,
         )  # fmt: skip
 
@@ -168,7 +171,7 @@ def test_a_training_is_logged_with_losses_by_length(
     (tmp_path / "libraries" / "trackio.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "libraries")
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "trackio", Recorder)
-    asked: dict[str, Any] = {"data": "stdlib?max_documents=1", "method": "yarn", "factor": 4, "train_all": True}
+    asked: dict[str, Any] = {"data": ONE_MODULE, "method": "yarn", "factor": 4, "train_all": True}
     report = finetune(
         small, tmp_path / "run", steps=20, max_spans=1, accumulate=1, guard=0, **asked, report_to="trackio"
     )
@@ -209,7 +212,7 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
 def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path) -> None:
     """Its attention goes through the fused kernels and their backward; no plain folder states it."""
     asked: dict[str, Any] = {
-        "data": "stdlib?max_documents=1", "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
+        "data": ONE_MODULE, "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
     }  # fmt: skip
     report = finetune(small, tmp_path / "run", steps=3, **asked)
     with pytest.raises((ValueError, KeyError), match="rope_ext_hf"):
@@ -223,7 +226,7 @@ def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path
     assert report.training["trained"]["steps"] == 3
     assert finetune(small, tmp_path / "run", steps=3, **asked) == report
     with pytest.raises(MethodError, match="rerope states no length to train at; give factor or target_length"):
-        finetune(small, tmp_path / "no length", data="stdlib?max_documents=1", method="rerope", steps=3)
+        finetune(small, tmp_path / "no length", data=ONE_MODULE, method="rerope", steps=3)
 
 
 ASKED: dict[str, Any] = {
@@ -381,7 +384,8 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
-    run = _FinetuningRun(asked, Path("c"), print, None, tokenizer, [], [], 64, 256, RunFile("finetune", "a", {}))
+    material = TrainingMaterial(64, 256, tokenizer, [], [])
+    run = _FinetuningRun(asked, material, Path("c"), print, None, RunFile("finetune", "a", {}))
     measured = {"unpatched": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
@@ -421,7 +425,7 @@ def test_adapters_without_peft_are_refused_before_anything_is_read(
 
 def test_too_short_a_text_is_refused(small: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("word " * 20)
-    with pytest.raises(CorpusError, match="the text to train on has 90 tokens, and a row 256; give longer text"):
+    with pytest.raises(CorpusError, match="has 90 tokens, fewer than the 256 of one row; give longer text"):
         finetune(small, tmp_path / "run", data=str(tmp_path / "short.txt"), method="yarn", factor=4, steps=1)
 
 
@@ -437,13 +441,13 @@ def test_an_adapter_is_refused(small: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({}, "give one of minutes and steps"),
-        ({"minutes": 1, "steps": 1}, "give one of minutes and steps"),
-        ({"minutes": 0}, "longer than nothing, got minutes=0"),
+        ({}, "give either minutes or steps"),
+        ({"minutes": 1, "steps": 1}, "give either minutes or steps"),
+        ({"minutes": 0}, "minutes must be above 0, got 0"),
         ({"steps": 1, "method": "dynamic-yarn", "factor": None}, "dynamic-yarn states no length to train at"),
     ],
 )
 def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4} | given
     with pytest.raises(MethodError, match=said):
-        finetune(small, tmp_path / "run", data="stdlib?max_documents=1", **arguments)
+        finetune(small, tmp_path / "run", data=ONE_MODULE, **arguments)

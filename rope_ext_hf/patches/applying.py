@@ -1,0 +1,193 @@
+"""Apply the plan of a patch to a model, and take patches off again.
+
+Nothing of transformers is changed: a patched model gets a copy of its config, and a module of this package in each of
+its slots, and both go when the patch is taken off.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import nn
+
+from rope_ext_hf.errors import UnsupportedModelError
+from rope_ext_hf.methods.remapping import RemappingMethod
+from rope_ext_hf.patches.adapters import stop_recording
+from rope_ext_hf.patches.angle_tables import fill_slot
+from rope_ext_hf.patches.attention_function import register
+from rope_ext_hf.patches.attention_hooks import RemappingHooks, attach, detach
+from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
+from rope_ext_hf.patches.continuation_probe import (
+    TOKENS,
+    NotTriedError,
+    check_difference,
+    check_weights,
+    kind_of_patch,
+    small_layers,
+    small_patch,
+    try_continuation,
+    was_tried,
+)
+from rope_ext_hf.patches.continuous_batching import check_batching
+from rope_ext_hf.patches.decoder_arguments import check_names
+from rope_ext_hf.patches.forward_hooks import DecoderHooks, decoder_of, install_forward_hooks
+from rope_ext_hf.patches.generation_length import extend_generation
+from rope_ext_hf.patches.length_hooks import LengthHooks
+from rope_ext_hf.patches.patch_records import PatchSpec
+from rope_ext_hf.patches.planning import PatchPlan, plan_replay
+from rope_ext_hf.patches.reference_models import check_trainers_above
+from rope_ext_hf.patches.saving import attach_saving
+from rope_ext_hf.patches.slots import PatchedSlot, check_filled, patch_state, patched_slots, present_specs
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replay(model: M, specs: Sequence[PatchSpec]) -> M:
+    """Patch a model, in place, as it was patched before or as the folder it comes from records, and return it.
+
+    The arguments and the errors are those of `plan_replay`.
+    """
+    apply_plan(plan_replay(model, specs))
+    return model
+
+
+def apply_plan(plan: PatchPlan) -> None:
+    """Change a model as planned; a patch that the model has already gives way.
+
+    A plan is for one use, and for the model as it was when the plan was made. The first patch of its kind on a class of
+    decoders that works with the cache is tried on a few tokens with one (rope_ext_hf/patches/continuation_probe.py).
+
+    Raises:
+        MethodError: a value of the method is impossible for a model of these sizes.
+        UnsupportedModelError: under the patch, the installed release of transformers gives another result where it goes
+            on from a cache than where it reads the same tokens in one forward.
+
+    When an exception is raised, the model is as it was before the call.
+    """
+    model, state, method = plan.model, plan.state, plan.state.spec.method
+    hooks = _hooks_for(state.spec)
+    if hooks is not None:
+        for slot in plan.slots:
+            check_names(decoder_of(model, slot.parent))
+    modules = [fill_slot(slot, method, state.spec.rotary, state) for slot in plan.slots]  # may still refuse a value
+    if hooks is not None:
+        _try_with_a_cache(plan, hooks)
+    _install(plan, modules, hooks)
+    if hooks is not None and issubclass(hooks, LengthHooks):
+        check_batching(model, modules)
+    attach_saving(model, modules[0])
+    extend_generation(model, modules[0])
+    modules[0].before_use = check_trainers_above
+
+
+def needs_hooks(spec: PatchSpec) -> bool:
+    """Return whether a patch needs hooks around the decoder; only such a patch may be refused by a model's weights."""
+    return _hooks_for(spec) is not None
+
+
+def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
+    """Return the hooks that a patch needs around each decoder; None for a static method, which needs none."""
+    if isinstance(spec.method, RemappingMethod):
+        return RemappingHooks
+    return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
+
+
+def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
+    """Try the first patch of its kind on a class of decoders with a cache.
+
+    Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway. Where
+    the trial raises UnsupportedModelError, that patch is put on again.
+    """
+    model, spec = plan.model, plan.state.spec
+    slot = next(slot for slot in plan.slots if not slot.idle)
+    decoder = decoder_of(model, slot.parent)
+    kind = kind_of_patch(decoder, hooks, spec.method)
+    if was_tried(kind):
+        return
+    before = present_specs(model)
+    try:
+        check_weights(model, decoder)
+        method, rotary = small_patch(spec.method, spec.rotary)
+        state = replace(plan.state, spec=replace(spec, method=method, rotary=rotary, target_length=TOKENS))
+        layers = small_layers(plan.attention, spec.method, method, rotary)
+        small = PatchPlan(model, state, plan.slots, layers)
+        try:
+            _install(small, [fill_slot(slot, method, rotary, state) for slot in plan.slots], hooks)
+            difference = try_continuation(model, decoder, kind, spec.method)
+        finally:
+            take_off(model)
+        check_difference(model, decoder, spec.method.name, *difference)
+    except NotTriedError as reason:
+        plan.state.notes += (f"Generating with a cache was not checked, because {reason}.",)
+    except UnsupportedModelError:
+        if before:
+            replay(model, before)
+        raise
+
+
+def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[DecoderHooks] | None) -> None:
+    """Put the modules, configs and hooks of a plan into its model, and take off a patch that the model has."""
+    model, state = plan.model, plan.state
+    take_off(model)
+    _swap_configs(model, {id(swap.original): swap.patched for swap in state.configs})
+    if isinstance(state.spec.method, RemappingMethod):
+        register()
+        attach(plan.attention, plan.slots[0].config)
+        # Attention modules look up the function that they run by the name in their config.
+        of_attention = {id(plan.slots[0].config)}
+        of_attention |= {id(module.config) for module, _ in plan.attention if hasattr(module, "config")}
+        for swap in state.configs:
+            if id(swap.original) in of_attention or id(swap.patched) in of_attention:
+                swap.patched._attn_implementation = ATTENTION_NAME
+    for swap in state.configs:
+        swap.note_written()
+    for slot, module in zip(plan.slots, modules, strict=True):
+        module.train(slot.module.training)
+        setattr(slot.parent, slot.attribute, module)
+        if "config" in slot.module.__dict__:
+            slot.module.config = slot.config  # the replaced module keeps the config it was built from
+            patched = next(swap.patched for swap in state.configs if swap.original is slot.config)
+            module.config = patched if slot.scaled_layers else slot.config
+    if hooks is not None:
+        install_forward_hooks(model, hooks)
+
+
+def patch_as_planned(plan: PatchPlan) -> None:
+    """Apply a plan, then give its warning, if it has one, at the line that called the caller of this function."""
+    apply_plan(plan)
+    if plan.state.warning is not None:
+        warnings.warn(plan.state.warning, stacklevel=3)
+
+
+def take_off(model: nn.Module) -> None:
+    """Take every patch off a model, in place; a model that is not patched is left alone.
+
+    Raises:
+        UnsupportedModelError: the model was patched on the meta device, and its own rotary modules have no numbers.
+    """
+    state = patch_state(model)
+    configs = state.configs if state else []
+    for slot in patched_slots(model):
+        check_filled(slot.replaced)
+    for parent in list(model.modules()):
+        for attribute, child in list(parent.named_children()):
+            if isinstance(child, PatchedSlot):
+                setattr(parent, attribute, child.replaced)
+                for hook in child.hooks:
+                    hook.remove()
+    for swap in configs:
+        swap.sync_user_changes()
+    _swap_configs(model, {id(swap.patched): swap.original for swap in configs})
+    stop_recording(model)
+    detach(model)
+
+
+def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
+    """Give every module that holds one of some configs, `other` by the id of the held one, the other config instead."""
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if id(config) in other:
+            module.config = other[id(config)]

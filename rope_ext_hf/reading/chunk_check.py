@@ -1,0 +1,104 @@
+"""Check that a model gives the same logits in chunks as in one ordinary forward, on a few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.errors import UnsupportedModelError, one_line
+from rope_ext_hf.patches.attention_hooks import remapped_windows
+from rope_ext_hf.reading.chunked_attention import NotReadInChunksError
+from rope_ext_hf.reading.chunked_reader import ChunkedReader
+from rope_ext_hf.reading.whole_reader import whole_logits
+
+CHECKED_TOKENS = 12
+"""Tokens of the check. No window needs more of them, because windows are taken from the masks themselves."""
+_CHUNK = 5  # puts several tokens onto an empty cache, several onto one that is not empty, and a single one
+
+
+def why_not_in_chunks(reader: ChunkedReader, device: torch.device) -> str | None:
+    """Return why a model cannot be read in chunks; None if it can.
+
+    If it can, `finish` and `windows` of the reader are set to what gave equal logits.
+
+    Raises:
+        UnsupportedModelError: the model does not run on token ids alone, or sees the tokens that it is to predict.
+    """
+    model = reader.model
+    tolerance = _rounding_tolerance(model.dtype)
+    # Spread over the vocabulary: the first and the last ids are special tokens in most models, untrained in some.
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.linspace(vocabulary // 8, 7 * vocabulary // 8, CHECKED_TOKENS, device=device).long()
+    expected = _ordinary_logits(reader, ids, tolerance)
+    if reader.decoder is model or reader.head is None:
+        return "its class has no decoder and head apart"
+
+    trial = replace(reader, chunk=_CHUNK, longest=1)
+    try:
+        cache = trial.empty_cache(CHECKED_TOKENS - 1)
+        with trial.attention(cache.see):
+            hidden = torch.cat([states for _, states in trial.hidden(ids[:-1], cache)])
+    except NotReadInChunksError as error:
+        return str(error)
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        # Raised by a class that takes no such cache. Too little memory and failed kernels are RuntimeErrors.
+        return f"its decoder does not read onto a cache: {one_line(error)}"
+    for index, window in remapped_windows(model):
+        cache.seen.setdefault(index, set()).add(window)
+
+    differences = []
+    for finish in (True, False):  # some classes for images and text leave out the scale or cap that their text part has
+        trial.finish = finish
+        differences.append(_difference(trial.head_losses.logits(hidden), expected))
+        if differences[-1] <= tolerance:
+            reader.finish, reader.windows = finish, cache.safe_windows()
+            return None
+    return (
+        f"in chunks its logits are off by {min(differences):.2g} standard deviations, more than the {tolerance:g} "
+        "that rounding may make"
+    )
+
+
+def _ordinary_logits(reader: ChunkedReader, ids: Tensor, tolerance: float) -> Tensor:
+    """Return the logits of an ordinary forward, (tokens - 1, vocabulary), checked not to depend on later tokens."""
+    model, decoder = reader.model, reader.decoder
+    name = type(model).__name__
+    # The same tokens but for the last one: in a causal model, no logits before it may change.
+    with_another_end = torch.cat([ids[:-1], ids[:1]])
+    try:
+        logits = whole_logits(model, decoder, ids, len(ids) - 1)
+        others = whole_logits(model, decoder, with_another_end, len(ids) - 1)
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except (TypeError, ValueError, AttributeError, KeyError, IndexError, RuntimeError) as error:
+        raise UnsupportedModelError(
+            f"{name} cannot be measured, because it does not run on token ids alone: {one_line(error)}"
+        ) from error
+    if _difference(others, logits) > tolerance:
+        raise UnsupportedModelError(
+            f"{name} cannot be measured, because it sees the tokens that it is to predict (another last token "
+            "changes the logits before it); load a causal language model, with is_decoder=True if its config "
+            "has that key"
+        )
+    return logits
+
+
+def _rounding_tolerance(dtype: torch.dtype) -> float:
+    """Return the root mean square difference of logits that counts as equal, in standard deviations of the logits."""
+    # Rounding alone makes 1e-6 of it in float32, and 0.01 to 0.05 in bfloat16 over 32 to 80 layers.
+    return 1e-4 if dtype in (torch.float32, torch.float64) else 0.15
+
+
+def _difference(logits: Tensor, expected: Tensor) -> float:
+    """Return the root mean square difference of logits, in standard deviations of the expected ones."""
+    # A device map may run the head on another device than an ordinary forward returns its logits on.
+    logits = logits.to(expected.device)
+    # NaN at the same place in both counts as equal: it comes from the model, and shows in its losses.
+    if logits.shape != expected.shape or not torch.equal(logits.isfinite(), expected.isfinite()):
+        return float("inf")
+    logits, expected = (x.nan_to_num(posinf=0.0, neginf=0.0) for x in (logits, expected))
+    # In standard deviations, because a class may scale its logits; 1e-3 keeps a model with constant logits from
+    # dividing by zero.
+    return float((logits - expected).square().mean().sqrt()) / max(1e-3, float(expected.std()))

@@ -1,0 +1,203 @@
+"""Read spans onto a cache, a chunk of tokens at a time, so that memory does not grow with the length of a span.
+
+The decoder reads a span in chunks, which add their keys and values to a cache that is allocated once (`span_cache`).
+A chunk attends to the past without a mask and causally to itself, and both results are merged by their log-sum-exp: no
+mask is built, and no key is repeated over the query heads (`chunked_attention`). The head runs on a few tokens at a
+time (`head_losses`). So memory beyond weights and cache does not depend on the length.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.patches.attention_interface import ATTENTION_NAME
+from rope_ext_hf.patches.decoder_arguments import cache_parameter
+from rope_ext_hf.reading.chunked_attention import reading_in_chunks
+from rope_ext_hf.reading.head_losses import HeadLosses
+from rope_ext_hf.reading.span_cache import SpanCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+_MIN_CHUNK = 16  # tokens; below it, smaller chunks hardly need less memory
+
+
+@dataclass
+class ChunkedReader:
+    """A model that reads in chunks, and the cache that it reads onto.
+
+    Attributes:
+        model: a causal language model.
+        decoder: its decoder, which is run without the head.
+        head: the head, as a module.
+        chunk: tokens that the decoder reads at a time.
+        head_bytes: memory for logits.
+        offload_cache: keys and values wait in main memory, and those of one layer at a time are on the device.
+        longest: tokens of the longest span to come, for which the cache is allocated at once.
+        finish: scale or cap the logits as the config says.
+        windows: the sliding window of each layer, by its index, that keeps the keys of its window alone.
+        stored: a function that keys and values go through before they are cached, to round them for example; None: they
+            are cached as they are.
+        cache: the cache of the latest span; None before the first one.
+        prefix: the number of tokens that prompts have in common, and the state of the cache after them.
+    """
+
+    model: PreTrainedModel
+    decoder: Any
+    head: Any
+    chunk: int
+    head_bytes: int
+    offload_cache: bool = False
+    longest: int = 1
+    finish: bool = True
+    windows: Mapping[int, int] = field(default_factory=dict)
+    stored: Callable[[Tensor], Tensor] | None = None
+    cache: SpanCache | None = None
+    prefix: tuple[int, list[dict[str, Any]]] | None = None
+
+    @property
+    def head_losses(self) -> HeadLosses:
+        """The head, which computes logits and losses from the decoder's output."""
+        config = self.model.config.get_text_config()
+        return HeadLosses(self.head, config, self.model.dtype, self.head_bytes, self.finish)
+
+    # --- memory
+
+    def fit(self, work: Callable[[], T]) -> T:
+        """Return the result of some reading; where it runs out of memory, do it again in chunks of half the size."""
+        while True:
+            try:
+                with self.attention():
+                    return work()
+            except torch.OutOfMemoryError:
+                if self.chunk <= _MIN_CHUNK:
+                    raise
+            # Outside of the except block the failed forward is gone, and with it the tensors that it held.
+            failed = self.chunk
+            self.chunk, self.head_bytes = self.chunk // 2, max(1, self.head_bytes // 2)
+            self.forget()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            warnings.warn(f"out of memory with {failed:,} tokens per pass; going on with {self.chunk:,}", stacklevel=3)
+
+    def forget(self) -> None:
+        """Free the cache."""
+        self.cache = self.prefix = None
+
+    def empty_cache(self, tokens: int) -> SpanCache:
+        """Return the cache, emptied, with room for so many tokens."""
+        if self.cache is None or self.cache.capacity < tokens:
+            self.forget()  # before the new one is allocated
+            # Allocated once for the longest span: growing would hold the old and the new keys at the same time.
+            capacity = max(tokens, self.longest)
+            self.cache = SpanCache(self.decoder.config, capacity, offload=self.offload_cache, windows=self.windows)
+        self.cache.restore(self.cache.empty)
+        self.cache.stored = self.stored
+        return self.cache
+
+    # --- reading
+
+    @property
+    def _has_remapping_attention(self) -> bool:
+        """Whether the model runs the attention of a remapping method, which itself needs no masks and little memory."""
+        return bool(self.decoder.config._attn_implementation == ATTENTION_NAME)
+
+    def attention(self, reach_seen: Callable[[int | None], None] | None = None) -> AbstractContextManager[None]:
+        """Have the model attend chunk by chunk inside the with block; see `chunked_attention.reading_in_chunks`."""
+        return nullcontext() if self._has_remapping_attention else reading_in_chunks(self.model, reach_seen)
+
+    def hidden(self, ids: Tensor, cache: SpanCache, start: int = 0) -> Iterator[tuple[int, Tensor]]:
+        """Read tokens onto a cache that holds `start` tokens.
+
+        Args:
+            ids: (tokens,) int64.
+            cache: the cache.
+            start: the position of the first of them.
+
+        Yields:
+            For each chunk its first position, and the decoder's output, (tokens, hidden).
+        """
+        arguments: dict[str, Any] = {cache_parameter(self.decoder): cache}
+        for piece in torch.split(ids, self.chunk) if len(ids) else ():
+            # The attention of remapping methods would compare positions with those in the cache, which waits for the
+            # device; it derives them from the cache where none are given.
+            positions = None
+            if not self._has_remapping_attention:
+                positions = torch.arange(start, start + len(piece), device=ids.device)[None]
+            out = self.decoder(input_ids=piece[None], position_ids=positions, use_cache=True, **arguments)
+            yield start, out.last_hidden_state[0]
+            start += len(piece)
+
+    def _read(self, ids: Tensor, cache: SpanCache, start: int = 0) -> None:
+        """Read tokens for the sake of the cache alone."""
+        for _ in self.hidden(ids, cache, start):
+            pass
+
+    def losses(self, ids: Tensor, first: int) -> Iterator[Tensor]:
+        """Yield, chunk by chunk, the negative log-likelihoods of the tokens from `first` on of a span, (tokens,)."""
+        head = self.head_losses
+        cache = self.empty_cache(len(ids) - 1)
+        for start, hidden in self.hidden(ids[:-1], cache):
+            # the output at position p predicts the token at p + 1
+            begin, end = max(start, first - 1), start + hidden.shape[0]
+            if begin < end:
+                yield head.losses(hidden[begin - start :], ids[begin + 1 : end + 1].to(hidden.device))
+
+    def last_logits(self, ids: Tensor, count: int) -> Tensor:
+        """Return the logits after each of the last `count` tokens of a span, (count, vocabulary) float32."""
+        cache = self.empty_cache(len(ids))
+        start = len(ids) - count
+        self._read(ids[:start], cache)
+        return self.head_losses.logits(torch.cat([hidden for _, hidden in self.hidden(ids[start:], cache, start)]))
+
+    def read_prompt(self, ids: Tensor, room: int, *, shared: int = 0, again: bool = False) -> int:
+        """Read the part of a prompt that its answers continue: all but its last token, with which each answer begins.
+
+        Args:
+            ids: that part, (tokens,) int64.
+            room: tokens that will follow it in the cache.
+            shared: tokens at its beginning that the next prompts have in common; the state after them is kept.
+            again: take up the state that the previous call kept, instead of reading these tokens.
+
+        Returns:
+            The number of tokens of the prompt that were read, its last one included.
+        """
+        cache, known = self.empty_cache(len(ids) + room), 0
+        if again and self.prefix is not None and self.prefix[0] == shared:
+            cache.restore(self.prefix[1])
+            known = shared
+        elif shared:
+            self._read(ids[:shared], cache)
+            self.prefix = shared, cache.state()
+        self._read(ids[shared:], cache, shared)
+        return len(ids) + 1 - known
+
+    def answer_logits(self, spans: list[Tensor], known: int) -> Iterator[Tensor]:
+        """Yield the logits of each answer's tokens, (tokens, vocabulary), after `read_prompt`.
+
+        Args:
+            spans: prompt and answer, (tokens,) int64, of each answer.
+            known: tokens of the prompt.
+        """
+        cache = self.cache
+        assert cache is not None  # made by read_prompt
+        after_prompt = cache.state()
+        for span in spans:
+            cache.restore(after_prompt)
+            # the output at the prompt's last token predicts the first token of the answer
+            states = [hidden for _, hidden in self.hidden(span[known - 1 : -1], cache, known - 1)]
+            yield self.head_losses.logits(torch.cat(states))
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """Return the logits after tokens of which all but the last are in the cache, (vocabulary,) float32."""
+        assert self.cache is not None  # made by read_prompt
+        [(_, hidden)] = self.hidden(ids[-1:], self.cache, len(ids) - 1)
+        return self.head_losses.logits(hidden)[-1]

@@ -1,0 +1,82 @@
+"""Documents from values in memory: texts, token ids, rows, data sets, files as `pathlib.Path`, and documents."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rope_ext_hf.errors import CorpusError, short
+from rope_ext_hf.reading.documents import Document, Tokens, token_ids
+from rope_ext_hf.reading.rows import read_rows
+from rope_ext_hf.reading.text_files import find_files, read_files
+
+
+def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
+    """Yield the documents of a value in memory; for the values and names see `rope_ext_hf.reading.corpora.load`."""
+    if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a datasets.Dataset, streamed or not
+        yield from _documents_of_rows(data, column)
+        return
+    items = list(_items(data))
+    if items and all(isinstance(item, dict) for item in items):
+        yield from _documents_of_rows(items, column)
+    elif items and all(isinstance(item, Path) for item in items):
+        yield from _documents_of_paths(items, column)
+    elif column is not None:
+        raise CorpusError(f"no rows with columns were given, so there is no column {column!r}")
+    else:
+        for number, item in enumerate(items, 1):
+            yield _document(item, f"text {number}")
+
+
+def _documents_of_rows(rows: Iterable[object], column: str | None) -> Iterator[Document]:
+    for place, content in read_rows(enumerate(rows, 1), "row", column):
+        yield Document.from_content(f"row{place}", content)
+
+
+def _documents_of_paths(paths: Sequence[Path], column: str | None) -> Iterator[Document]:
+    roots, files = [], []
+    for path in paths:
+        # An absolute path is never taken for the name 'stdlib', nor a question mark in it for the start of options.
+        root, inside = find_files(str(path.expanduser().absolute()))
+        roots.append(root)
+        files += inside
+    yield from read_files(str(paths[0]), Path(os.path.commonpath(roots)), files, column)
+
+
+def _items(data: Any) -> Iterable[Any]:
+    """Return the items of a value, each of which is one document; arrays and tensors become lists."""
+    if isinstance(data, (Document, Tokens, Path)):
+        return [data]
+    values = data.tolist() if hasattr(data, "tolist") else data
+    if not isinstance(values, Sequence) or isinstance(values, (str, bytes, bytearray)):
+        raise _refusal(data)
+    items = [item.tolist() if hasattr(item, "tolist") else item for item in values]
+    is_one_document = bool(items) and all(type(item) is int for item in items)
+    return [items] if is_one_document else items
+
+
+def _document(item: Any, name: str) -> Document | Tokens:
+    """Return the document of one item: a document, a text, or token ids."""
+    if isinstance(item, (Document, Tokens)):
+        return item
+    if isinstance(item, str):
+        if "\n" not in item and os.path.isfile(item):  # noqa: PTH113 - Path.is_file raises on long texts
+            raise CorpusError(
+                f"strings in a list are texts, and {name}, {short(item)!r}, is the name of a file; to read the file, "
+                f"give pathlib.Path({short(item)!r})"
+            )
+        return Document(name, item)
+    if isinstance(item, Sequence) and not isinstance(item, (bytes, bytearray)):
+        return Document(name, "", token_ids(item, name))
+    raise _refusal(item)
+
+
+def _refusal(data: object) -> CorpusError:
+    """Return the error for a value that is not a corpus."""
+    entries = f"; give one of its entries: {short(', '.join(map(str, data)))}" if isinstance(data, Mapping) else ""
+    return CorpusError(
+        "a corpus is a name, a list of texts, token ids (lists, tensors), a datasets.Dataset, pathlib.Path of files, "
+        f"or documents, got {type(data).__name__}{entries}"
+    )

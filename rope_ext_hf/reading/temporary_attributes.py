@@ -1,0 +1,18 @@
+"""Attributes of another package's module or object, set for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def set_to(owner: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of a module or an object inside the with block, and set them back at its end."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        vars(owner).update(values)
+        yield
+    finally:
+        vars(owner).update(before)

@@ -1,0 +1,240 @@
+"""Text in files: which files a path or pattern names, and the documents in each of them.
+
+Files are untrusted: nothing in them is executed or unpickled, and a damaged file is refused with its name and line.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import importlib
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rope_ext_hf.errors import CorpusError, short
+from rope_ext_hf.installing import install_command
+from rope_ext_hf.reading.documents import Document
+from rope_ext_hf.reading.rows import choose_column, read_rows
+
+NAME_HELP = (
+    "a string names text: 'stdlib', the path of a UTF-8 text, JSON lines or parquet file, a folder, a pattern such as "
+    "'books/*.txt', or hf:OWNER/NAME. In Python, a text itself is given in a list: [text]"
+)
+"""What a string may name, for the end of an error message."""
+
+_PROSE = (".txt", ".md", ".rst", ".py")
+"""Suffixes of the files that are read as text in a folder. A file that is named alone may have any other."""
+_TEXT_MODE: dict[str, Any] = {"encoding": "utf-8-sig", "newline": ""}
+"""The arguments of `open` for text: line ends stay as they are, and a byte-order mark is not part of the text."""
+_TEXT_TYPES = ("string", "large_string", "string_view")  # of parquet columns
+_PARQUET_ROWS = 16  # decoded at a time; a row may be a whole book
+_MAX_EXPANSION = 100
+"""Times its size that a compressed file may expand to; text expands to 3 to 5 times its size."""
+_FREE_EXPANSION = 64 * 2**20  # bytes to which any compressed file may expand
+
+_Content = str | Sequence[int]
+
+
+def find_files(source: str) -> tuple[Path, list[Path]]:
+    """Return the folder that document names are relative to, and the sorted files that a path or pattern names.
+
+    Raises:
+        CorpusError: there is no such file, or the folder has no files of text.
+    """
+    path = Path(source)
+    if path.is_file():
+        return path.parent, [path]
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if _is_text_of(path, file)]
+        if not files:
+            suffixes = ", ".join((*_PROSE, *_TABLE_READERS))
+            raise CorpusError(f"the folder {source!r} has no files of text; looked for {suffixes} (also .gz, .zst)")
+        return path, sorted(files, key=lambda file: file.relative_to(path).parts)
+    matches = map(Path, glob.glob(source, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns
+    files = sorted(match for match in matches if match.is_file())
+    if not files:
+        raise CorpusError(f"no such text file, folder or pattern: {short(source)!r}; {NAME_HELP}")
+    return Path(os.path.commonpath([file.parent for file in files])), files
+
+
+def _is_text_of(folder: Path, file: Path) -> bool:
+    """Return whether a file is part of a folder's text: not hidden, of a known suffix, and no link that leads out."""
+    is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    if is_hidden or not file.is_file() or not file.resolve().is_relative_to(folder.resolve()):
+        return False
+    return _suffix(file) in _PROSE or _suffix(file) in _TABLE_READERS
+
+
+def _suffix(file: Path) -> str:
+    """Return the suffix of a file's content, in lower case and without compression: ".jsonl" for a.jsonl.gz."""
+    inner = file.stem if file.suffix.lower() in _OPENERS else file.name
+    return Path(inner).suffix.lower()
+
+
+def read_files(source: str, root: Path, files: Sequence[Path], column: str | None) -> Iterator[Document]:
+    """Yield the documents in files, named by their path below `root`.
+
+    Args:
+        source: the name that the files were found by, for messages.
+        root: the folder that names are relative to.
+        files: the files, in order.
+        column: the column of the text in tables; None: see `rope_ext_hf.reading.rows.choose_column`.
+
+    Raises:
+        CorpusError: a column is named, and all files are plain text; or a file cannot be read.
+    """
+    if column is not None and not any(_suffix(file) in _TABLE_READERS for file in files):
+        raise CorpusError(f"{source!r} is plain text, which has no column {column!r}")
+    for file in files:
+        yield from _read_file(file, file.relative_to(root).as_posix(), column)
+
+
+def _read_file(file: Path, name: str, column: str | None) -> Iterator[Document]:
+    """Yield the documents in a file, called `name`, followed by ":" and the line or row in a table."""
+    reader = _TABLE_READERS.get(_suffix(file), _read_prose)
+    last = ""
+    try:
+        with _open(file) as stream:
+            for place, content in reader(stream, str(file), column):
+                yield Document.from_content(name + place, content)
+                last = f" after {file}{place}"
+    except CorpusError:
+        raise
+    # gzip, zlib, json, the codecs and pyarrow raise one of these, or an error derived from it, on a damaged file.
+    except (OSError, EOFError, ValueError, RecursionError, NotImplementedError, zlib.error) as error:
+        raise CorpusError(f"{str(file)!r} cannot be read{last}: {reason(error)}") from error
+
+
+def read_beginning(file: Path, characters: int) -> str:
+    """Return the first characters of a file of text."""
+    with file.open(**_TEXT_MODE) as stream:
+        return str(stream.read(characters))
+
+
+def reason(error: Exception) -> str:
+    """Return in one line why a file or a stream could not be read."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"not UTF-8 text: {error.reason} at byte {error.start}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at character {error.pos + 1}"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return short((str(error).strip() or type(error).__name__).splitlines()[0], 300)
+
+
+def optional_package(module: str, purpose: str) -> Any:
+    """Return a module of a package that only some kinds of text need.
+
+    Raises:
+        CorpusError: the package is not installed; the message has the command that installs it, and begins with
+            `purpose`, a plural such as "files in .parquet".
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise CorpusError(f"{purpose} need the package {package}: {install_command('eval')}") from error
+
+
+# --- compression ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading its bytes, decompressed up to a bound."""
+    opener = _OPENERS.get(file.suffix.lower())
+    if opener is None:
+        with file.open("rb") as plain:
+            yield plain
+    else:
+        most = max(_FREE_EXPANSION, _MAX_EXPANSION * file.stat().st_size)
+        with opener(file, "rb") as stream:
+            yield io.BufferedReader(_Bounded(stream, str(file), most))
+
+
+def _open_zstd(file: Path, mode: str) -> BinaryIO:
+    return io.BufferedReader(optional_package("pyarrow", "files in .zst").input_stream(str(file), compression="zstd"))
+
+
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".zst": _open_zstd}
+"""Functions that open a compressed file, by suffix."""
+
+
+class _Bounded(io.RawIOBase):
+    """A stream that raises a CorpusError once more than `most` bytes were read, before they fill the memory."""
+
+    def __init__(self, stream: io.BufferedIOBase, file: str, most: int) -> None:
+        super().__init__()
+        self._stream, self._file, self._most, self._count = stream, file, most, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stream.read1(len(buffer))
+        self._count += len(data)
+        if self._count > self._most:
+            raise CorpusError(
+                f"{self._file!r} expands to more than {self._most:,} bytes, far more than text does; if that is right, "
+                "decompress it and give the decompressed file"
+            )
+        buffer[: len(data)] = data
+        return len(data)
+
+
+# --- readers: each takes an open file, its path for messages and the column, and yields place and content -------------
+
+
+def _read_prose(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    with io.TextIOWrapper(stream, **_TEXT_MODE) as decoded:
+        yield "", decoded.read()
+
+
+def _read_json_lines(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    yield from read_rows(_parse_lines(stream, where), where, column)
+
+
+def _parse_lines(stream: BinaryIO, where: str) -> Iterator[tuple[int, object]]:
+    """Yield the number and the parsed value of every line that is not blank."""
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(f"{where}:{number}: {reason(error)}") from error
+        yield number, row
+
+
+def _read_json_list(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    rows = json.loads(stream.read().decode("utf-8-sig"))
+    if not isinstance(rows, list):
+        raise CorpusError(f"{where}: not a list of objects; JSON with one object per line is named .jsonl")
+    yield from read_rows(enumerate(rows, 1), where, column)
+
+
+def _read_parquet(stream: BinaryIO, where: str, column: str | None) -> Iterator[tuple[str, _Content]]:
+    table = optional_package("pyarrow.parquet", "files in .parquet").ParquetFile(stream)
+    columns = {field.name: str(field.type) in _TEXT_TYPES for field in table.schema_arrow}
+    chosen = choose_column(columns, where, column)
+    yield from read_rows(enumerate(_parquet_rows(table, chosen), 1), where, chosen)
+
+
+def _parquet_rows(table: Any, column: str) -> Iterable[dict[str, Any]]:
+    for batch in table.iter_batches(_PARQUET_ROWS, columns=[column]):
+        yield from batch.to_pylist()
+
+
+_TABLE_READERS: dict[str, Callable[[BinaryIO, str, str | None], Iterator[tuple[str, _Content]]]] = {
+    ".jsonl": _read_json_lines,
+    ".ndjson": _read_json_lines,
+    ".json": _read_json_list,
+    ".parquet": _read_parquet,
+}
+"""Readers of files whose rows are documents, by suffix."""

@@ -1,0 +1,182 @@
+"""The record that a cache carries of how its keys are rotated, from one forward to the next.
+
+transformers' caches hold keys and no account of their rotation. A `CacheState`, an attribute of the cache, is that
+account: by it a forward onto the cache either continues it correctly or refuses to. It is copied and pickled with its
+cache, and follows the rows of the cache where beam search moves them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from rope_ext_hf.errors import LengthError, short
+from rope_ext_hf.methods.base import RopeMethod, Rotary
+
+_CACHE_STATE = "_rope_ext_hf_cache_state"  # the attribute of a transformers cache that holds its `CacheState`
+
+
+@dataclass(frozen=True)
+class KeyOrigin:
+    """The rotary modules whose frequencies the keys of a cache were stored under."""
+
+    tables: tuple[tuple[RopeMethod, Rotary, int | None], ...]
+    """The method, the geometry and the fixed length in tokens of each rotary module of the decoder."""
+
+    @property
+    def name(self) -> str:
+        """The names of the methods: "dynamic-yarn", or several joined by "and"."""
+        return " and ".join(dict.fromkeys(method.name for method, _, _ in self.tables))
+
+    def differences(self, other: KeyOrigin) -> tuple[str, str]:
+        """Return both origins as text, each with the parameters in which it differs from the other."""
+        for own_table, other_table in zip(self.tables, other.tables, strict=False):
+            own, others = _settings(*own_table), _settings(*other_table)
+            if own != others:
+                break
+        else:
+            own, others = self._summary(), other._summary()
+        keys = [key for key in {**own, **others} if key != "method" and own.get(key) != others.get(key)]
+        return _settings_text(own, keys), _settings_text(others, keys)
+
+    def _summary(self) -> dict[str, Any]:
+        return {"method": self.name, "rotary embeddings": len(self.tables)}
+
+
+def _settings(method: RopeMethod, rotary: Rotary, fixed_length: int | None) -> dict[str, Any]:
+    return method.to_dict() | rotary.to_dict() | {"fixed_length": fixed_length}
+
+
+def _settings_text(settings: dict[str, Any], keys: Iterable[str]) -> str:
+    """Return the method and the settings with these keys: "yarn with factor=8, no fixed_length"."""
+    values = [f"no {key}" if settings.get(key) is None else f"{key}={short(str(settings[key]), 60)}" for key in keys]
+    return f"{settings['method']} with {', '.join(values)}" if values else str(settings["method"])
+
+
+@dataclass(frozen=True)
+class RowState:
+    """The rotation of each row's keys under a length-dependent method; rows in the order of the cache."""
+
+    lengths: Tensor  # (rows or 1,) int64, the length in tokens whose frequencies a row's keys have
+    positions: Tensor  # (rows or 1, tokens) int64, the position of each key
+    valid_up_to: int  # no row's frequencies change while the cache has at most this many tokens
+    one_input_each: bool  # each row is known to hold one input, not several one after the other
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> RowState:
+        """Return the state after `move` has reordered, picked or repeated rows; one row that stands for all stays."""
+        lengths = self.lengths if self.lengths.shape[0] == 1 else move(self.lengths)
+        positions = self.positions if self.positions.shape[0] == 1 else move(self.positions)
+        return replace(self, lengths=lengths, positions=positions)
+
+
+@dataclass
+class CacheState:
+    """The record that is kept with a cache which a patched model has filled."""
+
+    origin: KeyOrigin  # the rotary modules that rotated its keys
+    packed: bool = False  # a row holds several inputs one after the other, which no later token can continue
+    rows: RowState | None = None
+    """The rotation of each row's keys. None: it follows from their positions alone, or an error interrupted a change
+    of it."""
+    follows: bool = False  # the rows of this state move with those of the cache
+    in_order: bool = False  # the next position of every row is known to be its number of tokens
+
+
+def store_state(cache: Any, state: CacheState) -> None:
+    """Keep a state with a cache."""
+    setattr(cache, _CACHE_STATE, state)
+
+
+def discard_state(cache: Any) -> None:
+    """Forget the state of a cache that is going to be filled anew."""
+    vars(cache).pop(_CACHE_STATE, None)
+
+
+def has_origin(cache: Any, origin: KeyOrigin) -> bool:
+    """Whether a cache was last filled from this origin; without a wait for the device."""
+    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
+    return stored is not None and stored.origin == origin
+
+
+def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
+    """Return the state of a cache whose keys were rotated as this model rotates them.
+
+    Raises:
+        LengthError: the keys were stored by another model, method or code, or a row holds several inputs.
+    """
+    stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
+    if stored is None:
+        raise LengthError(
+            f"the keys in this cache were not stored under this model's {origin.name}, but by an unpatched model, "
+            "under a static method, or by other code, and cannot be continued: fill a new cache with this model. "
+            "Prefix tuning of PEFT begins every forward with such keys: use LoRA under this method, or prefix tuning "
+            "under a static one, such as yarn"
+        )
+    if stored.origin is not origin and stored.origin != origin:
+        before, now = stored.origin.differences(origin)
+        raise LengthError(
+            f"the keys in this cache were stored under {before}, and this model is under {now}: fill a new cache, or "
+            "continue this one with the model as it was"
+        )
+    if stored.packed:
+        raise packed_error()
+    return stored
+
+
+def packed_error() -> LengthError:
+    """Return the error for new tokens after a row that holds several inputs."""
+    return LengthError(
+        "a row of this cache holds several inputs one after the other (its position_ids start anew), and it is not "
+        "known which of them the new tokens continue: fill a cache with one input per row"
+    )
+
+
+class _RowFollower:
+    """A replacement for a method of a cache layer that moves rows (beam search), which moves the state's rows as well.
+
+    A cache calls the method on each of its layers, so one layer with followers is enough. The layer is held weakly, so
+    that a cache is freed with its last reference; copies and pickles of the layer get a follower of their own.
+    """
+
+    def __init__(self, layer: Any, name: str, state: CacheState) -> None:
+        self.layer = weakref.ref(layer)
+        self.name = name
+        self.state = state
+
+    def __call__(self, rows: Any) -> None:
+        layer = self.layer()
+        getattr(type(layer), self.name)(layer, rows)
+        if self.state.rows is not None:
+            self.state.rows = self.state.rows.moved(lambda tensor: _MOVES[self.name](tensor, rows))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _RowFollower, (self.layer(), self.name, self.state)
+
+
+def _on_device_of(tensor: Tensor, rows: Any) -> Any:
+    return rows.to(tensor.device) if isinstance(rows, Tensor) else rows
+
+
+_MOVES: dict[str, Callable[[Tensor, Any], Tensor]] = {
+    "reorder_cache": lambda tensor, rows: tensor.index_select(0, _on_device_of(tensor, rows)),
+    "batch_select_indices": lambda tensor, rows: tensor[_on_device_of(tensor, rows)],
+    "batch_repeat_interleave": lambda tensor, repeats: tensor.repeat_interleave(repeats, dim=0),
+}
+"""The methods of a cache layer that move its rows, and what each does to a tensor (rows, ...)."""
+
+
+def follow_rows(cache: Any, state: CacheState) -> None:
+    """Move the rows of this state with those of its cache from now on."""
+    if state.follows:
+        return
+    layer = next(iter(cache.layers), None)
+    if layer is None:
+        return
+    for name in _MOVES:
+        if hasattr(type(layer), name):
+            setattr(layer, name, _RowFollower(layer, name, state))
+    state.follows = True

@@ -1,0 +1,230 @@
+"""Rotations of cached keys, and the layout of the dims that they rotate.
+
+When a length-dependent method changes its frequencies from f to g, the key at position p turns by the angle p (g - f)
+and is multiplied by the ratio of the two attention factors. A `KeyRotation` holds cos and sin of these angles for all
+tokens of a forward, and a `KeyLayout` says which dims of a key they rotate. rotating_cache.py applies them to a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.rotary.embedding import RotaryEmbedding
+from rope_ext_hf.rotary.phase import angles
+from rope_ext_hf.rotary.triton_rotation import can_fuse, rotate_fused
+
+_MAX_LAUNCH_BOUND = 2**20
+"""Number of elements up to which, without Triton, fewer launches on CUDA are worth a float32 copy of all of them."""
+_FUSED_UPCAST_DEVICES = {"cuda"}
+"""Devices whose kernels convert half precision to float32 as they read, so that no separate pass is needed."""
+
+
+@dataclass(frozen=True)
+class KeyLayout:
+    """The rotated dims of a cached key, and how they rotate."""
+
+    pairing: str  # "half" or "interleaved"
+    start: int  # the first rotated dim
+    dim: int  # the number of rotated dims
+    in_values: bool = False  # the cache holds the rotated part of the keys as its values (latent attention)
+    negative_angle: bool = False  # keys are rotated by the negative of the rotary module's angles (NanoChat)
+    scaled: bool = True  # False where a norm after the rotation removes the attention factor (Llama 4)
+
+
+@dataclass
+class KeyRotation:
+    """A rotation of keys by position.
+
+    Attributes:
+        cos, sin: float32 (rows or 1, 1, tokens or 1, dim // 2), both multiplied by the attention factor.
+        member_factors: by (half pairing, negative angle), the two tensors that the first and the second members of all
+            pairs are multiplied by, see `_rotate_in_two_launches`. They are computed when first needed.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    member_factors: dict[tuple[bool, bool], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    @classmethod
+    def read_and_store(
+        cls, table: RotaryEmbedding, stored: Tensor, present: Tensor, positions: Tensor, new: int, scaled: bool = True
+    ) -> tuple[KeyRotation, KeyRotation]:
+        """Return the rotation with which all keys are read, and the one with which the new keys are stored.
+
+        The first turns keys from the frequencies at the lengths `stored` to those at the lengths `present`. The second
+        is its inverse for the new keys, which the model has rotated with the frequencies at `present`.
+
+        Args:
+            table: the rotary module whose frequencies are meant.
+            stored, present: (rows or 1,) integers, lengths in tokens.
+            positions: (rows or 1, tokens) integers, the position of every key, the new ones last.
+            new: the number of new keys.
+            scaled: whether keys carry the attention factor.
+        """
+        rows = max(stored.shape[0], present.shape[0])
+        # Both lengths in one call, which halves the launches.
+        lengths = torch.stack((stored.expand(rows), present.expand(rows)), dim=-1)
+        phase, factor = table.phase_per_position(lengths)
+        # The difference is taken in fixed point, because p (g - f) grows with the position, and float32 numbers around
+        # 2^20 are an eighth of a radian apart. The overflow of int64 drops whole cycles. (rows, 1, tokens, pairs).
+        angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]
+        cos, sin = angle.cos(), angle.sin()
+        # The inverse of a rotation has the opposite angle. The ratio of the attention factors is no part of the
+        # rotation, and is divided out separately.
+        back = cls(cos, sin).last(new)
+        if not scaled or not isinstance(factor, Tensor):
+            return cls(cos, sin), cls(back.cos, -back.sin)
+        ratio = (factor[:, 1:] / factor[:, :1])[:, None]
+        return cls(cos * ratio, sin * ratio), cls(back.cos / ratio, -back.sin / ratio)
+
+    def last(self, count: int) -> KeyRotation:
+        """Return the rotation of the last `count` tokens.
+
+        `count` exceeds the number of tokens for a static cache, whose empty places lie behind the tokens.
+        """
+        tokens = self.cos.shape[-2]
+        if count == tokens:
+            return self
+        if count < tokens:
+            return KeyRotation(self.cos[..., tokens - count :, :], self.sin[..., tokens - count :, :])
+        # cos = sin = 0 makes the keys in empty places zero, whatever stood there; no query sees them.
+        room = (0, 0, 0, count - tokens)
+        return KeyRotation(torch.nn.functional.pad(self.cos, room), torch.nn.functional.pad(self.sin, room))
+
+    def ending_with(self, other: KeyRotation) -> KeyRotation:
+        """Return this rotation with its last tokens replaced by those of another one."""
+        kept = self.cos.shape[-2] - other.cos.shape[-2]
+        cos = torch.cat((self.cos[..., :kept, :], other.cos), dim=-2)
+        sin = torch.cat((self.sin[..., :kept, :], other.sin), dim=-2)
+        return KeyRotation(cos, sin)
+
+    def to(self, device: torch.device) -> KeyRotation:
+        """Return the rotation on a device."""
+        return self if self.cos.device == device else KeyRotation(self.cos.to(device), self.sin.to(device))
+
+    def apply(self, keys: Tensor, layout: KeyLayout) -> Tensor:
+        """Return rotated keys (rows, heads, tokens, head_dim) in new memory, in the dtype of `keys`."""
+        if can_fuse(keys):
+            return self.apply_fused(keys, layout)
+        start, pairs = layout.start, layout.dim // 2
+        out = torch.empty_like(keys)
+        if layout.dim < keys.shape[-1] or keys.requires_grad:  # autograd records writes into a tensor with a history
+            out = out.copy_(keys)
+        # Views of the rotated dims, (rows, heads, tokens, dim). Every pair of them is rotated as
+        # x' = x cos - y sin, y' = y cos + x sin.
+        source, target = keys[..., start : start + layout.dim], out[..., start : start + layout.dim]
+        upcasts = keys.device.type in _FUSED_UPCAST_DEVICES and not keys.requires_grad
+        if upcasts and keys.numel() <= _MAX_LAUNCH_BOUND:
+            self._rotate_in_two_launches(source, layout, target)
+            return out
+        cos, sin = self._signed(layout)
+        if layout.pairing == "half":
+            x, y = source[..., :pairs], source[..., pairs:]
+            to_x, to_y = target[..., :pairs], target[..., pairs:]
+        else:
+            x, y = source[..., 0::2], source[..., 1::2]
+            to_x, to_y = target[..., 0::2], target[..., 1::2]
+        if keys.dtype == cos.dtype and not keys.requires_grad:  # no temporary tensor
+            torch.mul(x, cos, out=to_x).addcmul_(y, sin, value=-1)
+            torch.mul(y, cos, out=to_y).addcmul_(x, sin)
+        elif upcasts:  # no float32 copies of the keys
+            torch.addcmul(x * cos, y, sin, value=-1, out=to_x)
+            torch.addcmul(y * cos, x, sin, out=to_y)
+        else:
+            # Autograd allows no `out=`. The products are taken in float32: bfloat16 keeps two digits of cos and sin.
+            wide = torch.promote_types(keys.dtype, cos.dtype)
+            x, y = x.to(wide), y.to(wide)
+            to_x.copy_((x * cos).addcmul_(y, sin, value=-1))
+            to_y.copy_((y * cos).addcmul_(x, sin))
+        return out
+
+    def apply_fused(self, keys: Tensor, layout: KeyLayout, *, in_place: int = 0) -> Tensor:
+        """Do what `apply` does with the Triton kernel.
+
+        The last `in_place` tokens are rotated in `keys` itself, and are returned unrotated.
+        """
+        half = layout.pairing == "half"
+        return rotate_fused(keys, *self._signed(layout), start=layout.start, half=half, in_place=in_place)
+
+    def _signed(self, layout: KeyLayout) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for the direction in which keys of this layout rotate."""
+        return self.cos, -self.sin if layout.negative_angle else self.sin
+
+    def _rotate_in_two_launches(self, source: Tensor, layout: KeyLayout, target: Tensor) -> None:
+        """Write the rotated dims of `source` to `target`, both members of all pairs at once.
+
+        Small keys are bound by launches, not by memory. With pairs as (..., 2, pairs) or (..., pairs, 2), the rotation
+        is (x', y') = x (cos, sin) + y (-sin, cos): one product and one sum of a product.
+        """
+        half, pairs = layout.pairing == "half", layout.dim // 2
+        member = -2 if half else -1  # the dimension of the two members of a pair
+        key = (half, layout.negative_angle)
+        if key not in self.member_factors:  # the layers of a model share them
+            cos, sin = self._signed(layout)
+            self.member_factors[key] = torch.stack((cos, sin), member), torch.stack((-sin, cos), member)
+        times_first, times_second = self.member_factors[key]
+        sizes = (2, pairs) if half else (pairs, 2)
+        x = source.view(*source.shape[:-1], *sizes)
+        out = target.view(*target.shape[:-1], *sizes)
+        torch.addcmul(x.narrow(member, 0, 1) * times_first, x.narrow(member, 1, 1), times_second, out=out)
+
+
+def candidate_key_layouts(width: int, dim: int) -> Iterator[KeyLayout]:
+    """Yield every layout with `dim` rotated dims in a head of `width` dims."""
+    starts = sorted({start for start in (0, width - dim) if start >= 0})
+    for start, pairing, negative_angle in product(starts, ("half", "interleaved"), (False, True)):
+        yield KeyLayout(pairing, start, dim, negative_angle=negative_angle)
+
+
+def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians: Tensor) -> KeyLayout | None:
+    """Return the layout of the keys that a cache layer holds, from three copies of it; None if it holds none rotated.
+
+    Args:
+        unrotated: the layer after one token that was not rotated.
+        rotated: the layer after the same token, rotated by `radians`.
+        rotated_scaled: as `rotated`, with an attention factor of 1.25 as well.
+        radians: (dim // 2,), none near a whole cycle.
+
+    Raises:
+        ValueError: the layer changed in a way that no layout explains; the message names the attributes that did.
+    """
+    before, after = vars(unrotated), vars(rotated)
+    changed = [name for name in before if not nearly_equal(before[name], after[name])]
+    if not changed:
+        return None
+    if changed in (["keys"], ["values"]):
+        name = changed[0]
+        old, new = before[name], after[name]
+        wide = radians.to(torch.float32)[None, None, None]
+        rotation = KeyRotation(wide.cos(), wide.sin()).to(old.device)
+        for candidate in candidate_key_layouts(old.shape[-1], 2 * len(radians)):
+            layout = replace(candidate, in_values=name == "values")
+            if nearly_equal(rotation.apply(old, layout), new):
+                # 1.125 lies halfway between keys with the attention factor of 1.25 and keys that lost it in a norm.
+                part = slice(layout.start, layout.start + layout.dim)
+                scaled_norm = getattr(rotated_scaled, name)[..., part].float().norm()
+                norm = new[..., part].float().norm()
+                return replace(layout, scaled=bool(scaled_norm > 1.125 * norm))
+    raise ValueError(", ".join(changed))
+
+
+def nearly_equal(first: Any, second: Any) -> bool:
+    """Whether two tensors, or nested containers of tensors, are equal but for rounding."""
+    if isinstance(first, dict):
+        first, second = list(first.values()), list(second.values())
+    if isinstance(first, (list, tuple)):
+        return all(map(nearly_equal, first, second))
+    if not isinstance(first, Tensor) or not first.numel():
+        return True
+    if first.shape != second.shape:
+        return False
+    tolerance = 1e-3 if first.dtype == torch.float32 else 3e-2
+    return bool((first.float() - second.float()).norm() <= tolerance * first.float().norm())

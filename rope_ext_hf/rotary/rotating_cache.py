@@ -1,0 +1,100 @@
+"""Keys in a cache that follow the frequencies of a length-dependent method, as the input grows.
+
+Where frequencies change in steps, the keys of a row that passes a step are rotated in place, once
+(`rotate_cached_keys_`). Where they change with every token, the keys stay as they were stored: the layer returns a
+rotated copy, and new keys are rotated back before they are stored (`rotate_keys_on_read`). So rounding never
+accumulates, however long the decoding goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rope_ext_hf.rotary.forward_state import graph_break
+from rope_ext_hf.rotary.key_rotation import KeyLayout, KeyRotation
+from rope_ext_hf.rotary.triton_rotation import can_fuse
+
+_ROTATE_CHUNK_TOKENS = 512  # tokens that are rotated in place at a time, so that float32 copies of the keys stay small
+
+Layers = Sequence[tuple[Any, KeyLayout]]
+"""Layers of a transformers cache, each with the layout of its keys."""
+
+
+def rotate_cached_keys_(layers: Layers, rotation: KeyRotation) -> None:
+    """Rotate the keys in these layers in place.
+
+    Args:
+        layers: layers that hold keys in order; a sliding window holds those of the last tokens.
+        rotation: that of all tokens.
+    """
+    for layer, layout in layers:
+        if not layer.is_initialized or not layer.keys.numel():
+            continue
+        name = "values" if layout.in_values else "keys"
+        old = getattr(layer, name)
+        new = torch.empty_like(old)
+        own = rotation.last(old.shape[-2]).to(old.device)
+        # The cache is the largest tensor of a long input; a float32 copy of all of it would double its peak.
+        for start in range(0, old.shape[-2], _ROTATE_CHUNK_TOKENS):
+            part = (..., slice(start, start + _ROTATE_CHUNK_TOKENS), slice(None))
+            new[part] = KeyRotation(own.cos[part], own.sin[part]).apply(old[part], layout)
+        setattr(layer, name, new)
+
+
+@contextmanager
+def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_reading: KeyRotation) -> Iterator[None]:
+    """Make these layers rotate keys inside the block: the new ones as they are stored, and all as they are returned.
+
+    Args:
+        layers: the `update` method of each is replaced inside the block.
+        before_storing: the rotation of the new keys.
+        after_reading: the rotation of all keys.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    @cache
+    def new_keys_stored(device: torch.device) -> KeyRotation:
+        """Return the rotation for reading, but for the new keys that for storing."""
+        return after_reading.ending_with(before_storing).to(device)
+
+    def rotating_update(layer: Any, layout: KeyLayout) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the `update` of a layer with rotations around it."""
+        update = layer.update
+        rotated = int(layout.in_values)  # index of the rotated one of keys and values
+        returns_stored = type(layer) is DynamicLayer  # it returns the very tensors that it stores, the new keys last
+
+        def update_with_rotations(
+            key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        ) -> tuple[Tensor, Tensor]:
+            states = [key_states, value_states]
+            new, device = states[rotated], key_states.device
+            stored = layer.values if layout.in_values else layer.keys
+            if returns_stored and can_fuse(new) and can_fuse(stored):
+                # One launch instead of two: the new keys, stored unrotated, are rotated in the cache and returned as
+                # they came, while all others are returned rotated.
+                result = list(update(*states, *args, **kwargs))
+                rotation = new_keys_stored(device).last(result[rotated].shape[-2])
+                result[rotated] = rotation.apply_fused(result[rotated], layout, in_place=new.shape[-2])
+            else:
+                states[rotated] = before_storing.to(device).apply(new, layout)
+                result = list(update(*states, *args, **kwargs))
+                reading = after_reading.to(device).last(result[rotated].shape[-2])
+                result[rotated] = reading.apply(result[rotated], layout)
+            return result[0], result[1]
+
+        return graph_break(update_with_rotations)  # not compiled: the wrapper lives for a single forward
+
+    for layer, layout in layers:
+        # An attribute of the instance hides the method of the class, which other caches go on using.
+        layer.update = rotating_update(layer, layout)
+    try:
+        yield
+    finally:
+        for layer, _ in layers:
+            del layer.update  # restores the class's method

@@ -1,0 +1,290 @@
+"""Several runs of one model, side by side: their conclusion, table, charts and page.
+
+Runs of different kinds have no numbers in common; each kind of run says which measures it has (`RunDisplay.measures`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from rope_ext_hf.errors import FileError, multiple_text, printable
+from rope_ext_hf.files import write_text
+from rope_ext_hf.pictures import html_page as html
+from rope_ext_hf.pictures.charts import WIDE, WIDTH, draw_side_by_side
+from rope_ext_hf.runs.charts import line_chart
+from rope_ext_hf.runs.conclusions import Conclusion, conclude
+from rope_ext_hf.runs.findings import Findings
+from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.merging import findings_of_runs
+from rope_ext_hf.runs.report import page_heading, what_was_read
+from rope_ext_hf.runs.run import Run
+from rope_ext_hf.runs.run_file import how_to_repeat
+from rope_ext_hf.runs.tables import BEST_NOTE, BEYOND, BEYOND_NOTE, results_table
+from rope_ext_hf.runs.wording import capital
+
+_SETTINGS_OF_MODEL = ("weights", "basis", "over", "context_length", "loaded")
+"""The settings that runs of one model have in common."""
+_FEWEST_METHODS = 3  # an order of two methods says too little
+
+
+def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comparison:
+    """Read runs of one model, finished or not, and compare their methods.
+
+    Args:
+        folders: the folders of the runs, in any order.
+        unit: the unit in which losses are shown, see `Run.in_unit`; default: perplexity.
+
+    Raises:
+        FileError: a folder is not that of a run, a run has no result yet, or the runs are of different models.
+        MethodError: no run can be shown in this unit.
+    """
+    runs = sorted((read_run(folder) for folder in folders), key=lambda run: (run.kind.name, run.folder.name))
+    if unit is not None and not any(unit in run.kind.units for run in runs):
+        runs[0].in_unit(unit)  # raises an error that names the units there are
+    runs = [run.in_unit(unit) if unit is not None and unit in run.kind.units else run for run in runs]
+    for run in runs:
+        if not run.results:
+            raise FileError(f"{str(run.folder)!r} has no result yet; the command that began it continues it")
+        for key in _SETTINGS_OF_MODEL:
+            if run.settings.get(key) != runs[0].settings.get(key):
+                raise FileError(
+                    f"{str(run.folder)!r} is a run of another model than {str(runs[0].folder)!r}: they differ in "
+                    f"{key!r}. Compare runs of one model, loaded in one dtype"
+                )
+    return Comparison(runs)
+
+
+class _Agreement(NamedTuple):
+    """How alike two measures rank the methods at one length.
+
+    Attributes:
+        one, other: the names of the measures.
+        length: in tokens.
+        methods: the number of methods that both measures have.
+        tau: Kendall's tau-b, from -1 for the reverse order to 1 for the same order; NaN where it is not defined.
+    """
+
+    one: str
+    other: str
+    length: int
+    methods: int
+    tau: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one model, side by side.
+
+    Attributes:
+        runs: the runs, each with at least one result.
+    """
+
+    runs: Sequence[Run[Any]]
+
+    @cached_property
+    def findings(self) -> Findings:
+        """The measures of all runs, and what follows from them; runs that read the same text count as one."""
+        return findings_of_runs(self.runs)
+
+    @cached_property
+    def conclusion(self) -> Conclusion:
+        """The conclusion in at most four sentences: which method is best, at what cost, and up to which length."""
+        return conclude(self.findings)
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The measures of all runs, the one closest to use first; measures that cannot compare methods come last."""
+        return self.findings.ordered
+
+    def agreements(self) -> list[_Agreement]:
+        """Return how alike any two measures rank the methods, at each length beyond the context length.
+
+        Pairs of measures are left out at lengths where they have fewer than three methods in common.
+        """
+        rows = []
+        for one, other in combinations(self.findings.informative, 2):
+            lengths_of_one, lengths_of_other = (
+                {length for row in measure.items.values() for length in row} for measure in (one, other)
+            )
+            for length in sorted(lengths_of_one & lengths_of_other):
+                keys = [key for key in one.measured(length) if key in other.measured(length)]
+                if length > self.findings.context_length and len(keys) >= _FEWEST_METHODS:
+                    rows.append(_agreement(one, other, length, keys))
+        return rows
+
+    # --- for people ---------------------------------------------------------------------------------------------------
+
+    def table(self, *, detailed: bool = False) -> Table:
+        """Return a table of rich with a row for each method.
+
+        Each measure has a column at the context length, one at its longest length, and one for effective lengths where
+        it has any.
+
+        Args:
+            detailed: add 95% confidence intervals in a second line.
+        """
+        columns = [column for measure in self.measures for column in self._columns(measure, detailed)]
+        cells_text = "".join(cell for _, cells in columns for cell in cells.values())
+        notes = []
+        if "*" in cells_text:
+            notes.append(BEST_NOTE)
+        if BEYOND in cells_text:
+            notes.append(BEYOND_NOTE)
+        if detailed:
+            notes.append("in parentheses: 95% confidence interval")
+        heads = [head for head, _ in columns]
+        view = results_table(f"{self._title}, by method", "\n".join(notes), "method", *heads)
+        for key, name in self.findings.names.items():
+            view.add_row(Text(name), *(Text(cells.get(key, "")) for _, cells in columns))
+        return view
+
+    def _columns(self, measure: Measure, detailed: bool) -> list[tuple[str, Mapping[str, str]]]:
+        """Return the columns of a measure in the table: the head, and the cells by the keys of methods."""
+        findings = self.findings
+        columns: list[tuple[str, Mapping[str, str]]] = []
+        for length in dict.fromkeys((findings.context_length, measure.longest)):
+            starred = findings.starred(measure, length)
+            cells = {}
+            for key in measure.measured(length):
+                value = measure.estimate(key, length)
+                star = "*" if key in starred else " "
+                dagger = BEYOND if findings.beyond(key, length) else ""
+                interval = value.line_below(measure.text) if detailed else ""
+                cells[key] = f"{measure.text(value.value)}{star}{dagger}{interval}"
+            if cells:
+                multiple = multiple_text(length, findings.context_length)
+                columns.append((f"{measure.name}\n{length:,} ({multiple})", cells))
+        if measure.reaches:
+            reaches = {key: str(reach) for key, reach in measure.reaches.items()}
+            columns.append(("effective length\n(95% interval)", reaches))
+        return columns
+
+    def agreement_table(self) -> Table | None:
+        """Return a table of how alike the measures rank the methods; None where no two of them can be compared."""
+        rows = self.agreements()
+        if not rows:
+            return None
+        caption = "Kendall's tau-b: 1 the same order of methods, 0 no relation, -1 the reverse order"
+        title = "Do the measures agree beyond the context length?"
+        view = results_table(title, caption, "measures", "length", "methods", "tau")
+        for row in rows:
+            tau = "not defined" if math.isnan(row.tau) else f"{row.tau:.2f}"
+            view.add_row(Text(f"{row.one} and {row.other}"), f"{row.length:,}", str(row.methods), tau)
+        return view
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the conclusion, every value with its interval, effective lengths, agreements and runs, JSON-ready."""
+        names, conclusion = self.findings.names, self.conclusion
+        return {
+            "conclusion": str(conclusion),
+            "best": None if conclusion.best is None else names[conclusion.best],
+            "no_significant_difference": [names[key] for key in conclusion.equal],
+            "measures": [self._measure_dict(measure) for measure in self.measures],
+            "agreements": [row._asdict() for row in self.agreements()],
+            "runs": [str(run.path) for run in self.runs],
+        }
+
+    def _measure_dict(self, measure: Measure) -> dict[str, Any]:
+        """Return a measure with all its values, JSON-ready."""
+        findings = self.findings
+        values = []
+        for key, name in findings.names.items():
+            for length in measure.lengths(key):
+                value = {"method": name, "length": length, **measure.estimate(key, length)._asdict()}
+                value["extended_length"] = findings.extended.get(key)
+                value["beyond"] = findings.beyond(key, length)
+                values.append(value)
+        return {
+            "name": measure.name,
+            "unit": measure.unit,
+            "higher_is_better": measure.higher_is_better,
+            "flaw": measure.flaw,
+            "values": values,
+            "effective_lengths": {findings.names[key]: reach._asdict() for key, reach in measure.reaches.items()},
+        }
+
+    def write_page(self, path: str | Path) -> Path:
+        """Write one self-contained HTML page, which fetches nothing.
+
+        Returns:
+            The path.
+
+        Raises:
+            FileError: the file cannot be written.
+        """
+        lengths = sorted({length for run in self.runs for length in run.lengths})
+        texts = "; ".join(dict.fromkeys(what_was_read(run) for run in self.runs))
+        charts = [line_chart(self.findings, measure) for measure in self.measures]
+        widths = (WIDTH, WIDE) if len(charts) == 1 else (WIDTH,)
+        agreement = html.html_table(self.agreement_table())
+        page = html.html_page(
+            page_heading(self.runs[0].settings, lengths),
+            f"{texts}. The model is for {self.runs[0].meant_for}.",
+            html.html_table(self.table()),
+            html.side_by_side(chart.svg(*widths) for chart in charts),
+            html.paragraph(str(self.conclusion)),
+            html.collapsed("The table with 95% confidence intervals", html.html_table(self.table(detailed=True))),
+            html.collapsed("Do the measures agree?", agreement) if agreement else "",
+            *map(_run_section, self.runs),
+        )
+        return write_text(Path(path), page)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the conclusion, and the table with intervals."""
+        return html.paragraph(str(self.conclusion)) + html.html_table(self.table(detailed=True))
+
+    @property
+    def _title(self) -> str:
+        """The name of the model."""
+        return printable(Path(self.runs[0].settings["model"]).name or "model")
+
+    def draw(self, path: str | Path | None = None, title: str = "") -> Any:
+        """Draw the measures side by side, with a line per method, and the conclusion's first sentence below.
+
+        Args:
+            path: a PNG file to write, or to replace; default: none.
+            title: default: the model's name.
+
+        Returns:
+            The matplotlib figure.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        charts = [line_chart(self.findings, measure) for measure in self.findings.informative or self.measures]
+        first_sentence = re.split(r"(?<=\.) ", str(self.conclusion), maxsplit=1)[0]
+        return draw_side_by_side(charts, path, title or self._title, first_sentence)
+
+
+def _agreement(one: Measure, other: Measure, length: int, keys: Sequence[str]) -> _Agreement:
+    """Return how alike two measures rank these methods at one length."""
+    from scipy.stats import kendalltau
+
+    values_of_one, values_of_other = (
+        [measure.value(key, length) * (1 if measure.higher_is_better else -1) for key in keys]
+        for measure in (one, other)
+    )
+    tau = float(kendalltau(values_of_one, values_of_other).statistic)
+    return _Agreement(one.name, other.name, length, len(keys), tau)
+
+
+def _run_section(run: Run[Any]) -> str:
+    """Return the section of the page about one run: its conclusion, its table, its commands and its settings."""
+    return html.collapsed(
+        f"{capital(run.kind.name)}: {run.title}, {run.folder}",
+        html.paragraph(str(run.conclusion)),
+        html.html_table(run.table(detailed=True)),
+        html.command_section("To repeat or continue it", *how_to_repeat(run.folder)),
+        html.as_json(run.settings),
+    )

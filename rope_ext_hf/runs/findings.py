@@ -1,0 +1,288 @@
+"""The findings on one model with several methods: which method is significantly better, and up to which length.
+
+Nothing here reads a model, a run or a file, and nothing here writes English: numbers come in, and keys of methods,
+lengths and outcomes go out. `conclusions` puts them into sentences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+
+from rope_ext_hf.runs.labels import Method, labels, method_key, short_labels
+from rope_ext_hf.runs.measures import Measure
+from rope_ext_hf.runs.outcomes import Outcome, outcome_of_change
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The measures of one model with several methods, and what follows from them.
+
+    A method is named by its key (`labels.method_key`), a measured value by the pair of a key and a length in tokens.
+
+    Attributes:
+        names: the label of each method by its key, in the order in which tables show them.
+        loaded: the key of the unpatched model.
+        context_length: the length in tokens that the unpatched model is for.
+        measures: the measures, each with a name of its own. They may have different methods and lengths.
+        extended: the length in tokens that each method is set for; a method that works at any length is left out.
+    """
+
+    names: Mapping[str, str]
+    loaded: str
+    context_length: int
+    measures: Sequence[Measure]
+    extended: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def ordered(self) -> list[Measure]:
+        """The measures, the one closest to use first; measures that cannot compare methods come last.
+
+        Of two measures with the same evidence, the one with the longer longest length comes first.
+        """
+        return sorted(self.measures, key=lambda m: (bool(m.flaw), m.evidence, -m.longest, m.name))
+
+    @cached_property
+    def informative(self) -> list[Measure]:
+        """The measures by which methods can be compared, in the same order."""
+        return [measure for measure in self.ordered if not measure.flaw]
+
+    @property
+    def longest(self) -> int:
+        """The longest length in tokens of any informative measure; ValueError where there is none."""
+        return max(measure.longest for measure in self.informative)
+
+    def beyond(self, key: str, length: int) -> bool:
+        """Return whether a length is beyond the one that a method is set for."""
+        return length > self.extended.get(key, length)
+
+    # --- one measure --------------------------------------------------------------------------------------------------
+
+    def outcome(self, measure: Measure, first: tuple[str, int], second: tuple[str, int], than: float = 0.0) -> Outcome:
+        """Return how one method at a length compares with another method, or another length, by one measure.
+
+        Args:
+            measure: what is compared.
+            first, second: the key of a method, and a length in tokens.
+            than: the change at which better turns into worse, see `outcome_of_change`.
+        """
+        change = measure.change(first, second)
+        return outcome_of_change(change, higher_is_better=measure.higher_is_better, than=than)
+
+    def is_better(self, measure: Measure, first: str, second: str, length: int) -> bool:
+        """Return whether the first method is significantly better than the second at one length."""
+        return first != second and self.outcome(measure, (first, length), (second, length)) is Outcome.BETTER
+
+    def outcome_against_short(self, measure: Measure, key: str, length: int) -> Outcome:
+        """Return how a method at a length compares with the unpatched model at the context length.
+
+        A perplexity may be higher by the measure's tolerance, where it has one, before it counts as worse.
+        """
+        bound = math.log1p(measure.tolerance or 0.0)
+        return self.outcome(measure, (key, length), (self.loaded, self.context_length), than=bound)
+
+    def outcome_of_short_inputs(self, measure: Measure, key: str) -> Outcome:
+        """Return how a method compares with the unpatched model where both read the context length.
+
+        `NOT_MEASURED` also for a measure of positions in longer inputs, which says nothing about short inputs.
+        """
+        if measure.of_positions:
+            return Outcome.NOT_MEASURED
+        return self.outcome(measure, (key, self.context_length), (self.loaded, self.context_length))
+
+    def reads_short_worse(self, measure: Measure, key: str) -> bool:
+        """Return whether inputs of the context length are significantly worse under a method than unpatched."""
+        return self.outcome_of_short_inputs(measure, key) is Outcome.WORSE
+
+    def best(self, measure: Measure, length: int) -> list[str]:
+        """Return the methods that no other method is significantly better than, the best value first."""
+        keys = measure.measured(length)
+        unbeaten = [key for key in keys if not any(self.is_better(measure, other, key, length) for other in keys)]
+        return sorted(unbeaten, key=lambda key: measure.sort_value(key, length))
+
+    def starred(self, measure: Measure, length: int) -> list[str]:
+        """Return the methods that get the mark of the best in a table.
+
+        There are none where the measure cannot compare methods, where there is one method only, and where no method is
+        significantly better than another.
+        """
+        keys = measure.measured(length)
+        if measure.flaw or len(keys) < 2:
+            return []
+        best = self.best(measure, length)
+        return best if len(best) < len(keys) else []
+
+    def reach(self, measure: Measure, key: str) -> tuple[list[int], int | None]:
+        """Return up to which length a method stays within the measure's tolerance.
+
+        Only lengths beyond the context length count. They are compared with the unpatched model at the context length.
+
+        Returns:
+            The lengths that are significantly within the tolerance, from the shortest one without a gap, and the next
+            length if that is significantly outside; else None.
+        """
+        within = list[int]()
+        for length in measure.lengths(key):
+            if length <= self.context_length:
+                continue
+            outcome = self.outcome_against_short(measure, key, length)
+            if outcome is not Outcome.BETTER:
+                return within, length if outcome is Outcome.WORSE else None
+            within.append(length)
+        return within, None
+
+    # --- all measures -------------------------------------------------------------------------------------------------
+
+    def reads_as_well(self, key: str, length: int) -> bool:
+        """Return whether a method at a length is by no measure worse than the unpatched model at the context length.
+
+        Any significant difference counts as worse; the measures' tolerances are not applied.
+        """
+        short = (self.loaded, self.context_length)
+        return all(self.outcome(measure, (key, length), short) is not Outcome.WORSE for measure in self.measures)
+
+    def costs_short_inputs(self, key: str) -> bool:
+        """Return whether inputs of the context length are significantly worse under a method, by any measure."""
+        return any(self.reads_short_worse(measure, key) for measure in self.informative)
+
+    def compare(self, first: str, second: str) -> Outcome:
+        """Compare two methods by the first informative measure that shows a significant difference.
+
+        Each measure is taken at the longest length at which it has both methods.
+
+        Returns:
+            How the first method compares with the second. `NO_DIFFERENCE`: no measure shows a difference.
+            `NOT_MEASURED`: no measure has both methods at one length, on the same items.
+        """
+        outcome = Outcome.NOT_MEASURED
+        for measure in self.informative:
+            shared_lengths = set(measure.lengths(first)) & set(measure.lengths(second))
+            if not shared_lengths:
+                continue
+            longest = max(shared_lengths)
+            by_measure = self.outcome(measure, (first, longest), (second, longest))
+            if by_measure in (Outcome.BETTER, Outcome.WORSE):
+                return by_measure
+            if by_measure is Outcome.NO_DIFFERENCE:
+                outcome = by_measure
+        return outcome
+
+    @cached_property
+    def outcomes(self) -> dict[tuple[str, str], Outcome]:
+        """How the first of every two candidates compares with the second, in both orders."""
+        outcomes: dict[tuple[str, str], Outcome] = {}
+        for first, second in combinations(self.candidates, 2):
+            outcome = self.compare(first, second)
+            outcomes[first, second] = outcome
+            outcomes[second, first] = outcome.reversed
+        return outcomes
+
+    @cached_property
+    def candidates(self) -> list[str]:
+        """The methods that an informative measure has."""
+        return [key for key in self.names if any(measure.lengths(key) for measure in self.informative)]
+
+    @cached_property
+    def present(self) -> list[str]:
+        """The candidates without those that the first informative measure has, but not at its longest length."""
+        if not self.informative:
+            return []
+        first = self.informative[0]
+        return [key for key in self.candidates if not first.lengths(key) or first.longest in first.lengths(key)]
+
+    @cached_property
+    def unbeaten(self) -> list[str]:
+        """The candidates that no other candidate is significantly better than.
+
+        The unpatched model comes first, then methods under which short inputs are not worse, then the best value; at
+        the end stand methods that were not measured at the longest length.
+        """
+        beaten = {first for (first, _), outcome in self.outcomes.items() if outcome is Outcome.WORSE}
+        unbeaten = sorted(set(self.candidates) - beaten, key=lambda key: (self.names[key], key))
+        unbeaten = self._by_value(unbeaten)
+
+        def preference(key: str) -> tuple[bool, bool, bool]:
+            return key not in self.present, key != self.loaded, self.costs_short_inputs(key)
+
+        return sorted(unbeaten, key=preference)
+
+    def _by_value(self, keys: list[str]) -> list[str]:
+        """Order methods by value, at the longest length of the first measure that has all of them at one length."""
+        for measure in self.informative:
+            shared_lengths = [
+                length
+                for length in (measure.lengths(keys[0]) if keys else [])
+                if set(keys) <= set(measure.measured(length))
+            ]
+            if shared_lengths:
+                longest = shared_lengths[-1]
+                return sorted(keys, key=lambda key: measure.sort_value(key, longest))
+        return keys
+
+    @property
+    def all_alike(self) -> bool:
+        """True if no method is significantly better than another."""
+        return len(self.present) > 1 and set(self.present) <= set(self.unbeaten)
+
+    @cached_property
+    def lead(self) -> str | None:
+        """The key of the best method, or of the first of several; None where the best method is not known."""
+        if not self.unbeaten:
+            return None
+        pairs = combinations(self.unbeaten, 2)
+        if any(self.outcomes[pair] is Outcome.NOT_MEASURED for pair in pairs):
+            return None
+        return self.unbeaten[0]
+
+
+def collect_findings(
+    measures: Sequence[tuple[Measure, str]],
+    *,
+    methods: Iterable[Method],
+    loaded: Method,
+    context_length: int,
+    extended: Mapping[str, int | None],
+) -> Findings:
+    """Return the findings from measures of one model.
+
+    Args:
+        measures: each with the name of the text that it was measured on. Measures without any items are left out.
+        methods: the methods in the order in which tables show them.
+        loaded: the method of the unpatched model; it comes first whether it was measured or not.
+        context_length: the length in tokens that the unpatched model is for.
+        extended: the length in tokens that each method is set for, by its key; None: the method works at any length, or
+            its length is not known.
+    """
+    names = labels([loaded, *methods])
+    return Findings(
+        names=dict(zip(names, short_labels(names.values()), strict=True)),
+        loaded=method_key(loaded),
+        context_length=context_length,
+        measures=_with_unique_names([(measure, text) for measure, text in measures if any(measure.items.values())]),
+        extended={key: length for key, length in extended.items() if length},
+    )
+
+
+def _with_unique_names(measures: Sequence[tuple[Measure, str]]) -> list[Measure]:
+    """Make the names of measures unique by adding the name of the text, then the longest length, then a number."""
+    renamed = [measure for measure, _ in measures]
+    texts = [text for _, text in measures]
+    for addition in ("text", "longest length", "number"):
+        count = Counter(measure.name for measure in renamed)
+        numbers = Counter[str]()
+        for index, measure in enumerate(renamed):
+            if count[measure.name] == 1:
+                continue
+            numbers[measure.name] += 1
+            if addition == "text":
+                suffix = texts[index]
+            elif addition == "longest length":
+                suffix = f"to {measure.longest:,} tokens"
+            else:
+                suffix = str(numbers[measure.name])
+            renamed[index] = replace(measure, name=f"{measure.name}, {suffix}")
+    return renamed

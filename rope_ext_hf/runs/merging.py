@@ -1,0 +1,77 @@
+"""Several runs of one model as one set of findings; runs that read the same text in the same way count as one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from rope_ext_hf.errors import printable
+from rope_ext_hf.runs.findings import Findings, collect_findings
+from rope_ext_hf.runs.run import Run
+
+
+def findings_of_runs(runs: Sequence[Run[Any]]) -> Findings:
+    """Return the findings of runs of one model, whatever order they are given in.
+
+    Runs of one kind that read the same items in the same way are merged, so that their methods are compared.
+    """
+    runs = sorted(runs, key=lambda run: (json.dumps(run.settings, sort_keys=True), str(run.path)))
+    measures = []
+    for run in _merged(runs):
+        text = printable(run.settings["data"])
+        measures += [(measure, text) for measure in run.kind.measures(run)]
+    return collect_findings(
+        measures,
+        methods=[result.method for run in runs for result in run.results],
+        loaded=runs[0].settings["loaded"],
+        context_length=runs[0].context_length,
+        extended={key: length for run in runs for key, length in run.extended_lengths.items()},
+    )
+
+
+def _merged(runs: Sequence[Run[Any]]) -> list[Run[Any]]:
+    """Merge runs of one kind that share a cell and have no cell that differs; others stay by themselves."""
+    groups: list[list[Run[Any]]] = []
+    for run in runs:
+        for group in groups:
+            if run.settings["kind"] == group[0].settings["kind"] and _read_alike(run, group):
+                group.append(run)
+                break
+        else:
+            groups.append([run])
+    return [replace(group[0], results=_merged_results(group)) for group in groups]
+
+
+def _read_alike(run: Run[Any], group: Sequence[Run[Any]]) -> bool:
+    """Return whether a run has a cell in common with a group of runs, and no cell that differs from theirs."""
+    digests = _cell_digests(run)
+    shared = False
+    for other in group:
+        for cell, digest in _cell_digests(other).items():
+            if cell not in digests:
+                continue
+            if digests[cell] != digest:
+                return False
+            shared = True
+    return shared
+
+
+def _cell_digests(run: Run[Any]) -> dict[str, str]:
+    """Return a digest per cell; older runs have one digest for all cells."""
+    return run.settings.get("cell_texts") or {"": run.settings.get("text", str(id(run)))}
+
+
+def _merged_results(runs: Sequence[Run[Any]]) -> list[Any]:
+    """Return the results of several runs; where two have one for the same method and cell, that of the first."""
+    results: dict[Any, Any] = {}
+    for run in runs:
+        earlier = set(results)
+        for result in run.results:
+            # a cell is a length, alone or with a depth, a distance or a task
+            rest_of_cell = [getattr(result, name, None) for name in ("depth", "distance", "task")]
+            place = (result.key, result.length, *rest_of_cell)
+            if place not in earlier:
+                results[place] = result
+    return list(results.values())

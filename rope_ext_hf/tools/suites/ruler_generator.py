@@ -1,0 +1,145 @@
+"""The generator of RULER's prompts: it draws prompts of a size and searches for the size that fills a length.
+
+Which random numbers are drawn, and in which order, is upstream's: see `ruler`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+
+from rope_ext_hf.errors import RopeExtError
+from rope_ext_hf.tools.suites.base import PromptSettings, Sample, TooShortError, largest_fitting, wordings
+
+_TRIES = 100  # draws of the smallest size before a task counts as too long; some names are shorter than others
+_ENOUGH_TRIES = 8  # draws after which the search ends early if all are far too long
+
+
+class Draw(NamedTuple):
+    """One prompt as drawn, of any length."""
+
+    text: str  # the prompt with its answer prefix
+    right: Sequence[str]  # the right answers
+    wrong: Sequence[str]  # wrong answers that may stand in the prompt
+
+
+MakeDraw = Callable[[int], Draw]  # draws a prompt of a size
+
+
+@dataclass(frozen=True)
+class Template:
+    """The wording of a task."""
+
+    text: str
+    prefix: str  # the beginning of the answer
+    budget: int  # tokens to generate
+
+    @property
+    def whole(self) -> str:
+        """The text with the answer prefix behind it."""
+        return self.text + self.prefix
+
+
+TEMPLATES = {name: Template(**fields) for name, fields in wordings("ruler").items()}
+
+
+@dataclass
+class Generator:
+    """A generator of the prompts of one task at one length."""
+
+    task: str
+    template: Template
+    settings: PromptSettings
+    room: int  # tokens that prompt and generation may have together
+
+    def __post_init__(self) -> None:  # upstream seeds both streams of random numbers
+        self.random = random.Random(self.settings.seed)
+        self.numbers = numpy.random.RandomState(self.settings.seed)
+
+    def shuffle(self, items: list[Any]) -> list[Any]:
+        """Shuffle a list in place and return it; every call starts anew from the seed."""
+        random.Random(self.settings.seed).shuffle(items)
+        return items
+
+    def attempt(self, make: MakeDraw, size: int) -> Draw | None:
+        """Return a prompt of this size, or None where the draw failed, as upstream's may.
+
+        A draw fails if two variables get the same name, or if there are more needles than places for them.
+        """
+        try:
+            return make(size)
+        except RopeExtError:
+            raise
+        except (IndexError, ValueError):
+            return None
+
+    def tokens(self, make: MakeDraw, size: int) -> int:
+        """Return the tokens of a prompt of this size, without its budget."""
+        for _ in range(_TRIES):
+            draw = self.attempt(make, size)
+            if draw is not None:
+                return self.settings.tokens(draw.text)
+        raise self.too_short(None, "its prompts cannot be drawn")
+
+    def too_short(self, need: int | None, reason: str = "") -> TooShortError:
+        """Return the error for a length that is too short; its arguments are those of `TooShortError`."""
+        return TooShortError(self.task, self.settings.length, need, reason)
+
+    def check(self, make: MakeDraw, smallest: int) -> None:
+        """Raise TooShortError where no draw of the smallest size fits; later draws are not affected."""
+        shortest = self.shortest(make, smallest, self.room)
+        if shortest > self.room:
+            raise self.too_short(shortest + self.settings.reserved)
+
+    def shortest(self, make: MakeDraw, size: int, room: int) -> int:
+        """Return the tokens, with budget, of the first prompt of this size that fits into `room`, or of the shortest.
+
+        The state of the random numbers is restored, so that later draws are not affected.
+        """
+        random_state, numbers_state = self.random.getstate(), self.numbers.get_state()
+        lengths = list[int]()
+        for _ in range(_TRIES):
+            draw = self.attempt(make, size)
+            if draw is None:
+                continue
+            lengths.append(self.settings.tokens(draw.text) + self.template.budget)
+            if min(lengths) <= room:
+                break
+            spread = max(lengths) - min(lengths)
+            if len(lengths) >= _ENOUGH_TRIES and min(lengths) - 2 * spread > room:
+                break
+        self.random.setstate(random_state)
+        self.numbers.set_state(numbers_state)
+        if not lengths:
+            raise self.too_short(None, "its prompts cannot be drawn")
+        return min(lengths)
+
+    def search(self, make: MakeDraw, low: int, high: int, beside: int = 0) -> int:
+        """Return the largest size whose prompt fits with `beside` further tokens, or `low` where none does."""
+
+        def fits(size: int) -> bool:
+            return self.tokens(make, size) + beside + self.template.budget <= self.room
+
+        return largest_fitting(low, max(high, 2 * low), fits) or low
+
+    def draw(self, make: MakeDraw, size: int, step: int) -> Sample:
+        """Return a prompt of this size; while it is too long, draw again with a size that is smaller by `step`."""
+        for _ in range(_TRIES + size // step):
+            draw = self.attempt(make, size)
+            if draw is not None:
+                length = self.settings.tokens(draw.text) + self.template.budget
+                if length <= self.room:
+                    return self.sample(draw, length)
+            if size > step:
+                size -= step
+        raise self.too_short(self.shortest(make, size, 0) + self.settings.reserved)
+
+    def sample(self, draw: Draw, length: int) -> Sample:
+        """Return a drawn prompt as a sample, cut where the answer prefix begins."""
+        cut = draw.text.rfind(self.template.prefix[:10])
+        others = tuple(word for word in dict.fromkeys(draw.wrong) if word not in draw.right and word in draw.text)
+        return Sample(draw.text[:cut], draw.text[cut:], tuple(draw.right), self.template.budget, length, others)

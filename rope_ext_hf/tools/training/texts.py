@@ -1,0 +1,53 @@
+"""The texts of a fine-tuning: the part to train on, and the part to measure."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from rope_ext_hf.reading.corpora import load
+from rope_ext_hf.reading.documents import Tokens
+from rope_ext_hf.reading.spans import tokenize
+from rope_ext_hf.tools.training.questions import Finetuning
+
+_HELD_OUT = 10  # one document, or one token, in this many is measured instead of trained on
+
+
+def split_texts(question: Finetuning, tokenizer: PreTrainedTokenizerBase) -> tuple[list[Tokens], list[Tokens]]:
+    """Return the texts to train on, and the texts to measure.
+
+    With `eval_data`, all of `data` is trained on; without it a part is held out, see `split`.
+    """
+    documents = tokenize(load(question.data), tokenizer)
+    training, held_out = split(documents, _HELD_OUT)
+    if question.eval_data is None:
+        return training, held_out
+    return training + held_out, tokenize(load(question.eval_data), tokenizer)
+
+
+def split(documents: Sequence[Tokens], one_in: int) -> tuple[list[Tokens], list[Tokens]]:
+    """Return documents to train on, and documents to hold out: about one in `one_in`.
+
+    The names decide, so that a document stays on its side when others are added. Where they put all documents on one
+    side, the last part of each document is held out instead.
+    """
+    held_out_names = {document.name for document in documents if zlib.crc32(document.name.encode()) % one_in == 0}
+    training = [document for document in documents if document.name not in held_out_names]
+    held_out = [document for document in documents if document.name in held_out_names]
+    if training and held_out:
+        return training, held_out
+    training, held_out = [], []
+    for document in documents:
+        middle = len(document.ids) - len(document.ids) // one_in
+        training.append(cut(document, 0, middle))
+        held_out.append(cut(document, middle, len(document.ids)))
+    return training, held_out
+
+
+def cut(document: Tokens, start: int, stop: int) -> Tokens:
+    """Return the tokens `start` to `stop` - 1 of a document; their ends count from the beginning of the first one."""
+    before = document.ends[start - 1] if start else 0
+    ends = tuple(end - before for end in document.ends[start:stop])
+    return Tokens(document.name, document.ids[start:stop], ends)
