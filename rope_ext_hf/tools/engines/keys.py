@@ -107,7 +107,7 @@ class Computed:
         for a, b in zip(self.inv_freq, inv_freq, strict=True):
             worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
         if worst > within:
-            return f"its frequencies differ by up to {worst:.2g}"
+            return f"its frequencies differ by up to {float(f'{100 * worst:.2g}'):g}%"
         if not math.isclose(self.attention_factor, attention_factor, rel_tol=within):
             return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
         if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=within):
