@@ -211,7 +211,7 @@ def command_line(command: str, *arguments: object, **options: object) -> str:
         *arguments: its arguments.
         **options: its options by their names in Python; those that are None, False or () are left out.
     """
-    return shell_line(command_words(command, *arguments, **options))
+    return shell_line(_command_words(command, *arguments, **options))
 
 
 def shell_line(words: Sequence[str]) -> str:
@@ -219,7 +219,7 @@ def shell_line(words: Sequence[str]) -> str:
     return f"rope-ext {shlex.join(words)}"
 
 
-def command_words(command: str, *arguments: object, **options: object) -> list[str]:
+def _command_words(command: str, *arguments: object, **options: object) -> list[str]:
     """Return the words of a command after the program's name; arguments as in `command_line`."""
     words = [command, *map(str, arguments)]
     for name, value in options.items():

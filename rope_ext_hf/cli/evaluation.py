@@ -333,10 +333,9 @@ def _forecast(empty: PreTrainedModel, load: EvalOptions, plan: RunPlan[Any], wor
 
     device, dtype = find_device(load.device), loaded_dtype(empty, load.dtype)
     passes = plan.measurement.passes
-    memory, memory_on_gpu = (
-        estimate_memory(empty, max(passes), dtype, device=each, offload_cache=load.offload_cache)
-        for each in (device, torch.device("cuda"))
-    )
+    longest, offload = max(passes), load.offload_cache
+    memory = estimate_memory(empty, longest, dtype, device=device, offload_cache=offload)
+    memory_on_gpu = estimate_memory(empty, longest, dtype, device=torch.device("cuda"), offload_cache=offload)
     methods = [label(method.to_dict() if method else None) for method in plan.methods] or ["unpatched"]
     lengths = sorted({int(cell[0]) for cell in plan.measurement.contents.counts})
     at = ", ".join(f"{length:,}" for length in lengths)

@@ -5,15 +5,15 @@ A command takes its options in groups, as dataclasses, beside single ones:
     @command("Patch a model")
     def describe(model: Model, methods: LayerChoice, colour: bool = argument(False, "In colours.")) -> None: ...
 
-typer reads single parameters only. So it gets a function with another signature, in which every field of a dataclass
+typer reads only single parameters. So it gets a function with another signature, in which every field of a dataclass
 is a parameter of its own. When typer calls that function with the values that were typed, it makes the dataclasses of
-them and calls the command. Three kinds of parameters are told apart, in commands and in dataclasses alike:
+them and calls the command. Commands and dataclasses have three kinds of parameters:
 
 - a dataclass, which stands for its own parameters;
 - a field described by `argument`, as all fields of a `Question` are. It becomes an option as its `Argument` says;
 - everything else, such as `Annotated[str, typer.Argument(...)]`. typer gets it as it is.
 
-Nothing here imports torch.
+Importing this module does not import torch, so that --help answers at once.
 """
 
 from __future__ import annotations

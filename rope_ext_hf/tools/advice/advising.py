@@ -92,7 +92,7 @@ def advise(
     lengths = sorted({min(present.context_length, target_length), target_length})
     commands = NextCommands(opened, target_length, options)
     return Advice(
-        model=opened.given,
+        model=opened.given_name,
         model_type=opened.config.model_type,
         target_length=target_length,
         original_length=present.rotary.trained_length,

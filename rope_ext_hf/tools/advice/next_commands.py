@@ -43,7 +43,7 @@ class NextCommands:
             lengths: the lengths to measure, in tokens.
             served: the method that is advised for each engine; "": the model as it is.
         """
-        name = self.model.given
+        name = self.model.given_name
         engines = [engine for engine in (usual_server(), *served) if served.get(engine) == method]
         engine = engines[0] if engines else usual_server()
         if not method:
@@ -100,7 +100,7 @@ class NextCommands:
         return commands
 
     def _measuring(self, methods: Sequence[str], lengths: Sequence[int]) -> dict[str, tuple[str, ...]]:
-        name = self.model.given
+        name = self.model.given_name
         options = {"method": methods, "target_length": self.target_length, **self.options, "lengths": lengths}
         passes = [*lengths] * (_MEASURED_SPANS * (len(methods) + 1))
         goal = f"measure on your own text: {sum(passes):,} tokens are read{self._time(passes)}"
@@ -112,7 +112,7 @@ class NextCommands:
         }
 
     def _patching(self, method: str) -> dict[str, tuple[str, ...]]:
-        name = self.model.given
+        name = self.model.given_name
         options = {"method": method, "target_length": self.target_length, **self.options}
         return {
             "see what it changes, and keep it in a folder": (
@@ -126,7 +126,7 @@ class NextCommands:
         recipe = self.model.recipe
         if recipe is None or not (recipe.extended_length or 0) >= self.target_length > recipe.context_length:
             return {}
-        name, arguments = self.model.given, recipe.arguments(self.model.config.max_position_embeddings)
+        name, arguments = self.model.given_name, recipe.arguments(self.model.config.max_position_embeddings)
         return {
             f"as published for {recipe.name}": (
                 command_line("describe", name, **arguments),
@@ -143,7 +143,7 @@ class NextCommands:
         on_gpus: GPUMemory | None,
     ) -> tuple[str, ...]:
         """Return the command that prints how an engine serves the model, and those of the engine itself."""
-        name, rules = self.model.given, find_engine(engine)
+        name, rules = self.model.given_name, find_engine(engine)
         options: dict[str, Any] = dict(self.options)
         if method not in ("", Default.name):
             options = {"method": method, "target_length": self.target_length, **options}

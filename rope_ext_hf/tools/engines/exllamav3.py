@@ -84,7 +84,7 @@ class ExLlamaV3(FormerSpellingEngine):
 
     def longrope(self, rope: RopeKeys) -> Computed:
         original = needed({**rope.text, **rope.settings}, "original_max_position_embeddings")
-        tokens = rope.asked if rope.asked and rope.model_type == "phi3" else rope.most
+        tokens = rope.started_for if rope.started_for and rope.model_type == "phi3" else rope.most
         inv_freq = rope.divided("long_factor" if tokens > original else "short_factor")
         ignored = rope.settings.get("attention_factor") is not None
         notes = ("longrope: attention_factor is ignored.",) if ignored else ()

@@ -81,7 +81,7 @@ class _Rules(ConfigEngine):
         settings, original = rope.settings, rope.number("original_max_position_embeddings")
         scale = needed(settings, "factor", rope.most / original)
         magnitude = needed(settings, "attention_factor", longrope_magnitude(scale, original))
-        long = (rope.asked or rope.most) > original
+        long = (rope.started_for or rope.most) > original
         inv_freq = rope.divided("long_factor" if long else "short_factor")
         if settings["long_factor"] == settings["short_factor"]:
             return rope.computed(inv_freq, magnitude)

@@ -107,7 +107,7 @@ class Computed:
         for a, b in zip(self.inv_freq, inv_freq, strict=True):
             worst = max(worst, abs(a - b) / abs(b) if b else abs(a))
         if worst > within:
-            return f"its frequencies differ by up to {worst:.2g}"
+            return f"its frequencies differ by up to {float(f'{100 * worst:.2g}'):g}%"
         if not math.isclose(self.attention_factor, attention_factor, rel_tol=within):
             return f"its magnitude would be {self.attention_factor:.6g} instead of {attention_factor:.6g}"
         if not math.isclose(self.softmax_scale, softmax_scale, rel_tol=within):
@@ -124,7 +124,7 @@ class RopeKeys:
     kind: str  # the rope type
     dim: int  # rotated dims per head
     most: int  # max_position_embeddings, in tokens
-    asked: int | None  # the length in tokens that the engine is started for; None: its default
+    started_for: int | None  # the length in tokens that the engine is started for; None: its default
     length: int | None  # this and the next three fields are those of `Computed`
     table: int | None = None
     softmax_scale: float = 1.0
@@ -133,11 +133,11 @@ class RopeKeys:
     """The numbers that the engine takes for missing keys; a key that is missing here too is an error."""
 
     @classmethod
-    def of(cls, config: Config, asked: int | None) -> RopeKeys:
+    def of(cls, config: Config, started_for: int | None) -> RopeKeys:
         """Return the keys of a config as transformers standardises them, with max_position_embeddings as the length."""
         text = text_settings(config)
         settings, most = rope_settings(text), length_setting(text)
-        return cls(text, settings, settings["rope_type"], rotated_dims(text, settings), most, asked, length=most)
+        return cls(text, settings, settings["rope_type"], rotated_dims(text, settings), most, started_for, length=most)
 
     @cached_property
     def model_type(self) -> str:

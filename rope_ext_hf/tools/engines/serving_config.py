@@ -54,7 +54,7 @@ class ServingConfig(ShownAsTables):
 
     @property
     def _heading(self) -> str:
-        return f"{self.method}, {self.length:,} tokens, {self.engine} {self.version}: {self.encoding}"
+        return f"{self.method} at {self.length:,} tokens in {self.engine} {self.version} ({self.encoding})"
 
     @property
     def _command_text(self) -> str:

@@ -100,7 +100,7 @@ class SGLang(OverridingEngine):
         return rope.computed(inv_freq, magnitude, *(("yarn: attention_factor is ignored.",) if ignored else ()))
 
     def longrope(self, rope: RopeKeys) -> Computed:
-        computed = phi3_longrope(rope, rope.asked or rope.most)
+        computed = phi3_longrope(rope, rope.started_for or rope.most)
         if rope.settings["long_factor"] == rope.settings["short_factor"]:
             return computed
         note = "longrope: cached keys keep the list that they were rotated with when an input grows."

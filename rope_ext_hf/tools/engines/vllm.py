@@ -188,7 +188,7 @@ class VLLM(OverridingEngine):
                 f"it runs {rope.model_type} with transformers' class, whose longrope takes one list for a whole batch, "
                 "by its longest input"
             )
-        served = rope.asked or int(rope.text.get("original_max_position_embeddings") or rope.most)
+        served = rope.started_for or int(rope.text.get("original_max_position_embeddings") or rope.most)
         return phi3_longrope(replace(rope, length=served), served)
 
 

@@ -67,9 +67,18 @@ class _EngineReport:
         if self.computed is None:
             return ""
         slowest = min((value for value in self.computed.inv_freq if value), default=0.0)
-        wavelength = f"{2 * math.pi / slowest:,.5g} tokens" if slowest else "none"
-        length = f"{self.computed.length:,} tokens" if self.computed.length else "as started"
-        return f"longest wavelength {wavelength}, magnitude {self.computed.attention_factor:.5g}, length {length}"
+        wavelength = "none"
+        if slowest:
+            tokens = float(f"{2 * math.pi / slowest:.5g}")
+            wavelength = f"{tokens:,.0f} tokens" if tokens >= 1e4 else f"{tokens:g} tokens"
+        return f"longest wavelength {wavelength}, magnitude {self.computed.attention_factor:.5g}, {self.length}"
+
+    @property
+    def length(self) -> str:
+        """The length that the engine serves by default, in a phrase."""
+        if self.computed is None or not self.computed.length:
+            return "any length that it is started for"
+        return f"length {self.computed.length:,} tokens"
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,7 +122,7 @@ class Audit(ShownAsTables):
             return f"{report.differs}; {numbers}"
         if report.engine == reference or self.engines[0].engine != reference:  # a GGUF file is compared with nothing
             return numbers
-        return "the same" if numbers == self.engines[0].numbers else f"the same frequencies; {numbers}"
+        return "the same" if report.length == self.engines[0].length else f"the same, {report.length}"
 
     def tables(self) -> Sequence[Rows]:
         remarks = [

@@ -48,7 +48,7 @@ class Model(ConfigModel):
     Attributes:
         name: the folder or Hub id as an engine takes it; "MODEL" for a model in memory without a name.
         folder: the folder or Hub id that it was read from; `name` may be changed.
-        given: the name that the user gave.
+        given_name: the name that the user gave.
         composite: whether the text config lies under `text_config` of the model's config.
         whole: makes the whole model, on the meta device if it is not in memory.
         mistral_format: whether the folder holds params.json, Mistral's own format, beside config.json.
@@ -62,12 +62,12 @@ class Model(ConfigModel):
         composite: bool,
         specs: list[PatchSpec],
         whole: Callable[[], Any] | None = None,
-        given: str = "",
+        given_name: str = "",
         mistral_format: bool = False,
     ) -> None:
         super().__init__(config, specs)
         self.name = self.folder = name
-        self.given, self.composite, self.mistral_format = given or name, composite, mistral_format
+        self.given_name, self.composite, self.mistral_format = given_name or name, composite, mistral_format
         self.whole = whole or self.empty_model
 
     @cached_property
@@ -106,7 +106,7 @@ def open_model(
             name=model_source(model),
             composite=text is not whole,
             whole=partial(load_empty, model, revision=revision, trust_remote_code=trust_remote_code),
-            given=str(model),
+            given_name=str(model),
             mistral_format=(folder / "params.json").is_file(),
         )
 

@@ -163,8 +163,8 @@ def test_the_dry_run_of_a_model_of_which_only_the_config_is_there(
     [
         (
             ("--purpose", "python"),
-            "extend writes folders for serving; for advice on --purpose python type: rope-ext extend reference "
-            "--target-length 2048 --purpose python --dry-run",
+            "for advice on --purpose python type: rope-ext extend reference --target-length 2048 --purpose python "
+            "--dry-run",
         ),
         (("--purpose", "sell"), "purpose must be one of serve, python, train, got 'sell'"),
         (("--purpose", "sell", "--dry-run"), "purpose must be one of serve, python, train, got 'sell'"),

@@ -151,7 +151,7 @@ def test_gemma_3_takes_frequencies_by_transformers_names(engine: Any) -> None:
 
 def test_what_it_cannot_reach_is_refused() -> None:
     for family in ("mixtral", "gemma2"):
-        with pytest.raises(ServingError, match="hands on theta alone"):
+        with pytest.raises(ServingError, match="passes on theta alone"):
             serving.serving_config(build(family), "sglang", "yarn", factor=4, plugin=True)
         with pytest.raises(ServingError, match=f"cannot serve .* on this '{family}' model"):
             serving.serving_config(build(family), "sglang", "yarn", factor=4)

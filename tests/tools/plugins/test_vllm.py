@@ -193,7 +193,7 @@ def test_who_has_a_plug_in() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     [(name, value)] = project["entry-points"]["vllm.general_plugins"].items()
     assert EntryPoint(name, value, "vllm.general_plugins").load() is register
-    with pytest.raises(ServingError, match="no plug-in of this package for mlx; there is one for vllm, sglang"):
+    with pytest.raises(ServingError, match="has no plug-in for mlx, only for vllm, sglang"):
         serving.serving_config(build("llama"), "mlx", "yarn", factor=4, plugin=True)
 
 

@@ -144,7 +144,7 @@ def test_what_fits_on_one_gpu_and_on_eight() -> None:
     small = gpu_memory(model, 512 * K, serving.GPUServer(gpus=1, gpu_memory="24GB"))
     assert (small.kv_bits, small.fewest) == (None, 4)
     assert "takes 68.7 GB of each GPU in 16 bits or 34.4 GB of each GPU in 8 bits, and does not fit" in str(small)
-    assert "; 4 GPUs." in str(small)
+    assert "; this length on 4 GPUs." in str(small)
     none = gpu_memory(model, 512 * K, serving.GPUServer(gpus=1, gpu_memory="1GB"))
     assert none.fewest is None
     assert "does not fit on 64 GPUs either" in str(none)

@@ -1,0 +1,35 @@
+"""A model that is known by its config alone plans what `patch` does to the model itself."""
+
+from __future__ import annotations
+
+import rope_ext_hf as rope
+from rope_ext_hf.patches.config_model import ConfigModel
+from rope_ext_hf.patches.slots import present_specs
+from tests.support.models import build
+
+
+def test_the_planned_patch_is_the_one_that_patch_applies() -> None:
+    model = build("llama")
+    planned = ConfigModel(model.config)
+    spec = planned.patch_spec("yarn", factor=4)
+    config = planned.patched_config(spec).to_dict()
+    rope.patch(model, "yarn", factor=4)
+    assert [spec] == list(present_specs(model))
+    assert config["rope_parameters"] == model.config.to_dict()["rope_parameters"]
+    assert config["max_position_embeddings"] == 4 * planned.described.context_length
+
+
+def test_a_patched_model_is_taken_without_its_patch() -> None:
+    model = build("llama")
+    before = ConfigModel(model.config).described
+    rope.patch(model, "yarn", factor=4)
+    config, specs = ConfigModel.parts_of(model)
+    assert [each.method.name for each in specs] == ["yarn"]
+    assert ConfigModel(config, specs).described == before
+
+
+def test_methods_are_tried_on_a_small_model_of_the_class() -> None:
+    planned = ConfigModel(build("llama").config)
+    assert planned.can_be_tried
+    assert planned.refusal("rerope", factor=4) is None
+    assert planned.softmax_scale == 1.0
