@@ -1,4 +1,4 @@
-"""The plug-in of vLLM without vLLM: what it takes over, what it leaves alone, and the table that it builds.
+"""The plug-in of vLLM without vLLM: the settings that it handles, those that it passes on, and its tables.
 
 `make test-vllm` runs it in a real vLLM.
 """
@@ -30,7 +30,7 @@ HOME = "vllm.model_executor.layers.rotary_embedding"
 
 
 class Rotary:
-    """The constructor of vLLM's class: it asks its methods for a table, and keeps that in the dtype of the model."""
+    """A stand-in for vLLM's class: its constructor builds a table, and keeps it in the dtype of the model."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SeveralAxes(Rotary):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of vLLM's names with the plug-in registered, and a model's module that had imported the function."""
+    """Return a module with vLLM's names and the plug-in registered, and a model's module that imported the function."""
 
     def get_rope(
         head_size: int,
@@ -177,7 +177,7 @@ def test_geometry_is_passed_on(engine: Any) -> None:
 
 
 def test_a_config_with_a_remapping_method_is_refused(engine: Any) -> None:
-    """As `serve-config --plugin` of version 0.1.0 wrote it."""
+    """The settings are those that `serve-config --plugin` of version 0.1.0 wrote."""
     held = {"method": {"method": "stairs", "window": 192, "start": 64, "chunk": 128}, "pairing": "half"}
     given = settings(build("llama"), method="yarn", factor=4) | {"remapping": json.dumps(held)}
     with pytest.raises(

@@ -76,7 +76,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
 
 
 def run(*arguments: str) -> tuple[dict[str, Any], str]:
-    """What the command prints as JSON, and its notes or its error."""
+    """Return the JSON that a command prints, and its notes or its error."""
     result = CliRunner().invoke(app, list(arguments))
     return json.loads(result.stdout) if result.exit_code == 0 else {}, result.stderr
 

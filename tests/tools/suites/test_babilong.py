@@ -1,4 +1,4 @@
-"""BABILong's stories against another reader of bAbI's facts; its score against what upstream's code says of answers."""
+"""BABILong's stories against an independent solver of bAbI's tasks, and its score against upstream's code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GIVEN = r"(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\."
 
 
 def read(story: Story) -> str:
-    """The answer, from the end of the story backwards."""
+    """Return the answer to a story, which is read from its end backwards."""
     back = list(reversed(story.facts))
 
     def last(pattern: str, facts: list[str], **wanted: Any) -> tuple[int, tuple[str, ...]] | None:
@@ -37,7 +37,7 @@ def read(story: Story) -> str:
         return found[1][1]
 
     def rooms_of(thing: str, facts: list[str]) -> list[str]:
-        """The rooms of a thing, newest first."""
+        """Return the rooms that a thing was in, the latest first."""
         rooms = []
         while (taken := last(TAKEN, facts, g2=thing)) is not None:
             dropped = last(DROPPED, facts, g2=thing)
@@ -78,7 +78,7 @@ def read(story: Story) -> str:
 
 
 def lies(story: Story) -> set[tuple[str, str, str]]:
-    """What lies in which direction of what, said or turned around."""
+    """Return the relations of a story's rooms, stated or inverted."""
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     found = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", fact) for fact in story.facts]
     said = {(m[1], m[2], m[3]) for m in found if m}
@@ -148,6 +148,6 @@ def test_a_haystack_without_sentences_is_refused(tokenizer: Any) -> None:
     ],
 )
 def test_the_score_is_that_of_upstream(answer: str, expected: float) -> None:
-    """`compare_answers` of babilong/metrics.py (7a6efee) gave these, asked where Mary is."""
+    """These are results of `compare_answers` in babilong/metrics.py (7a6efee), for the question where Mary is."""
     others = ["bathroom", "bedroom", "garden", "hallway", "office"]
     assert suite("babilong").score(answer, ["kitchen"], others) == expected

@@ -1,4 +1,4 @@
-"""`tasks` as it is typed."""
+"""The command `tasks`."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FRUITS = ("apple", "pear", "plum", "quince", "cherry", "medlar")
 
 
 def fruit_rows(count: int = 6) -> list[Row]:
-    """Rows of which each context is longer than its evidence, on both sides."""
+    """Return rows whose contexts have text before and after the evidence."""
     return [
         {
             "context": f"On day {day} it rained. The {fruit} costs {7 * day + 13} cents. Nobody came. ",
@@ -46,7 +46,7 @@ def fruit_rows(count: int = 6) -> list[Row]:
 
 
 def both_prompts(rows: Sequence[Row], index: int, length: int, distance: int) -> tuple[str, str]:
-    """The texts that a row's prompts must be, of one byte a token, answer included."""
+    """Return the texts that a row's two prompts must be, answer included; a token is a byte."""
     row = rows[index]
     before, after = row["context"].split(row["evidence"])
     contexts = [each["context"] for each in rows]
@@ -62,7 +62,7 @@ def both_prompts(rows: Sequence[Row], index: int, length: int, distance: int) ->
 
 @pytest.fixture(scope="module")
 def noise() -> Any:
-    """A model that was trained on nothing, of the bundled one's bytes."""
+    """An untrained model that reads bytes, as the bundled one does."""
     return build("llama", vocab_size=259, max_position_embeddings=128)
 
 
@@ -75,7 +75,7 @@ def asked(model: Any, **options: Any) -> Run[Any]:
 
 @pytest.mark.slow
 def test_losses_are_those_of_ordinary_forwards_over_the_texts(noise: Any) -> None:
-    """Each row's two prompts, made here as text: same length, evidence at the distance asked for, same answer."""
+    """Each row's two prompts are made here as text: of equal length, with the evidence at its distance."""
     rows = fruit_rows()
     run = asked(noise, distances=[60, 80], methods=["yarn"], factors=[4.0])
     assert [(r.length, r.distance) for r in run.results] == 2 * [(128, 60), (128, 80), (256, 60), (256, 80)]
@@ -128,7 +128,7 @@ def test_a_long_answer_counts_for_its_tokens() -> None:
 
 
 def made_up(gains: dict[str | None, dict[tuple[int, int], list[float]]]) -> Run[Any]:
-    """A run of which only the numbers are made up: gains by method and (length, distance)."""
+    """Return a run with invented gains, by method and (length, distance)."""
     kind, setting = GainRuns(), GainSetting(8, 0)
     results = [
         kind.result(None if name is None else {"method": name}, setting, cell, losses(values), [])
@@ -151,7 +151,7 @@ def around(value: float, spread: float = 0.1) -> list[float]:
 
 
 def test_a_conclusion_from_known_gains() -> None:
-    """At the longest length one method gains and the other does not; at each length all distances count together."""
+    """At the longest length one method gains and the other does not; the distances of a length are judged together."""
     run = made_up(
         {
             None: {(256, 128): around(1.0), (1024, 128): around(0.0), (1024, 512): around(0.0)},
@@ -256,7 +256,7 @@ def test_what_cannot_be_measured_is_said(noise: Any, options: dict[str, Any], sa
 
 @pytest.mark.slow
 def test_a_file_of_rows_and_text_around_them(noise: Any, tmp_path: Path) -> None:
-    """JSON lines give what a list of rows gives; rows that do not fit are counted; text of one's own fills."""
+    """JSON lines give the results of a list of rows; rows that do not fit are counted; a given text fills prompts."""
     file = tmp_path / "rows.jsonl"
     long = fruit_rows(1)[0] | {"answer": " a very long answer" * 20}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*fruit_rows(), long]), encoding="utf-8")

@@ -28,7 +28,7 @@ def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
 
 
 def graph_of(prompt: str) -> networkx.DiGraph:
-    """The graph after the example."""
+    """Return the graph of a prompt, which stands after the example."""
     text = prompt.partition("Here is the graph to operate on:")[2]
     return networkx.DiGraph(re.findall(r"^(\w+) -> (\w+)$", text, re.MULTILINE))
 
@@ -99,7 +99,7 @@ def test_the_score_is_the_f1_of_the_last_line(answer: str, right: str, expected:
 
 
 def test_the_score_is_that_of_lm_eval_but_for_a_right_empty_set() -> None:
-    """lm-eval scores 0 there, so that no answer to such a question counts."""
+    """lm-eval scores 0 there, so that no answer to such a question is right."""
     rng, empty = random.Random(0), 0
     for _ in range(600):
         right = rng.choice([[], ["a1"], ["a1", "b2"], ["a1", "b2", "c3"]])

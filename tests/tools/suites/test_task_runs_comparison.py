@@ -1,4 +1,4 @@
-"""Scores of tasks beside losses on one page: the choice, effective lengths, and scores at luck."""
+"""Scores of tasks beside losses on one page: the best method, effective lengths, and scores at chance level."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.runs.test_report_comparison import ANSWERS, COMMON, LOSSES, METHODS, 
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
-    """A tasks run in which so many of 40 prompts are answered."""
+    """Return a run of tasks in which so many of 40 prompts are answered, by method and length."""
     kind, setting = run_kind("tasks"), TaskSetting("ruler", "vt", "generate", 42, False, 0)
     results = [
         kind.result(METHODS[name], setting, (n, 0), [TaskScore(float(i < right), "") for i in range(40)], [Cost()])

@@ -1,4 +1,4 @@
-"""Task suites from prompts to results: a model that answers, runs that go on, chat templates, errors."""
+"""Task suites from prompts to results: right answers, continued runs, chat templates, errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ JSON_KV: dict[str, Any] = {"suite": "json-kv", "lengths": [768, 1024], "samples"
 
 
 class KeyValue(Suite):
-    """What the bundled model is trained on, with its text as the haystack."""
+    """The task that the bundled model was trained on, with its training text as the haystack."""
 
     name = "key-value-for-tests"
     tasks = ("first", "second")
@@ -143,7 +143,7 @@ TEMPLATE = "{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}<answ
 
 
 class Recorder:
-    """What a scorer is asked to read, in text."""
+    """Record the texts that a scorer reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
         self.read: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""`finetune` on a tiny model: folders that load plainly, and what is refused on the command line."""
+"""The command `finetune` on a tiny model: folders that stock transformers loads, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = ("--data", "texts/*.txt", "--eval-data", "held-out/*.txt", "--device", "c
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model for 64 tokens and texts, in the folder that commands run in."""
+    """Write a model for 64 tokens and texts to the folder that commands run in."""
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

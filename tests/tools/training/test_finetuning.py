@@ -1,4 +1,4 @@
-"""`finetune`: a longer model from a text, in a folder that loads plainly, and what it reads before and after."""
+"""`finetune`: the trained folder, which stock transformers loads, and the measurements before and after."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was begun without those tokens, by an earlier release, is not continued with them."""
+    """A run that an earlier release began without these tokens is not continued with them."""
     build("llama", vocab_size=VOCABULARY).save_pretrained(model := tmp_path / "small")
     byte_tokenizer("[gMASK] <sop> $A").save_pretrained(model)
     texts = [f"{number}. Mice pay in kind, and nobody counts the cheese. " * 30 for number in range(3)]
@@ -138,7 +138,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
 
 def check_card(folder: Path, report: FinetuneReport) -> None:
-    """The card has the report and the results of the trained model, and its run is known to be of these weights."""
+    """The card has the report and the results of the trained model, and its run counts as one of these weights."""
     card: Any = ModelCard.load(folder / "README.md")
     assert card.data.to_dict()["tags"] == ["rope", "long-context", "yarn"]
     assert card.text.startswith("\n<!-- rope-ext: card -->\n# run\n")
@@ -159,7 +159,7 @@ def check_card(folder: Path, report: FinetuneReport) -> None:
 def test_a_training_is_logged_with_losses_by_length(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a stand-in for the callback of trackio, which the Trainer makes as it makes its own."""
+    """A stand-in for trackio's callback is used, which the Trainer creates as it creates the real one."""
     logged: list[tuple[int, dict[str, float], str]] = []
 
     class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -209,7 +209,7 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rerope", pytest.param("self-extend", marks=pytest.mark.thorough)])
 def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path) -> None:
-    """Its attention goes through the fused kernels and their backward; no plain folder states it."""
+    """The method's attention runs through the fused kernels and their backward; no stock folder can express it."""
     asked: dict[str, Any] = {
         "data": "stdlib?max_documents=1", "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
     }  # fmt: skip
@@ -235,7 +235,7 @@ ASKED: dict[str, Any] = {
 
 
 def finetune_asked() -> None:
-    """What the process that is killed does."""
+    """Run the process that is killed."""
     finetune("model", "cut", **ASKED)
 
 
@@ -253,7 +253,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it all, in which the test runs."""
+    """Copy the interrupted run, and change to the copy."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,4 @@
-"""The guarded training of `finetune`: what a step reads, its loss, and how long it goes on."""
+"""The guarded training of `finetune`: the rows of a step, its loss, and the budget."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def asked(**given: Any) -> Finetuning:
 
 
 class Repeated(Rows):
-    """The first row of others, again and again."""
+    """Rows that repeat the first one of others."""
 
     def __init__(self, rows: Rows) -> None:
         self.__dict__ |= vars(rows)
