@@ -182,7 +182,7 @@ def test_slopes(heads: int, slopes: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "said"),
+    ("name", "params", "message"),
     [
         ("alibi", {"start": -1}, "start must be at least 0"),
         ("alibi", {"strength": 0.0}, "strength must be above 0"),
@@ -192,10 +192,10 @@ def test_slopes(heads: int, slopes: list[float]) -> None:
         ("kerple", {"r1": (1.0, 2.0)}, "r1 has 2 numbers; give one, or one for each of 4 heads"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, params: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(name: str, params: dict[str, Any], message: str) -> None:
     model, ids = build("llama"), tokens(20)
     before = logits(model, ids)
-    with pytest.raises(MethodError, match=said):
+    with pytest.raises(MethodError, match=message):
         rope.patch(model, name, **params)
     assert torch.equal(logits(model, ids), before)
 
@@ -442,7 +442,7 @@ def test_attention_to_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: T5Bias(4, buckets=2), "at least 4"),
         (lambda: T5Bias(4, buckets=6, bidirectional=True), "multiple of 4"),
@@ -453,8 +453,8 @@ def test_attention_to_both_sides() -> None:
         (lambda: XPos(8, pairing="thirds"), "pairing"),
     ],
 )
-def test_modules_refuse_what_cannot_be(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(MethodError, match=said):
+def test_modules_refuse_what_cannot_be(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MethodError, match=message):
         make()
 
 

@@ -118,7 +118,7 @@ def test_other_lengths_dtypes_and_modes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: build("bert", "ForSequenceClassification"),
@@ -134,8 +134,8 @@ def test_other_lengths_dtypes_and_modes() -> None:
         ),
     ],
 )
-def test_refused_models(make: Any, said: str) -> None:
-    with pytest.raises(rope.UnsupportedModelError, match=said):
+def test_refused_models(make: Any, message: str) -> None:
+    with pytest.raises(rope.UnsupportedModelError, match=message):
         modules.migrate_to_rope(make())
 
 

@@ -86,8 +86,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield modules[FACTORY]
 
 
-def settings(model: Any, method: str = "yarn", **asked: Any) -> dict[str, Any]:
-    overrides = serving.serving_config(model, "sglang", method, factor=4, plugin=True, **asked).overrides
+def settings(model: Any, method: str = "yarn", **options: Any) -> dict[str, Any]:
+    overrides = serving.serving_config(model, "sglang", method, factor=4, plugin=True, **options).overrides
     assert overrides is not None
     parameters: dict[str, Any] = overrides["rope_parameters"]
     return parameters

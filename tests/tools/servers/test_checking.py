@@ -439,8 +439,8 @@ def test_prompts_that_would_take_too_long_are_left_out_unless_asked_for(
         report = servers.check_server(url, folder)
         assert (report.lengths, report.left_out, report.agrees) == ((128,), 1023, True)
         assert "prompts of up to 1,023 tokens were left out" in unwrapped(report)
-        asked = servers.check_server(url, folder, lengths=[64, 300])
-    assert (asked.lengths, asked.left_out) == ((64, 300), None)
+        with_lengths = servers.check_server(url, folder, lengths=[64, 300])
+    assert (with_lengths.lengths, with_lengths.left_out) == ((64, 300), None)
 
 
 @pytest.mark.slow
@@ -469,22 +469,22 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_begin_as_the_tokenizer_begins_a_text(template: str, mistaken: bool, tmp_path: Path) -> None:
     """If a server adds these tokens once more, the mistake is named with all of them."""
-    tokenizer, asked = byte_tokenizer(template), list[list[int]]()
+    tokenizer, prompts = byte_tokenizer(template), list[list[int]]()
     prefix = tokenizer("H")["input_ids"][: TEMPLATES[template]]  # by the definition: what stands before the first byte
     build("llama", vocab_size=VOCABULARY).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     usual = KINDS["vLLM 0.33.0"][2]
 
     def answer(model: Any, body: Any) -> Any:
-        asked.append(body["prompt"])
+        prompts.append(body["prompt"])
         return usual(model, body | {"prompt": [*(prefix * mistaken), *body["prompt"]]})
 
     with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), answer) as url:
         report = servers.check_server(url, tmp_path, lengths=[24, 40], device="cpu")
         record_server(url, tmp_path / "record.json", tmp_path, lengths=[24, 40])
-    assert [len(ids) for ids in asked[:2]] == [24, 40]
-    assert all(ids[: len(prefix)] == prefix for ids in asked)
-    assert not [token for ids in asked for token in ids[len(prefix) :] if token < len(SPECIAL)]
+    assert [len(ids) for ids in prompts[:2]] == [24, 40]
+    assert all(ids[: len(prefix)] == prefix for ids in prompts)
+    assert not [token for ids in prompts for token in ids[len(prefix) :] if token < len(SPECIAL)]
     names = "".join(tokenizer.convert_ids_to_tokens(prefix))
     assert report.runs == (f"with {names} before the prompt" if mistaken and prefix else "as measured"), str(report)
 

@@ -96,17 +96,17 @@ def test_sglang_leaves_out_the_first_log_probability() -> None:
 
 @pytest.mark.slow
 def test_llama_cpp_is_asked_for_the_tokens_alone_and_for_a_whole_character() -> None:
-    asked: list[Any] = []
+    bodies: list[Any] = []
 
     def reply(handler: BaseHTTPRequestHandler, body: Any) -> None:
-        asked.append(body)
+        bodies.append(body)
         top = [{"id": 5, "logprob": -0.5}]
         send(handler, json.dumps({"completion_probabilities": [{"top_logprobs": top}]}).encode())
 
     with answering({"/props": {"build_info": "b1"}}, reply) as (url, _):
         answers = connect(url, None, 5.0).answers(IDS)
-    assert [body["prompt"] for body in asked] == [IDS[:stop] for stop in range(3, 11)]
-    assert {(body["n_predict"], body["post_sampling_probs"]) for body in asked} == {(1, False)}
+    assert [body["prompt"] for body in bodies] == [IDS[:stop] for stop in range(3, 11)]
+    assert {(body["n_predict"], body["post_sampling_probs"]) for body in bodies} == {(1, False)}
     assert answers == [Answer(stop, 5, -0.5) for stop in range(3, 11)]
 
 

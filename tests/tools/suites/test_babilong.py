@@ -81,8 +81,8 @@ def lies(story: Story) -> set[tuple[str, str, str]]:
     """Return the relations of a story's rooms, stated or inverted."""
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
     found = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", fact) for fact in story.facts]
-    said = {(m[1], m[2], m[3]) for m in found if m}
-    return said | {(other, opposite[way], one) for one, way, other in said}
+    stated = {(m[1], m[2], m[3]) for m in found if m}
+    return stated | {(other, opposite[way], one) for one, way, other in stated}
 
 
 @pytest.mark.parametrize("task", list(STORIES))

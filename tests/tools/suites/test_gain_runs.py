@@ -66,7 +66,7 @@ def noise() -> Any:
     return build("llama", vocab_size=259, max_position_embeddings=128)
 
 
-def asked(model: Any, **options: Any) -> Run[Any]:
+def measured(model: Any, **options: Any) -> Run[Any]:
     how = {name: options.pop(name) for name in ("methods", "factors", "out", "progress") if name in options}
     given: dict[str, Any] = {"data": fruit_rows(), "lengths": [128, 256]} | options
     question = Gain(**given)
@@ -77,7 +77,7 @@ def asked(model: Any, **options: Any) -> Run[Any]:
 def test_losses_are_those_of_ordinary_forwards_over_the_texts(noise: Any) -> None:
     """Each row's two prompts are made here as text: of equal length, with the evidence at its distance."""
     rows = fruit_rows()
-    run = asked(noise, distances=[60, 80], methods=["yarn"], factors=[4.0])
+    run = measured(noise, distances=[60, 80], methods=["yarn"], factors=[4.0])
     assert [(r.length, r.distance) for r in run.results] == 2 * [(128, 60), (128, 80), (256, 60), (256, 80)]
     patched = rope.patch(build("llama", vocab_size=259, max_position_embeddings=128), "yarn", factor=4.0)
     tokenizer = load_tokenizer("reference")
@@ -186,13 +186,13 @@ def test_what_is_surely_above_0_by_itself_is_luck_among_many() -> None:
 
 @pytest.mark.slow
 def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
-    run = asked(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path)
+    run = measured(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path)
     assert "no method is significantly above chance" in str(run.conclusion)
     assert run.conclusion.best is None
     unsure = sum(result.outcome == "no significant difference" for result in run.results)
     assert len(re.findall(r"[+-]\d\.\d\d\?", str(run))) == unsure > 0
     read: list[int] = []
-    again = asked(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path,
+    again = measured(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path,
                   progress=lambda _, tokens: read.append(tokens))  # fmt: skip
     assert again == run
     assert not read
@@ -210,7 +210,7 @@ def test_the_bundled_model_uses_evidence_within_its_context_and_beyond_it_with_a
 
 @pytest.mark.slow
 def test_runs_at_other_distances_count_together(noise: Any) -> None:
-    few, more = (asked(noise, lengths=[128], distances=distances) for distances in ([60], [60, 80]))
+    few, more = (measured(noise, lengths=[128], distances=distances) for distances in ([60], [60, 80]))
     (measure_,) = findings_of_runs([few, more]).measures
     assert measure_.items["null"][128] == more.kind.measures(more)[0].items["null"][128]
 
@@ -235,7 +235,7 @@ def test_rows_of_docstrings_are_those_of_the_held_out_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"distances": [256]}, "distance 256 is not below the longest length, 256"),
         ({"lengths": [40]}, "no row fits: these lengths and distances leave 20 tokens for evidence and answer, where"),
@@ -249,9 +249,9 @@ def test_rows_of_docstrings_are_those_of_the_held_out_modules() -> None:
         ({"samples": 0}, "samples must be a whole number"),
     ],
 )
-def test_what_cannot_be_measured_is_said(noise: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises((CorpusError, MethodError), match=re.escape(said)):
-        asked(noise, **options)
+def test_what_cannot_be_measured_is_said(noise: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((CorpusError, MethodError), match=re.escape(message)):
+        measured(noise, **options)
 
 
 @pytest.mark.slow
@@ -260,12 +260,12 @@ def test_a_file_of_rows_and_text_around_them(noise: Any, tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     long = fruit_rows(1)[0] | {"answer": " a very long answer" * 20}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*fruit_rows(), long]), encoding="utf-8")
-    by_file = asked(noise, data=str(file), lengths=[128])
+    by_file = measured(noise, data=str(file), lengths=[128])
     assert by_file.settings["setting"] == {"rows": 6, "too_long": 1}
     assert by_file.settings["items"][0] == "rows.jsonl:1"
     assert "6 rows, 1 too long and left out" in re.sub(r"\s+", " ", str(by_file))
-    assert by_file.results[0].answers == asked(noise, lengths=[128], data=[*fruit_rows(), long]).results[0].answers
-    around_it = asked(noise, data=fruit_rows(1), lengths=[128], haystack=["Waves broke on the shore all day. " * 4])
+    assert by_file.results[0].answers == measured(noise, lengths=[128], data=[*fruit_rows(), long]).results[0].answers
+    around_it = measured(noise, data=fruit_rows(1), lengths=[128], haystack=["Waves broke on the shore all day. " * 4])
     assert len(around_it.results[0].answers) == 1
     assert around_it.results[0].low is None
     command = ["gain", "reference", "--data", str(file), "--lengths", "128", "--out", str(tmp_path / "runs")]

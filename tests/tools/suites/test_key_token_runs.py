@@ -157,7 +157,7 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     found = json.loads(again.stdout)
     assert {each["length"] for each in found["results"] if each["longppl"]} == {128, 256}
     assert len(list((tmp_path / "out").glob("*-perplexity-*"))) == 1
-    for arguments, said in (
+    for arguments, message in (
         (["--key-window", "16"], "give --keys-by, too"),
         (["--keys-by", keys, "--key-window", "16"], "were found with windows of 32 tokens"),
         (["--keys-by", "reference", "--key-window", "256"], "between 1 and 255 tokens"),
@@ -165,7 +165,7 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     ):
         refused = CliRunner().invoke(app, [*command, *arguments])
         assert refused.exit_code
-        assert said in re.sub(r"\s+", " ", refused.output)
+        assert message in re.sub(r"\s+", " ", refused.output)
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"documents": [{"name": "a", "sha256": "0", "ranges": [[3, 2]]}]}, "ascending; got"),
         ({"documents": [{"name": "a", "sha256": "0", "ranges": [[0, 2], [1, 3]]}]}, "ascending; got"),
@@ -242,13 +242,13 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
         ({"evaluator": ["x"]}, "named by a string"),
     ],
 )
-def test_a_damaged_file_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     whole: dict[str, Any] = {"evaluator": "x", "setting": {"window": 4, "stride": 1}, "documents": []}
     file = tmp_path / "keys.json"
     file.write_text(json.dumps(whole))
     assert read_keys(file).setting == KeySetting(4, 1)
     file.write_text(json.dumps(whole | changed))
-    with pytest.raises(FileError, match=re.escape(said)) as caught:
+    with pytest.raises(FileError, match=re.escape(message)) as caught:
         read_keys(file)
     assert "keys.json" in str(caught.value)
 

@@ -85,11 +85,11 @@ def test_the_table_names_methods_that_there_are() -> None:
 @pytest.mark.thorough
 def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
-    lengths, tasks, asked = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"
+    lengths, tasks, typed_methods = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"
     given = {"tasks": ",".join(tasks), "samples": 3, "haystack": "stdlib?max_documents=1", "score": "rank"}
-    arguments = Namespace(methods=asked, runs=tmp_path / "runs", **given)
+    arguments = Namespace(methods=typed_methods, runs=tmp_path / "runs", **given)
     scores, names = ruler_table.measured(model, lengths, arguments)
-    methods = ["unpatched", *asked.replace("dynamic", "dynamic-ntk").split(",")]
+    methods = ["unpatched", *typed_methods.replace("dynamic", "dynamic-ntk").split(",")]
     assert list(names.values()) == methods
 
     rows = ruler_table.rows_of(scores, names)

@@ -71,8 +71,8 @@ def test_a_checkpoint_of_another_method_is_not_gone_on_from(stated: bool, tmp_pa
     longer.train(resume_from_checkpoint=str(checkpoint))
     assert longer.state.global_step == 4
     other = trainer(rope.patch(build("llama"), "linear", factor=4), tmp_path, RopeCallback())
-    said = r"'.*checkpoint-2' was trained under yarn x4 .* model that would continue from it runs linear x4"
-    with pytest.raises(FingerprintError, match=said):
+    message = r"'.*checkpoint-2' was trained under yarn x4 .* model that would continue from it runs linear x4"
+    with pytest.raises(FingerprintError, match=message):
         other.train(resume_from_checkpoint=str(checkpoint))
 
 
