@@ -49,7 +49,7 @@ from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers, serving
 from rope_ext_hf.tools.engines.base import ServingConfig
 from rope_ext_hf.tools.engines.formulas import longrope_magnitude
-from rope_ext_hf.tools.servers.answers import compare_server, record_server
+from rope_ext_hf.tools.servers.baselines import compare_server, record_server
 from rope_ext_hf.tools.serving.gguf_files import rewrite
 from tests.llama_cpp_engine import as_phi3, write_gguf
 from tests.tools.support.model_servers import listening

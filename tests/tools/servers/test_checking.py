@@ -23,7 +23,7 @@ from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers
 from rope_ext_hf.tools.servers import checking
-from rope_ext_hf.tools.servers.answers import record_server
+from rope_ext_hf.tools.servers.baselines import record_server
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped

@@ -34,7 +34,8 @@ from rope_ext_hf.runs.verdicts import Outcome
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
-from rope_ext_hf.tools.training.finetuning import FinetuneReport, TrainingMaterial, _FinetuningRun
+from rope_ext_hf.tools.training.finetune_report import FinetuneReport
+from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun
 from rope_ext_hf.tools.training.guarded_training import Rows
 from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.run_folder import read_checked, write_checked

@@ -16,7 +16,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers
-from rope_ext_hf.tools.servers.answers import compare_server, record_server
+from rope_ext_hf.tools.servers.baselines import compare_server, record_server
 from tests.support.wrapped_text import unwrapped
 from tests.tools.support.model_servers import KINDS, serving
 
