@@ -1,7 +1,7 @@
 """Records of a server's answers: `record_server` writes one, and `compare_server` later compares the server with it.
 
-`compare_server` asks about the recorded token ids again, without a model beside the server, and reports what changed and
-from which length on.
+`compare_server` asks about the recorded token ids again, without a model beside the server. It reports the changes and
+the length at which they begin.
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ def trained(model: Any, steps: int, seed: int) -> float:
     model.eval()
     ids, labels = batch()
     with torch.no_grad():
-        found = model(input_ids=ids).logits.argmax(-1) == labels
-    return float(found[labels >= 0].double().mean())
+        is_right = model(input_ids=ids).logits.argmax(-1) == labels
+    return float(is_right[labels >= 0].double().mean())
 
 
 @pytest.mark.thorough

@@ -87,9 +87,9 @@ def test_what_a_server_states_of_itself(tmp_path: Path) -> None:
             return compare_server(url, record)
 
     with serving("vLLM 0.33.0", plain(), states=states(), tokenize=tokenize) as url:
-        made = record_server(url, record := tmp_path / "record.json")
-    assert [len(prompt.ids) for prompt in made.prompts] == [32, 64, 128, 255]  # of its own length
-    assert made.stated == {"version": "vLLM 0.33.0", "length": 256, "folder": "folder"}
+        record_content = record_server(url, record := tmp_path / "record.json")
+    assert [len(prompt.ids) for prompt in record_content.prompts] == [32, 64, 128, 255]  # of its own length
+    assert record_content.stated == {"version": "vLLM 0.33.0", "length": 256, "folder": "folder"}
     assert ask().agrees
     elsewhere = ask(states=states(root="another") | {"/version": {"version": "0.34.0"}})
     assert elsewhere.agrees
@@ -159,5 +159,5 @@ def test_the_command_needs_no_model(tmp_path: Path) -> None:
     with serving("vLLM 0.33.0", plain(rope_theta=20000.0), tokenize=tokenize) as url:
         other = run(app, ["check-server", url, "--against", str(record), "--json"])
     assert other.exit_code == 1
-    told = json.loads(other.stdout)
-    assert (told["agrees"], told["begins"]) == (False, 64)
+    answer = json.loads(other.stdout)
+    assert (answer["agrees"], answer["begins"]) == (False, 64)

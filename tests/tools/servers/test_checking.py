@@ -33,14 +33,14 @@ from tests.tools.support.model_servers import KINDS, logprobs, serving
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model under YaRN x4, saved with its tokenizer."""
-    made: Path = tmp_path_factory.mktemp("served") / "reference-yarn"
+    patched_folder: Path = tmp_path_factory.mktemp("served") / "reference-yarn"
     assert (
         CliRunner()
-        .invoke(app, ["patch", "reference", "--method", "yarn", "--factor", "4", "--out", str(made)])
+        .invoke(app, ["patch", "reference", "--method", "yarn", "--factor", "4", "--out", str(patched_folder)])
         .exit_code
         == 0
     )
-    return made
+    return patched_folder
 
 
 def plain(dtype: torch.dtype = torch.float32, **rope_parameters: Any) -> Any:
@@ -499,13 +499,12 @@ def test_prompts_of_a_record_begin_as_the_server_begins_a_text(template: str, tm
         return ids
 
     with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), tokenize=tokenize) as url:
-        made = record_server(url, tmp_path / "record.json", lengths=[24, 40])
-        more = made.more(2)
-    assert [len(prompt.ids) for prompt in (*made.prompts, *more)] == [24, 40, 24, 24]
+        collected = record_server(url, tmp_path / "record.json", lengths=[24, 40])
+        more = collected.more(2)
+    assert [len(prompt.ids) for prompt in (*collected.prompts, *more)] == [24, 40, 24, 24]
     text = [ids[len(prefix) :] for ids, _ in more]
-    assert [*made.prompts[0].ids[len(prefix) :], *text[0], *text[1]][: 40 - len(prefix)] == made.prompts[1].ids[
-        len(prefix) :
-    ]
-    for ids, _ in (*made.prompts, *more):
+    first, second = (prompt.ids[len(prefix) :] for prompt in collected.prompts)
+    assert [*first, *text[0], *text[1]][: 40 - len(prefix)] == second
+    for ids, _ in (*collected.prompts, *more):
         assert ids[: len(prefix)] == prefix
         assert not [token for token in ids[len(prefix) :] if token < len(SPECIAL)]

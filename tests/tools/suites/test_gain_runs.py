@@ -201,10 +201,10 @@ def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_bundled_model_uses_evidence_within_its_context_and_beyond_it_with_a_method() -> None:
     run = measure("reference", Gain(lengths=[256, 1024], samples=10), methods=["rerope"])
-    found = {(r.method is None, r.length, r.distance): r for r in run.results}
-    assert found[True, 256, 128].outcome == "better"
-    assert found[False, 1024, 512].outcome == "better"
-    assert found[True, 1024, 512].gain < 0.1 < found[False, 1024, 512].gain
+    results = {(r.method is None, r.length, r.distance): r for r in run.results}
+    assert results[True, 256, 128].outcome == "better"
+    assert results[False, 1024, 512].outcome == "better"
+    assert results[True, 1024, 512].gain < 0.1 < results[False, 1024, 512].gain
     assert "rerope" in (run.conclusion.best or "")
 
 

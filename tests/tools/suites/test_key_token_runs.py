@@ -65,8 +65,8 @@ def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride
     expected = naive_key_tokens(model, ids, window, stride, -0.02, -4.6, bos)
     for first in (1, window, count - 7):
         prefix = () if bos is None else (bos,)
-        found = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=prefix, length=count)
-        assert [first + place for place in found.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
+        is_key = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=prefix, length=count)
+        assert [first + place for place in is_key.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
     assert bool(expected) == (window < count)
 
 
@@ -116,7 +116,7 @@ def test_longppl_is_that_of_the_papers_code(model: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any, tmp_path: Path) -> None:
     run = measured(model, reference(), tmp_path)
-    (found,) = tmp_path.glob("*-keys-*")
+    (keys_folder,) = tmp_path.glob("*-keys-*")
     row = run.rows()[0]
     assert (row["longppl"], row["key_tokens"]) == (run.results[0].longppl, run.results[0].key_tokens)
     page = (run.folder / "report.html").read_text(encoding="utf-8")
@@ -124,13 +124,13 @@ def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any,
     assert f"{run.results[0].longppl:.2f}" in page
     assert "gain above 2, log-probability above -2, windows of 32 tokens every 8" in page
     assert json.loads((run.folder / "results.json").read_text())["results"][0]["longppl"] == row["longppl"]
-    assert "Key tokens" in (found / "report.html").read_text(encoding="utf-8")
+    assert "Key tokens" in (keys_folder / "report.html").read_text(encoding="utf-8")
     read: list[int] = []
     assert measured(model, reference(), tmp_path, progress=lambda name, tokens: read.append(tokens)) == run
     assert not read
-    by_file = measured(model, found / "keys.json", tmp_path)
+    by_file = measured(model, keys_folder / "keys.json", tmp_path)
     assert by_file == run  # the same keys are the same run
-    saved = json.loads((found / "keys.json").read_text())
+    saved = json.loads((keys_folder / "keys.json").read_text())
     saved["documents"][0]["ranges"] = saved["documents"][0]["ranges"][1:]
     (tmp_path / "other.json").write_text(json.dumps(saved))
     other = measured(model, tmp_path / "other.json", tmp_path)
@@ -154,8 +154,8 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     keys = re.sub(r"\s", "", first.stderr.rpartition("They are in ")[2].partition("keys.json")[0]) + "keys.json"
     again = CliRunner().invoke(app, [*command, "--keys-by", keys, "--json"])
     assert again.exit_code == 0, again.output
-    found = json.loads(again.stdout)
-    assert {each["length"] for each in found["results"] if each["longppl"]} == {128, 256}
+    answer = json.loads(again.stdout)
+    assert {each["length"] for each in answer["results"] if each["longppl"]} == {128, 256}
     assert len(list((tmp_path / "out").glob("*-perplexity-*"))) == 1
     for arguments, message in (
         (["--key-window", "16"], "give --keys-by, too"),
@@ -283,13 +283,13 @@ def test_documents_that_were_not_searched_are_warned_of(model: Any, tmp_path: Pa
     def keys(documents: list[Document], by: Any) -> Any:
         return sweep(model, documents, protocol="stream", keys_by=by, **options)
 
-    found = keys([known, short], reference())
+    searched = keys([known, short], reference())
     (folder,) = tmp_path.glob("*-keys-*")
     saved = json.loads((folder / "keys.json").read_text())["documents"]
     assert [(each["name"], bool(each["ranges"])) for each in saved] == [("a", True), ("b", False)]
-    assert keys([known, short], folder / "keys.json") == found
+    assert keys([known, short], folder / "keys.json") == searched
     with pytest.warns(UserWarning, match="not searched for in 1 of 3 documents, such as 'c'"):
-        assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == found.results[-1].key_tokens
+        assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == searched.results[-1].key_tokens
 
 
 def test_the_interval_is_over_documents_that_have_keys() -> None:

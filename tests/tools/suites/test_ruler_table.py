@@ -39,8 +39,8 @@ RECORDED = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("questions")
     with pytest.MonkeyPatch.context() as patched:
-        for name, made in {"RULER_SQUAD": squad(), "RULER_HOTPOTQA": hotpotqa()}.items():
-            (folder / f"{name}.json").write_text(json.dumps(made), encoding="utf-8")
+        for name, content in {"RULER_SQUAD": squad(), "RULER_HOTPOTQA": hotpotqa()}.items():
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
             patched.setenv(name, str(folder / f"{name}.json"))
         yield
 
@@ -51,8 +51,8 @@ def test_questions_about_documents_are_those_of_upstream(case: str) -> None:
     samples = suite("ruler-qa").samples(
         task, make_tokenizer("pieces"), length=int(length), count=3, seed=42, haystack=""
     )
-    made = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
-    assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:32] == RECORDED[case]
+    fields = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
+    assert hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32] == RECORDED[case]
 
 
 def test_the_hub_has_the_same_articles() -> None:

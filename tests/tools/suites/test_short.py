@@ -45,8 +45,8 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("local")
 def test_questions_keep_their_own_choices(tokenizer: Any) -> None:
-    made = suite("short").samples("arc_easy", tokenizer, length=256, count=3, seed=0, haystack="")
-    assert {(s.prompt, s.references, s.others) for s in made} == {
+    samples = suite("short").samples("arc_easy", tokenizer, length=256, count=3, seed=0, haystack="")
+    assert {(s.prompt, s.references, s.others) for s in samples} == {
         (str(q["text"]), (q["choices"][q["label"]],), tuple(c for c in q["choices"] if c != q["choices"][q["label"]]))
         for q in QUESTIONS[:3]
         if isinstance(q["choices"], list) and isinstance(q["label"], int)

@@ -52,8 +52,8 @@ def test_the_page_and_the_json(tmp_path: Path) -> None:
     order = ("How well", "<table", "<svg", "Best at", "<details", "(0.0% to", "Do the measures agree", "<pre>")
     assert (places := [page.index(text) for text in order]) == sorted(places)
     assert "http" not in page.replace("http://www.w3.org", "")
-    found = json.loads(json.dumps(comparison.to_dict()))
-    assert found["best"] == "yarn x4"
-    assert found["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
-    assert len(found["measures"][1]["values"]) == 8
+    values = json.loads(json.dumps(comparison.to_dict()))
+    assert values["best"] == "yarn x4"
+    assert values["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
+    assert len(values["measures"][1]["values"]) == 8
     assert comparison._repr_html_().startswith("<p>Best at 256")

@@ -390,10 +390,10 @@ def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcom
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
     report = run.report()
-    told = report.verdicts["unpatched"]["64"]
-    assert told.outcome is outcome
-    assert message in str(told)
-    assert f" 64: {told}" in unwrapped(report)
+    comparison = report.verdicts["unpatched"]["64"]
+    assert comparison.outcome is outcome
+    assert message in str(comparison)
+    assert f" 64: {comparison}" in unwrapped(report)
     assert report.retrieval == {}
     assert "\N{DAGGER}" not in str(report)
     assert str(replace(report, target_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means
