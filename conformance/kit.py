@@ -276,9 +276,10 @@ def write_model(name: str, folder: Path) -> Path:
 
 def allowed_difference(entry: Json, dtype: str) -> float:
     """Return the root mean square difference of logits that a dtype explains."""
-    measured = entry["rounding"].get(dtype)  # in standard deviations of the logits
-    deviations = about()["tolerances"][dtype]["logits"] if measured is None else 3 * measured
-    return float(deviations) * float(entry["std"])
+    deviation = float(entry["std"])
+    if dtype in entry["rounding"]:
+        return 3 * float(entry["rounding"][dtype]) * deviation
+    return float(about()["tolerances"][dtype]["logits"]) * deviation
 
 
 def check_models(port: Any, dtype: str = "float32", names: list[str] | None = None) -> Iterator[Outcome]:

@@ -1,4 +1,4 @@
-"""Convert a checkpoint in Meta's format (params.json, consolidated.*.pth) to one that transformers loads.
+"""Convert a checkpoint from Meta's format (params.json, consolidated.*.pth) to the format of transformers.
 
 python examples/convert_meta_checkpoint.py [META_FOLDER NEW_FOLDER]
 """
@@ -21,7 +21,7 @@ else:  # make a checkpoint in Meta's format from the bundled model
     rope.convert_checkpoint(path(), meta, to="meta")
     print("Meta's format:", sorted(file.name for file in meta.iterdir()))
 
-report = rope.convert_checkpoint(meta, new, to="half", verify=True)  # Meta's weights are interleaved
+report = rope.convert_checkpoint(meta, new, to="half", verify=True)  # the rows of Meta's weights are interleaved
 print(report)
 
 model = AutoModelForCausalLM.from_pretrained(new)

@@ -1,4 +1,4 @@
-"""LoRA on a patched model: train, save the adapter, load it again, merge.
+"""Train LoRA on a patched model, save the adapter, load it again, and merge it.
 
 python examples/finetune_with_peft.py [FOLDER]
 """
@@ -16,7 +16,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reference import path
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
-length, steps = 1024, 3  # the bundled model is trained at 256; a real run takes some hundred steps
+length, steps = 1024, 3  # the bundled model was trained at 256 tokens; a real run takes some hundred steps
 
 torch.manual_seed(0)
 tokenizer = AutoTokenizer.from_pretrained(path())
@@ -35,18 +35,19 @@ for step in range(steps):
     optimizer.zero_grad()
     print(f"step {step}: loss {loss.item():.3f}")
 
-# The adapter alone. Its folder records the method, which goes into the base model again before the adapter does.
+# Save the adapter alone. Its folder records the method, and loading patches the base model before it adds the adapter.
 model.save_pretrained(folder / "adapter")
 again = rope.from_pretrained(folder / "adapter", dtype=torch.float32)
 
-# Or merge it and save the whole model, which carries the method.
+# Or merge it, and save the whole model, whose config records the method.
 with torch.no_grad():
     expected = model.eval()(ids[:, :length]).logits
 model.merge_and_unload().save_pretrained(folder / "merged")
 loaded = rope.from_pretrained(folder / "merged")
 
 with torch.no_grad():
-    by_adapter, by_merging = (m.eval()(ids[:, :length]).logits for m in (again, loaded))
-print(f"logits differ by {(by_adapter - expected).abs().max():.1e} and {(by_merging - expected).abs().max():.1e}")
-assert torch.allclose(by_adapter, expected, atol=1e-3)
-assert torch.allclose(by_merging, expected, atol=1e-3)
+    with_adapter = again.eval()(ids[:, :length]).logits
+    merged = loaded.eval()(ids[:, :length]).logits
+print(f"logits differ by {(with_adapter - expected).abs().max():.1e} and {(merged - expected).abs().max():.1e}")
+assert torch.allclose(with_adapter, expected, atol=1e-3)
+assert torch.allclose(merged, expected, atol=1e-3)

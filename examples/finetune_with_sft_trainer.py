@@ -1,9 +1,9 @@
-"""Supervised fine-tuning of a patched model with TRL's SFTTrainer and LoRA; the adapter's folder records the method.
+"""Fine-tune a patched model with TRL's SFTTrainer and LoRA; the adapter's folder records the method.
 
 python examples/finetune_with_sft_trainer.py [FOLDER]
 
-Needs `pip install trl peft`. The settings suit the bundled model and some seconds; comments have values to begin with
-for a model of billions of parameters.
+It needs `pip install trl peft`. The settings are for the bundled model and some seconds; the comments have values to
+start with for a model of billions of parameters.
 """
 
 import sys
@@ -21,7 +21,7 @@ from rope_ext_hf.reading.corpora import load
 from rope_ext_hf.reference import path
 
 folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
-name, length = path(), 1024  # yours: a Hub id or a folder, and the length to train for, e.g. 32768
+name, length = path(), 1024  # for your model: its Hub id or folder, and the length to train for, such as 32768
 
 tokenizer = AutoTokenizer.from_pretrained(name)
 texts = Dataset.from_list([{"text": document.text[: 4 * length]} for document in load("stdlib")])
@@ -31,15 +31,15 @@ model = rope.patch(model, "yarn", target_length=length)  # before SFTTrainer put
 settings = SFTConfig(
     output_dir=folder / "run",
     max_length=length,  # the extended length; the trainer cuts longer texts
-    packing=False,  # packed short texts never reach the new positions: train on texts that are long themselves
-    max_steps=3,  # some hundred
+    packing=False,  # packed short texts never reach the new positions, so train on texts that are long themselves
+    max_steps=3,  # some hundreds
     per_device_train_batch_size=1,
     gradient_accumulation_steps=1,  # 16
-    learning_rate=1e-3,  # 1e-4; without LoRA 2e-5, as in finetune_with_trainer.py
+    learning_rate=1e-3,  # 1e-4, or without LoRA 2e-5, as in finetune_with_trainer.py
     lr_scheduler_type="cosine",
     warmup_steps=1,  # 20
     bf16=torch.cuda.is_available(),
-    gradient_checkpointing=False,  # True: trades time for the memory of activations
+    gradient_checkpointing=False,  # True: slower, with less memory for activations
     logging_steps=1,
     save_strategy="no",
     report_to="none",
@@ -53,6 +53,6 @@ trainer.train()
 losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 trainer.save_model(str(folder / "adapter"))
-again = rope.from_pretrained(folder / "adapter", dtype=model.dtype)  # the base model, the method, the adapter
+again = rope.from_pretrained(folder / "adapter", dtype=model.dtype)  # the base model with the method and the adapter
 print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the adapter's folder says: {rope.describe(again).method}")
 assert rope.describe(again).extended_length == length

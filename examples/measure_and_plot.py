@@ -1,4 +1,4 @@
-"""Bits per byte of a model by context length, for several methods, and the curve as a picture.
+"""Measure a model's bits per byte by context length under several methods; the run's folder has a chart.
 
 python examples/measure_and_plot.py [FOLDER]
 """
@@ -16,11 +16,11 @@ folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp())
 model = AutoModelForCausalLM.from_pretrained(path())
 run = sweep(
     model,
-    "stdlib",  # held-out modules of Python's library; a text file, a pattern or hf:OWNER/NAME works too
+    "stdlib",  # held-out modules of Python's library; or a text file, a pattern or hf:OWNER/NAME
     methods=["yarn", "self-extend"],
     factors=[4],
     lengths=[256, 512, 1024],
-    max_spans=2,  # more spans, narrower intervals
+    max_spans=2,  # more spans give narrower confidence intervals
     out=folder,
 )
 for result in run.results:

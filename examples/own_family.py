@@ -1,4 +1,4 @@
-"""A model family that the package does not have: patching works by structure, converting takes a table.
+"""Use a model family that the package does not know: patching needs nothing, converting needs a table.
 
 python examples/own_family.py
 """
@@ -29,9 +29,9 @@ torch.manual_seed(0)
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = OwnForCausalLM(OwnConfig(vocab_size=100, num_key_value_heads=2, max_position_embeddings=128, **sizes)).eval()
 
-# Patching, describing, saving: nothing to add.
+# Patching, describing and saving go by the structure of the model and need no table.
 rope.patch(model, "yarn", factor=4)
-print(rope.describe(model))  # its pairing is unknown
+print(rope.describe(model))  # the pairing is unknown
 folder = Path(tempfile.mkdtemp())
 model.save_pretrained(folder / "patched")
 again = rope.from_pretrained(folder / "patched")
@@ -39,14 +39,14 @@ ids = torch.arange(3, 67)[None]
 with torch.no_grad():
     assert torch.allclose(again(ids).logits, model(ids).logits, atol=1e-4)
 
-# Converting its weights: refused until a table states which rows rotate.
+# Converting its weights is refused until a table states which rows rotate.
 rope.unpatch(model).save_pretrained(folder / "half")
 try:
     rope.convert_checkpoint(folder / "half", folder / "interleaved", to="interleaved")
 except rope.RopeExtError as error:
     print("refused:", error)
 
-# This table goes into patches/families.toml. It is read and checked here.
+# Such a table goes into patches/families.toml; here it is only read and checked.
 TABLE = """
 [own_family]
 like = "llama"

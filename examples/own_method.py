@@ -1,4 +1,4 @@
-"""A method of your own: one class, registered under a name, used like every other.
+"""Write a method of your own: a class that is registered under a name, and used like every other method.
 
 python examples/own_method.py
 """
@@ -18,14 +18,14 @@ from rope_ext_hf.reference import path
 @rope.register_method("half-linear")
 @dataclass(frozen=True, kw_only=True)
 class HalfLinear(rope.RopeMethod):
-    """The slower half of the pairs interpolated, the faster half as trained."""
+    """Interpolation of the slower half of the pairs; the faster half keeps its frequencies."""
 
     factor: float
 
     def compute(self, rotary: rope.Rotary, length: Tensor) -> tuple[Tensor, Tensor | float]:
-        inv_freq = rotary.inv_freq(length.device)  # (dim // 2,) float64: what the method changes
+        inv_freq = rotary.inv_freq(length.device)  # (dim // 2,) float64, the model's own frequencies
         slow = torch.arange(rotary.dim // 2, device=length.device) >= rotary.dim // 4
-        return torch.where(slow, inv_freq / self.factor, inv_freq), 1.0  # and the attention factor
+        return torch.where(slow, inv_freq / self.factor, inv_freq), 1.0  # frequencies, and the attention factor
 
 
 model = AutoModelForCausalLM.from_pretrained(path())
@@ -36,7 +36,7 @@ for name in ("linear", "half-linear"):
 
 folder = tempfile.mkdtemp()
 rope.patch(model, "half-linear", factor=4).save_pretrained(folder)
-plain = AutoModelForCausalLM.from_pretrained(folder)  # a static method has a form that transformers loads
+plain = AutoModelForCausalLM.from_pretrained(folder)  # stock transformers loads a model with a static method
 ids = torch.arange(3, 67)[None]
 with torch.no_grad():
     assert torch.allclose(plain(ids).logits, model(ids).logits, atol=1e-4)

@@ -137,7 +137,7 @@ def test_a_server_with_a_short_context(
 def test_a_server_that_is_none(tmp_path: Path) -> None:
     done = run("--server", "http://127.0.0.1:9", "--model", "llama-yarn", cwd=tmp_path)
     assert done.returncode == 1
-    assert "no server of a kind that is known here" in done.stderr
+    assert "does not answer like vLLM, SGLang, llama.cpp" in done.stderr
 
 
 # --- C++ ----------------------------------------------------------------------------------------------------------

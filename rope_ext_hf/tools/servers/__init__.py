@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from rope_ext_hf.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.servers.answers import BaselineReport as BaselineReport
-    from rope_ext_hf.tools.servers.answers import compare_server as compare_server
-    from rope_ext_hf.tools.servers.answers import record_server as record_server
+    from rope_ext_hf.tools.servers.baselines import BaselineReport as BaselineReport
+    from rope_ext_hf.tools.servers.baselines import compare_server as compare_server
+    from rope_ext_hf.tools.servers.baselines import record_server as record_server
     from rope_ext_hf.tools.servers.checking import check_server as check_server
     from rope_ext_hf.tools.servers.server_report import ServerReport as ServerReport
 

@@ -15,7 +15,7 @@ from rope_ext_hf.files import json_text
 from rope_ext_hf.questions import argument
 
 if TYPE_CHECKING:
-    from rope_ext_hf.tools.servers.answers import BaselineReport
+    from rope_ext_hf.tools.servers.baselines import BaselineReport
     from rope_ext_hf.tools.servers.server_report import ServerReport
 
 
@@ -71,7 +71,7 @@ def check_server(
 
     Example: `rope-ext check-server http://localhost:8000 my-model-yarn`
     """
-    from rope_ext_hf.tools.servers.answers import compare_server, record_server
+    from rope_ext_hf.tools.servers.baselines import compare_server, record_server
     from rope_ext_hf.tools.servers.checking import check_server as check
 
     if sum(file is not None for file in (record, against, from_file)) > 1:

@@ -35,16 +35,14 @@ from rope_ext_hf.reading.scorer import check_numbers
 from rope_ext_hf.reading.spans import prefix_tokens
 from rope_ext_hf.runs.identity import digest_inputs
 from rope_ext_hf.runs.journal import holds_folder
-from rope_ext_hf.runs.measures import exponential, perplexity_text
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import RunFile, run_file
 from rope_ext_hf.runs.runner import Progress
-from rope_ext_hf.runs.statistics import Estimate, estimate_share, estimate_share_change
-from rope_ext_hf.runs.tables import BEYOND
-from rope_ext_hf.runs.verdicts import Verdict, verdict
-from rope_ext_hf.terminal import Report, as_wide_as, text_table, wrapped
+from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
+from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS, made_from, write_card
 from rope_ext_hf.tools.training.callback import RopeCallback
+from rope_ext_hf.tools.training.finetune_report import FinetuneReport
 from rope_ext_hf.tools.training.guarded_training import Rows, train
 from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.run_folder import open_run, save_model
@@ -58,82 +56,6 @@ _MODELS = ("unpatched", "patched", "trained", "control", "control, patched")
 They are the model as loaded, patched, patched and then trained, trained without the patch, and the last one patched
 after its training.
 """
-
-
-@dataclass(frozen=True)
-class FinetuneReport(Report):
-    """The measurements of a fine-tuning, before and after.
-
-    Losses are in nats per token, of the same tokens at every length and for every model. In JSON, an estimate has its
-    value, the ends of its interval, and the number of documents or prompts.
-
-    Attributes:
-        settings: the fields of the question.
-        context_length: the length that the model was made for, in tokens.
-        target_length: the length that it was trained for, in tokens.
-        losses: the loss, by model ("unpatched", "patched", "trained", and with a control "control" and "control,
-            patched") and by length in tokens.
-        gains: the amount by which the trained model's loss is lower, by the model it is compared with and by length,
-            with its 95% confidence interval, paired by document. "unpatched at 1x" is the unpatched model at its
-            context length.
-        retrieval: the share of prompts at the target length that are answered exactly, by patched model, with its
-            confidence interval over prompts; empty: not measured.
-        retrieval_gains: the amount by which the trained model's share is larger, by the model it is compared with.
-        training: steps, seconds and losses of the training, and of the control.
-        folder: the folder of the trained model.
-    """
-
-    settings: dict[str, Any]
-    context_length: int
-    target_length: int
-    losses: dict[str, dict[str, float]]
-    gains: dict[str, dict[str, Estimate]]
-    retrieval: dict[str, Estimate]
-    retrieval_gains: dict[str, Estimate]
-    training: dict[str, dict[str, Any]]
-    folder: str
-
-    @property
-    def verdicts(self) -> dict[str, dict[str, Verdict]]:
-        """The comparison of the trained model's loss with that of every other model, by model and length."""
-        return {
-            name: {length: verdict(gain, perplexity=True) for length, gain in by_length.items()}
-            for name, by_length in self.gains.items()
-        }
-
-    @property
-    def findings(self) -> str:
-        """The table of perplexities, the verdicts, the retrieval and the duration, as text."""
-        lengths = list(self.losses["trained"])
-        heads = [f"{int(length):,}{BEYOND if int(length) > self.target_length else ''}" for length in lengths]
-        rows = [
-            [name, *(perplexity_text(exponential(losses[length])) for length in lengths)]
-            for name, losses in self.losses.items()
-        ]
-        lines = [text_table([["perplexity", *heads], *rows], "lr")]
-        for name, by_length in self.verdicts.items():
-            lines += ["", f"perplexity of the model {name!r}, compared with the trained one"]
-            lines += [wrapped(str(comparison), f"{int(length):>12,}: ") for length, comparison in by_length.items()]
-        lines += self._retrieval_lines()
-        if any(BEYOND in head for head in heads):
-            lines += ["", f"{BEYOND} longer than the model is trained for, {self.target_length:,} tokens"]
-        training = self.training["trained"]
-        return "\n".join([*lines, "", f"{training['steps']} steps in {training['seconds'] / 60:.1f} minutes"])
-
-    def _retrieval_lines(self) -> list[str]:
-        if not self.retrieval:
-            return []
-        lines = ["", f"prompts of {self.target_length:,} tokens that are answered exactly"]
-        for name, share in self.retrieval.items():
-            prompts = f" of {share.items} prompts" if share.low is None else ""
-            lines.append(f"  {name}: {share.text('{:.0%}'.format)}{prompts}")
-        for name, gain in self.retrieval_gains.items():
-            comparison = verdict(gain, unit="points", higher_is_better=True, item="prompt", scale=100, digits=1)
-            lines.append(wrapped(str(comparison), f"  trained, compared with {name!r}: "))
-        return lines
-
-    def __str__(self) -> str:
-        return f"{self.findings}; the model is in {self.folder}"
 
 
 def _settings(question: Finetuning) -> dict[str, Any]:

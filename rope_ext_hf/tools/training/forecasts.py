@@ -71,14 +71,14 @@ def forecast(question: Finetuning, out: Path) -> Forecast:
         device=device,
         memory=memory,
         gpu=memory,
-        disk=(weights + 6 * trainings * learned)
-        * width,  # two checkpoints of each training, with the optimizer's state
+        # The model, and two checkpoints of each training with the optimizer's state.
+        disk=(weights + 6 * trainings * learned) * width,
         folder=str(out),
     )
 
 
 def _measuring_work(question: Finetuning, material: TrainingMaterial, model: PreTrainedModel, models: int) -> _Work:
-    """Return the work of measuring so many models, of which all with the patch answer the retrieval, too."""
+    """Return the work of measuring so many models; the patched ones among them are also asked for retrieval."""
     perplexity = Perplexity(
         lengths=doubling(material.short, material.long),
         targets=material.short // 2,

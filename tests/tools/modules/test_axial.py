@@ -1,4 +1,4 @@
-"""`AxialRotaryEmbedding`: its law, transformers' own modules of several axes, methods per axis, refusals."""
+"""`AxialRotaryEmbedding`: relative positions per axis, transformers' own modules, a method per axis, refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANY = torch.zeros(1)
 
 
 def grid(*sizes: int) -> Tensor:
-    """The positions of every cell of a grid, (axes, 1, cells)."""
+    """Return the positions of every cell of a grid, (axes, 1, cells)."""
     return torch.stack(torch.meshgrid(*map(torch.arange, sizes), indexing="ij")).flatten(1)[:, None]
 
 
@@ -65,7 +65,7 @@ def test_mrope_of_text_models_is_one_setting(model_type: str, method: str) -> No
 
 
 def _axes(sections: list[int], arrangement: str) -> list[int]:
-    """The two arrangements as their authors write them."""
+    """Return cos and sin in the two arrangements as their authors write them."""
     if arrangement == "contiguous":
         return [0] * sections[0] + [1] * sections[1] + [2] * sections[2]
     axes = [0] * sum(sections)
@@ -158,7 +158,7 @@ def test_every_axis_counts() -> None:
 
 
 def sines(**arguments: Any) -> list[float]:
-    """The sine of each pair's angle at position 1 of every axis, that is of its frequency."""
+    """Return the sine of each pair's angle at position 1 of every axis, which is the sine of its frequency."""
     module = AxialRotaryEmbedding("default", Rotary(12, 1e3, 64), layout="bare", **arguments)
     sin: Tensor = module(ANY, torch.ones(1, 1, dtype=torch.int64))[1]
     return sin.flatten().tolist()
@@ -217,7 +217,7 @@ def test_an_attention_factor_multiplies_its_own_axis() -> None:
 
 
 def test_each_axis_has_a_length_of_its_own() -> None:
-    """The rows of one batch too; a length that is fixed counts instead."""
+    """This holds for the rows of one batch, too; a fixed length takes precedence."""
     rotary = Rotary(32, 1e4, 64)
     module = AxialRotaryEmbedding("dynamic-ntk", rotary, sections=(8, 8), table="own", layout="bare", growth="even")
     positions = torch.zeros(2, 2, 5, dtype=torch.int64)

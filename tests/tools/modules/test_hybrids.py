@@ -26,10 +26,10 @@ from tests.support.models import TRAINED, build, logits, tokens
 from tests.support.oracles import rotate_to
 
 Bias = Callable[[int, int, int], float]
-"""(head, query, key) -> what is added to the score."""
+"""A function of head, query and key that returns the addition to the score."""
 
 SLOPES = [2**-2, 2**-4, 2**-6, 2**-8]
-"""Of four heads, from the paper: a geometric sequence that begins at 2^(-8/4) and has that ratio."""
+"""The slopes of four heads, from the paper: a geometric sequence that begins at 2^(-8/4) and has that ratio."""
 
 METHODS: list[tuple[str, dict[str, Any], Bias]] = [
     ("alibi", {}, lambda h, m, n: -SLOPES[h] * max(0, m - n - TRAINED)),
@@ -48,7 +48,7 @@ each_method = pytest.mark.parametrize(
 
 @contextmanager
 def added(model: Any, bias: Bias) -> Iterator[Any]:
-    """A model whose attention is written out, with a number added to every score."""
+    """Return a model whose attention is written out, with a bias added to every score."""
 
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, **kwargs: Any
@@ -182,7 +182,7 @@ def test_slopes(heads: int, slopes: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "said"),
+    ("name", "params", "message"),
     [
         ("alibi", {"start": -1}, "start must be at least 0"),
         ("alibi", {"strength": 0.0}, "strength must be above 0"),
@@ -192,10 +192,10 @@ def test_slopes(heads: int, slopes: list[float]) -> None:
         ("kerple", {"r1": (1.0, 2.0)}, "r1 has 2 numbers; give one, or one for each of 4 heads"),
     ],
 )
-def test_what_cannot_be_is_refused(name: str, params: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_refused(name: str, params: dict[str, Any], message: str) -> None:
     model, ids = build("llama"), tokens(20)
     before = logits(model, ids)
-    with pytest.raises(MethodError, match=said):
+    with pytest.raises(MethodError, match=message):
         rope.patch(model, name, **params)
     assert torch.equal(logits(model, ids), before)
 
@@ -215,7 +215,7 @@ def test_buckets_are_those_of_t5(bidirectional: bool) -> None:
 
 
 def filled(bias: nn.Module) -> nn.Module:
-    """With other numbers than at first."""
+    """Return a learned bias with random parameters."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in bias.parameters():
@@ -224,7 +224,7 @@ def filled(bias: nn.Module) -> nn.Module:
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, bias: Callable[[int, int, int], Tensor], z: Tensor | None) -> Tensor:
-    """Attention of one row with grouped heads, pair by pair, in float64; q, k, v (heads, tokens, dim)."""
+    """Compute attention of one row with grouped heads, pair by pair, in float64; q, k, v are (heads, tokens, dim)."""
     groups, past = q.shape[0] // k.shape[0], k.shape[1] - q.shape[1]
     rows = []
     for h in range(q.shape[0]):
@@ -240,7 +240,7 @@ def naive(q: Tensor, k: Tensor, v: Tensor, bias: Callable[[int, int, int], Tenso
 
 
 def definition(bias: Any) -> Callable[[int, int, int], Tensor]:
-    """The learned biases from their formulas, given a module's numbers."""
+    """Return the learned biases from their formulas, with a module's parameters."""
     if isinstance(bias, KerpleBias):
         r1 = torch.log1p(bias.raw_r1.exp()).double()
         if bias.kernel == "log":
@@ -335,7 +335,7 @@ def test_rotation_and_scale_together_are_the_formula_of_xpos(pairing: Any) -> No
 def test_scores_of_a_hybrid_depend_on_differences_of_positions_alone(
     kind: str, heads: int, pairs: int, length: int, shift: int, method: str, dtype: torch.dtype, seed: int
 ) -> None:
-    """The output is the same wherever the input stands."""
+    """The output does not depend on the position at which the input begins."""
     factor: dict[str, Any] = {} if method == "default" else {"factor": 4.0}
     rotary = rope.RotaryEmbedding(method, rope.Rotary(2 * pairs, 1e4, 64), **factor)
     generator = torch.Generator().manual_seed(seed)
@@ -442,7 +442,7 @@ def test_attention_to_both_sides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (lambda: T5Bias(4, buckets=2), "at least 4"),
         (lambda: T5Bias(4, buckets=6, bidirectional=True), "multiple of 4"),
@@ -453,8 +453,8 @@ def test_attention_to_both_sides() -> None:
         (lambda: XPos(8, pairing="thirds"), "pairing"),
     ],
 )
-def test_modules_refuse_what_cannot_be(make: Callable[[], Any], said: str) -> None:
-    with pytest.raises(MethodError, match=said):
+def test_modules_refuse_what_cannot_be(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(MethodError, match=message):
         make()
 
 

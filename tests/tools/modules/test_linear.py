@@ -1,4 +1,4 @@
-"""Linear attention with RoPE: equal to its definition in every form, and the laws that it obeys."""
+"""Linear attention with RoPE: equal to its definition in every form, and invariances."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 
 
 attend: Any = functools.partial(linear_attention, eps=0.01)
-"""With a larger eps: relu's denominator can be 0, and a division by 1e-6 makes rounding errors large."""
+"""The eps is larger: relu's denominator can be 0, and a division by 1e-6 makes rounding errors large."""
 
 
 @dataclass(repr=False)
 class Case:
-    """Inputs of one call: shapes, method and dtype drawn, numbers from a seed."""
+    """Inputs of one call: shapes, method and dtype are drawn, numbers come from a seed."""
 
     query: Tensor
     key: Tensor
@@ -54,7 +54,7 @@ class Case:
         return self.query.shape[2]
 
     def rotation(self, shift: int = 0) -> tuple[Tensor, Tensor]:
-        """cos and sin as a rotary module gives them, with the method's attention factor, all positions shifted."""
+        """Return cos and sin as a rotary module does, with the method's attention factor and all positions shifted."""
         angles = self.angles + shift * (self.angles[1] - self.angles[0] if self.length > 1 else self.angles[0])
         both = torch.cat((angles, angles), -1)
         return both.cos() * self.attention_factor, both.sin() * self.attention_factor
@@ -184,7 +184,7 @@ def test_positions_matter_by_their_differences_alone(kernel: Any, case: Case, sh
 
 
 def weights_of(case: Case, kernel: Any) -> Tensor:
-    """What each value is multiplied by, (batch, heads, length, length)."""
+    """Return the weight of each value, (batch, heads, length, length)."""
     value = torch.eye(case.length, dtype=torch.float64).expand(*case.query.shape[:3], -1)
     return linear_attention(case.query, case.key, value, *case.rotation(), kernel=kernel, eps=1e-30)
 
@@ -201,7 +201,7 @@ def test_weights_of_the_cosine_kernel_are_a_mean(case: Case) -> None:
 @given(case=exact)
 @settings(max_examples=25)
 def test_denominators_do_not_turn(kernel: Any, case: Case) -> None:
-    """The denominator is that of no rotation, where weights add up to 1; that of elu is above 0."""
+    """The denominator is that without a rotation, where weights add up to 1; for elu it is above 0."""
     still = [torch.ones_like(case.rotation()[0]), torch.zeros_like(case.rotation()[0])]
     constant = torch.ones_like(case.value)
     plain = linear_attention(case.query, case.key, constant, *still, kernel=kernel, eps=1e-30)
@@ -212,7 +212,7 @@ def test_denominators_do_not_turn(kernel: Any, case: Case) -> None:
 
 
 def test_rotated_products_of_features_are_no_denominator() -> None:
-    """Two tokens half a cycle apart: the product of their features is -1 times what it was."""
+    """For two tokens half a cycle apart, a rotation changes the sign of the product of their features."""
     one = torch.ones(1, 1, 2, 2, dtype=torch.float64)
     both = torch.tensor([0.0, math.pi], dtype=torch.float64)[:, None].expand(2, 2)
     value = torch.eye(2, dtype=torch.float64).expand(1, 1, 2, 2)
@@ -250,7 +250,7 @@ def test_padding_is_as_if_it_were_not_there(kernel: Any, case: Case, causal: boo
 @kernels
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_overflows(kernel: Any, form: Any) -> None:
-    """Zeros, where relu's denominator and a norm are 0, and numbers as large as a model meets."""
+    """Inputs are zeros, where relu's denominator and a norm are 0, and numbers as large as models have."""
     table = rope.RotaryEmbedding("default", rope.Rotary(8, 1e4, 64))
     for scale in (0.0, 1e4, -1e4):
         x = (scale * torch.ones(1, 1, 5, 8)).requires_grad_()
@@ -294,7 +294,7 @@ def test_work_grows_with_the_length_and_a_step_does_not(kernel: Any) -> None:
 
 @kernels
 def test_memory_grows_with_the_length(kernel: Any) -> None:
-    """By the largest tensor that is made, forward and backward."""
+    """Memory is measured by the largest tensor of forward and backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 

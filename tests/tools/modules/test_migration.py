@@ -1,4 +1,4 @@
-"""`migrate_to_rope`: equal to the encoder without its positions, rotated, saved plainly, trained back, refused."""
+"""`migrate_to_rope`: equal to the encoder without positions; rotation, saving, training and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADS = ("Model", "ForMaskedLM", "ForTokenClassification", "ForQuestionAnswering
 
 
 def build(name: str = "bert", head: str = "ForMaskedLM", **settings: Any) -> Any:
-    """A small random encoder, every parameter of it random."""
+    """Return a small encoder in which every parameter is random."""
     stem, own, _ = FAMILIES[name]
     draws = torch.Generator().manual_seed(3)
     with torch.random.fork_rng(devices=[]):
@@ -58,7 +58,7 @@ def output(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
 
 
 def without_positions(model: Any) -> Any:
-    """A copy whose table of positions is zeros, or in RoFormer does not rotate."""
+    """Return a copy whose table of positions is zero, or in RoFormer rotates by nothing."""
     model = copy.deepcopy(model)
     for name, parameter in model.named_parameters():
         if name.endswith("position_embeddings.weight"):
@@ -95,7 +95,7 @@ def test_the_head_of_electra() -> None:
 
 
 def test_only_differences_of_positions_count() -> None:
-    """A masked beginning changes nothing afterwards; in BERT it does."""
+    """Masked tokens at the beginning do not change the output of later ones; in BERT they do."""
     source, ids = build(), tokens(16)
     migrated = modules.migrate_to_rope(source)
     shifted = torch.cat((torch.full((1, 16), 5), ids), 1)
@@ -118,7 +118,7 @@ def test_other_lengths_dtypes_and_modes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "message"),
     [
         (
             lambda: build("bert", "ForSequenceClassification"),
@@ -134,8 +134,8 @@ def test_other_lengths_dtypes_and_modes() -> None:
         ),
     ],
 )
-def test_refused_models(make: Any, said: str) -> None:
-    with pytest.raises(rope.UnsupportedModelError, match=said):
+def test_refused_models(make: Any, message: str) -> None:
+    with pytest.raises(rope.UnsupportedModelError, match=message):
         modules.migrate_to_rope(make())
 
 
@@ -149,7 +149,7 @@ def test_refused_arguments() -> None:
 
 
 def trained(model: Any, steps: int, seed: int) -> float:
-    """Train a model to give the token before each masked one; the share that it finds afterwards."""
+    """Train a model to predict the token before each masked one, and return the share that it predicts then."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     draws = torch.Generator().manual_seed(seed)
 
@@ -171,13 +171,13 @@ def trained(model: Any, steps: int, seed: int) -> float:
     model.eval()
     ids, labels = batch()
     with torch.no_grad():
-        found = model(input_ids=ids).logits.argmax(-1) == labels
-    return float(found[labels >= 0].double().mean())
+        is_right = model(input_ids=ids).logits.argmax(-1) == labels
+    return float(is_right[labels >= 0].double().mean())
 
 
 @pytest.mark.thorough
 def test_a_migrated_encoder_is_trained_back() -> None:
-    """A task that needs positions: lost with them, and learnt again in fewer steps than from the beginning."""
+    """A task that needs positions is lost with them, and learnt again in fewer steps than from the beginning."""
     no_dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     source = transformers.BertForMaskedLM(transformers.BertConfig(**FAMILIES["bert"][1] | no_dropout))
     assert trained(source, 600, seed=0) > 0.9

@@ -1,4 +1,4 @@
-"""`RotaryAttention`: equal to transformers' attention with the same weights, and one input read in any pieces."""
+"""`RotaryAttention`: equal to transformers' attention with the same weights, however an input is cut into pieces."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ours(method: str = "default", *, rotary: rope.Rotary = ROTARY, **options: An
 
 @functools.cache
 def theirs(family: str, method: str, bias: bool, heads: int, kv_heads: int) -> tuple[Any, Any]:
-    """The attention and the rotary module of a family of transformers, with random weights, norms among them."""
+    """Return the attention and the rotary module of a transformers family, with random weights and norms."""
     from transformers.models.llama import modeling_llama
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.qwen3 import modeling_qwen3
@@ -95,7 +95,7 @@ def theirs(family: str, method: str, bias: bool, heads: int, kv_heads: int) -> t
 def test_equal_to_transformers(
     family: str, method: str, bias: bool, heads: tuple[int, int], batch: int, length: int, begin: int, seed: int
 ) -> None:
-    """Outputs and gradients, with the state_dict of theirs."""
+    """Outputs and gradients are equal to transformers', whose state_dict is loaded."""
     attention, table = theirs(family, method, bias, *heads)
     mine = RotaryAttention(
         HIDDEN,
@@ -148,7 +148,7 @@ def test_the_last_tokens_of_every_piece_are_those_of_one_pass(
 @given(length=st.integers(2, 30), cut=st.integers(1, 29), causal=st.booleans(), seed=st.integers(0, 2**31))
 @settings(max_examples=12)
 def test_padding_is_as_if_it_were_not_there(method: str, length: int, cut: int, causal: bool, seed: int) -> None:
-    """Padding anywhere, another amount in every row, in one pass and in two pieces."""
+    """Padding may stand anywhere, in another amount in every row; the input is read in one pass and in two pieces."""
     attention = ours(method, causal=causal).double()
     mask = torch.rand(3, length, generator=torch.Generator().manual_seed(seed)) < 0.6
     mask[:, -1] = True
@@ -185,7 +185,7 @@ def test_full_attention_with_equal_positions_has_no_order() -> None:
 
 
 def interleaved_attention(attention: RotaryAttention, x: Tensor, positions: Tensor) -> Tensor:
-    """The same layer as code of the interleaved pairing computes it, with weights in that order."""
+    """Compute the layer as code of the interleaved pairing does, with weights in that order."""
     heads = {"q_proj": HEADS, "k_proj": KV_HEADS}
     query, key = (
         (x @ to_pairing(getattr(attention, name).weight, "interleaved", heads=count).T).view(*x.shape[:2], count, DIM)

@@ -1,4 +1,4 @@
-"""Biases on scores as methods: up to where short inputs stay, and models that take none."""
+"""Score biases as methods: the length up to which inputs are unchanged, and models that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plug-in of SGLang without SGLang: what it takes over, what it leaves alone, and the tables that it builds.
+"""The plug-in of SGLang without SGLang: the settings that it handles, those that it passes on, and its tables.
 
 `make test-engines` registers it with SGLang's own hook registry and builds SGLang's own rotary classes.
 """
@@ -30,7 +30,7 @@ PACKAGES = ("sglang", "sglang.srt", "sglang.srt.layers", "sglang.srt.layers.rota
 
 
 class Rotary:
-    """The constructor of SGLang's class: it asks its methods for a table, and keeps that in float32 or the dtype."""
+    """A stand-in for SGLang's class: its constructor builds a table, and keeps it in float32 or in the dtype."""
 
     def __init__(
         self, head_size: int, rotary_dim: int, max_position: int, base: float, half: bool, dtype: torch.dtype
@@ -51,7 +51,7 @@ class HookType(Enum):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of SGLang's names with the plug-in registered, and its hooks put around the functions."""
+    """Return a module with SGLang's names, the plug-in registered, and its hooks put around the functions."""
 
     def get_rope(
         head_size: int,
@@ -86,8 +86,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield modules[FACTORY]
 
 
-def settings(model: Any, method: str = "yarn", **asked: Any) -> dict[str, Any]:
-    overrides = serving.serving_config(model, "sglang", method, factor=4, plugin=True, **asked).overrides
+def settings(model: Any, method: str = "yarn", **options: Any) -> dict[str, Any]:
+    overrides = serving.serving_config(model, "sglang", method, factor=4, plugin=True, **options).overrides
     assert overrides is not None
     parameters: dict[str, Any] = overrides["rope_parameters"]
     return parameters

@@ -1,4 +1,4 @@
-"""The plug-in of vLLM without vLLM: what it takes over, what it leaves alone, and the table that it builds.
+"""The plug-in of vLLM without vLLM: the settings that it handles, those that it passes on, and its tables.
 
 `make test-vllm` runs it in a real vLLM.
 """
@@ -30,7 +30,7 @@ HOME = "vllm.model_executor.layers.rotary_embedding"
 
 
 class Rotary:
-    """The constructor of vLLM's class: it asks its methods for a table, and keeps that in the dtype of the model."""
+    """A stand-in for vLLM's class: its constructor builds a table, and keeps it in the dtype of the model."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class SeveralAxes(Rotary):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A module of vLLM's names with the plug-in registered, and a model's module that had imported the function."""
+    """Return a module with vLLM's names and the plug-in registered, and a model's module that imported the function."""
 
     def get_rope(
         head_size: int,
@@ -100,8 +100,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return home
 
 
-def settings(model: Any, **asked: Any) -> dict[str, Any]:
-    overrides = serving.serving_config(model, "vllm", plugin=True, **asked).overrides
+def settings(model: Any, **wrong_settings: Any) -> dict[str, Any]:
+    overrides = serving.serving_config(model, "vllm", plugin=True, **wrong_settings).overrides
     assert overrides is not None
     parameters: dict[str, Any] = overrides["rope_parameters"]
     return parameters
@@ -115,26 +115,26 @@ def test_other_rope_types_go_to_vllm(engine: Any) -> None:
 
 @pytest.mark.slow
 def test_a_table_is_exact_at_positions_of_a_million(engine: Any) -> None:
-    given = settings(build("llama"), method="yarn", factor=4)
-    module = engine.get_rope(16, 2**20, True, given, torch.float32)
+    rope_settings = settings(build("llama"), method="yarn", factor=4)
+    module = engine.get_rope(16, 2**20, True, rope_settings, torch.float32)
     assert module.cos_sin_cache.shape == (2**20, 16)
     last = 2**20 - 1
-    for pair, frequency in enumerate(json.loads(given["inv_freq"])):
+    for pair, frequency in enumerate(json.loads(rope_settings["inv_freq"])):
         for column, function in ((pair, math.cos), (8 + pair, math.sin)):
-            exact = given["attention_factor"] * function(math.fmod(last * frequency, 2 * math.pi))
+            exact = rope_settings["attention_factor"] * function(math.fmod(last * frequency, 2 * math.pi))
             assert module.cos_sin_cache[last, column].item() == pytest.approx(exact, abs=1e-6)
-    assert engine.get_rope(16, 2**20, True, dict(given), torch.float32) is module
-    assert engine.get_rope(16, 128, True, given, torch.float32) is not module
+    assert engine.get_rope(16, 2**20, True, dict(rope_settings), torch.float32) is module
+    assert engine.get_rope(16, 128, True, rope_settings, torch.float32) is not module
 
 
 def test_models_of_two_dtypes_in_one_process_have_tables_of_their_own(
     engine: Any, request: pytest.FixtureRequest
 ) -> None:
-    given = settings(build("llama"), method="yarn", factor=4)
+    rope_settings = settings(build("llama"), method="yarn", factor=4)
     request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):  # which vLLM sets while it builds a model
         torch.set_default_dtype(dtype)
-        assert engine.get_rope(16, 128, True, given).cos_sin_cache.dtype == dtype
+        assert engine.get_rope(16, 128, True, rope_settings).cos_sin_cache.dtype == dtype
 
 
 def test_a_module_that_rotates_otherwise_than_the_saved_model_is_named(
@@ -144,15 +144,17 @@ def test_a_module_that_rotates_otherwise_than_the_saved_model_is_named(
     model.save_pretrained(tmp_path)
     present = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=AutoConfig.from_pretrained(tmp_path)))
     monkeypatch.setattr(sys.modules["vllm.config"], "get_current_vllm_config_or_none", lambda: present)
-    right, asked = settings(model), [settings(build("llama"), method="yarn", factor=8)]
-    asked += [right | {"attention_factor": 1.0}, settings(build("llama"), method="default")]
+    right, wrong_settings = settings(model), [settings(build("llama"), method="yarn", factor=8)]
+    wrong_settings += [right | {"attention_factor": 1.0}, settings(build("llama"), method="default")]
     for dtype in (torch.float32, torch.bfloat16):
         engine.get_rope(16, 256, True, right, dtype)  # warnings are errors here
     engine.get_rope(16, 256, rope_parameters={"rope_type": "yarn"})  # its stand-in has no table
-    for wrong, said in zip(asked, ("Frequencies differ", "is missing", "The scaling is missing"), strict=True):
-        with pytest.warns(UserWarning, match=f"vLLM does not rotate as the model did when it was saved: .*{said}"):
+    for wrong, message in zip(
+        wrong_settings, ("Frequencies differ", "is missing", "The scaling is missing"), strict=True
+    ):
+        with pytest.warns(UserWarning, match=f"vLLM does not rotate as the model did when it was saved: .*{message}"):
             engine.get_rope(16, 256, True, wrong, torch.float32)
-    engine.get_rope(16, 256, True, dict(asked[0]), torch.float32)  # said once
+    engine.get_rope(16, 256, True, dict(wrong_settings[0]), torch.float32)  # warned of once
     longer = settings(build("qwen3", head_dim=32), method="linear", factor=4)
     engine.get_rope(32, 256, True, longer, torch.float32)  # of another geometry: a draft, a vision tower
 
@@ -177,16 +179,16 @@ def test_geometry_is_passed_on(engine: Any) -> None:
 
 
 def test_a_config_with_a_remapping_method_is_refused(engine: Any) -> None:
-    """As `serve-config --plugin` of version 0.1.0 wrote it."""
+    """The settings are those that `serve-config --plugin` of version 0.1.0 wrote."""
     held = {"method": {"method": "stairs", "window": 192, "start": 64, "chunk": 128}, "pairing": "half"}
-    given = settings(build("llama"), method="yarn", factor=4) | {"remapping": json.dumps(held)}
+    rope_settings = settings(build("llama"), method="yarn", factor=4) | {"remapping": json.dumps(held)}
     with pytest.raises(
         ValueError,
         match=r"'remapping' method, which only .* 0\.1\.0 and earlier could run",
     ):
-        engine.get_rope(16, 512, True, given, torch.float32)
+        engine.get_rope(16, 512, True, rope_settings, torch.float32)
     with pytest.raises(ValueError, match="choose a static method, and write the config anew"):
-        for_transformers(SimpleNamespace(rope_parameters=given))
+        for_transformers(SimpleNamespace(rope_parameters=rope_settings))
 
 
 def test_who_has_a_plug_in() -> None:
@@ -199,11 +201,14 @@ def test_who_has_a_plug_in() -> None:
 
 def test_the_keys_that_gpt_oss_hands_on_hold_the_table(engine: Any) -> None:
     model = rope.patch(build("gpt_oss"), "factors", factors=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0), factor=2)
-    given = settings(model)
+    rope_settings = settings(model)
     # vllm/model_executor/models/gpt_oss.py builds these settings, whatever the rope type is.
     kept = ("rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    handed_on = {key: given[key] for key in kept} | {"rope_type": "yarn", "truncate": given.get("truncate", True)}
-    assert given["factor"] == 1.0  # by which vLLM multiplies the length
+    handed_on = {key: rope_settings[key] for key in kept} | {
+        "rope_type": "yarn",
+        "truncate": rope_settings.get("truncate", True),
+    }
+    assert rope_settings["factor"] == 1.0  # by which vLLM multiplies the length
     module = engine.get_rope(16, 64, True, handed_on, torch.float32)
     position, rotary = torch.tensor([[5]]), model.model.rotary_emb
     cos, sin = rotary(torch.zeros(1, 1, 16), position)  # of gpt-oss: one column for each pair
@@ -216,14 +221,14 @@ def test_the_model_of_deepseek_gets_its_softmax_scale(engine: Any, over: str) ->
     model = build("deepseek_v3", rope_parameters=own | {"original_max_position_embeddings": 32})
     scale = model.model.layers[0].self_attn.scaling * (model.config.qk_head_dim**0.5)
     rope.patch(model, "linear", factor=2, over=over)
-    given = settings(model)
+    rope_settings = settings(model)
     # vllm/model_executor/models/deepseek_v2.py: the rope type it chooses, and by what it multiplies the softmax scale.
-    assert given["rope_type"] == "deepseek_yarn"
-    assert "attention_factor" not in given
-    mscale = 0.1 * given["mscale_all_dim"] * math.log(given["factor"]) + 1.0
+    assert rope_settings["rope_type"] == "deepseek_yarn"
+    assert "attention_factor" not in rope_settings
+    mscale = 0.1 * rope_settings["mscale_all_dim"] * math.log(rope_settings["factor"]) + 1.0
     assert mscale**2 == pytest.approx(scale, rel=1e-9)
-    assert "original_max_position_embeddings" not in given  # so that vLLM without the plug-in stops
-    module = engine.get_rope(model.config.qk_rope_head_dim, 64, False, given, torch.float32)
+    assert "original_max_position_embeddings" not in rope_settings  # so that vLLM without the plug-in stops
+    module = engine.get_rope(model.config.qk_rope_head_dim, 64, False, rope_settings, torch.float32)
     cos, sin = model.model.rotary_emb(torch.zeros(1, 1, 8), torch.tensor([[7]]))
     pairs = model.config.qk_rope_head_dim // 2
     assert torch.allclose(module.cos_sin_cache[7], torch.cat((cos[0, 0, :pairs], sin[0, 0, :pairs])), atol=1e-6)

@@ -23,7 +23,7 @@ from rope_ext_hf.errors import MethodError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers
 from rope_ext_hf.tools.servers import checking
-from rope_ext_hf.tools.servers.answers import record_server
+from rope_ext_hf.tools.servers.baselines import record_server
 from tests.support.byte_tokenizers import SPECIAL, TEMPLATES, VOCABULARY, byte_tokenizer
 from tests.support.models import build
 from tests.support.wrapped_text import unwrapped
@@ -33,18 +33,18 @@ from tests.tools.support.model_servers import KINDS, logprobs, serving
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The bundled model under YaRN x4, saved with its tokenizer."""
-    made: Path = tmp_path_factory.mktemp("served") / "reference-yarn"
+    patched_folder: Path = tmp_path_factory.mktemp("served") / "reference-yarn"
     assert (
         CliRunner()
-        .invoke(app, ["patch", "reference", "--method", "yarn", "--factor", "4", "--out", str(made)])
+        .invoke(app, ["patch", "reference", "--method", "yarn", "--factor", "4", "--out", str(patched_folder)])
         .exit_code
         == 0
     )
-    return made
+    return patched_folder
 
 
 def plain(dtype: torch.dtype = torch.float32, **rope_parameters: Any) -> Any:
-    """The bundled model as stock transformers builds it from rope settings."""
+    """Return the bundled model as stock transformers builds it from rope settings."""
     config = {"rope_type": "default", "rope_theta": 10000.0} | rope_parameters
     return AutoModelForCausalLM.from_pretrained(reference_folder(), dtype=dtype, rope_parameters=config).eval()
 
@@ -120,7 +120,7 @@ def test_a_mistake_is_named(kind: str, name: str, folder: Path) -> None:
 
 
 def through_gguf(weight: torch.Tensor, kind: Any = gguf.GGMLQuantizationType.Q8_0) -> torch.Tensor:
-    """A weight as the gguf package writes it, and reads it back."""
+    """Return a weight as the gguf package writes it and reads it back."""
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(weight.numpy(), kind), kind))
 
 
@@ -145,7 +145,7 @@ def test_a_server_of_another_dtype_is_right_too(model: Callable[[], Any], dtype:
 
 
 def test_weights_of_few_bits() -> None:
-    """Eight bits as the gguf package makes them; four within half a step of the largest number of each block."""
+    """Eight bits are those of the gguf package; four are within half a step for the largest number of each block."""
     from rope_ext_hf.tools.servers.roundings import rounded_to_bits
 
     weight = torch.randn(8, 96, generator=torch.Generator().manual_seed(0))
@@ -172,7 +172,7 @@ FP8 = "float8 keys and values"
 
 
 def in_float8(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
-    """Attention of transformers over keys and values that went through float8."""
+    """Compute transformers' attention over keys and values that were rounded to float8."""
     key, value = (x.to(torch.float8_e4m3fn).to(x.dtype) for x in (key, value))
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **options)
 
@@ -218,7 +218,7 @@ def scaled(ratio: float, dtype: torch.dtype = torch.bfloat16) -> Any:
     ],
 )
 def test_a_strict_check_tells_an_error_of_a_hundredth(ratio: float, runs: str, folder: Path) -> None:
-    """In bfloat16, whose rounding is larger than what the error changes in one answer."""
+    """The server computes in bfloat16, whose rounding changes one answer more than the error does."""
     with serving("vLLM 0.33.0", scaled(ratio)) as url:
         report = servers.check_server(url, folder, lengths=[100], strict=True)
     assert re.fullmatch(runs, report.runs or ""), str(report)
@@ -231,7 +231,7 @@ def test_a_strict_check_tells_an_error_of_a_hundredth(ratio: float, runs: str, f
     ("ratio", "runs"), [(1.01, r"1\.0% too large"), (1.03, r"[23]\.\d% too large"), (0.99, r"1\.0% too small")]
 )
 def test_an_error_of_a_hundredth_in_float32_is_named(ratio: float, runs: str, folder: Path) -> None:
-    """It is larger than the rounding of float32, and one in bfloat16 could be: what it leaves is within float32's."""
+    """Rounding of bfloat16 could explain the error; but without it, the rest is within the rounding of float32."""
     with serving("vLLM 0.33.0", scaled(ratio, torch.float32)) as url:
         report = servers.check_server(url, folder, lengths=[100, 300], strict=True)
     assert re.fullmatch(f"with a softmax scale {runs}", report.runs or ""), str(report)
@@ -242,7 +242,7 @@ def test_an_error_of_a_hundredth_in_float32_is_named(ratio: float, runs: str, fo
 
 @pytest.mark.slow
 def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> None:
-    """What would show under a coarser dtype than the one that a server fits asks for no more prompts."""
+    """No further prompts are sent for a coarser dtype than the one that fits the server."""
     with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
         report = servers.check_server(url, folder, lengths=[100], strict=True)
     assert report.agrees, str(report)
@@ -252,7 +252,7 @@ def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> Non
 
 @pytest.mark.slow
 def test_what_would_show_is_what_shows(folder: Path) -> None:
-    """An error above the smallest that a report names shows; noise well below it passes."""
+    """An error above the smallest one that a report states is detected; noise well below it passes."""
     with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
         right = servers.check_server(url, folder, lengths=[100], weight_bits=32)
     ((scale, noise),) = right.told.values()
@@ -293,7 +293,7 @@ BEFORE: dict[str, Callable[[Any], list[int]]] = {
 @pytest.mark.parametrize("kind", ["vLLM 0.33.0", "llama.cpp b1"])
 @pytest.mark.parametrize("name", BEFORE)
 def test_tokens_before_the_prompt_are_named(kind: str, name: str, folder: Path, tmp_path: Path) -> None:
-    """A proxy, or a template, puts them there; vLLM then gives log-probabilities of more tokens than were sent."""
+    """A proxy or a template may add them; vLLM then returns log-probabilities of more tokens than were sent."""
     shutil.copytree(folder, served := tmp_path / "served")
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, bos_token="</s>")
     tokenizer.chat_template = "{% for m in messages %}[user] {{ m.content }} [end]{% endfor %}"
@@ -307,7 +307,7 @@ def test_tokens_before_the_prompt_are_named(kind: str, name: str, folder: Path, 
 
 @pytest.mark.slow
 def test_a_patch_that_was_not_measured_is_named() -> None:
-    """The slip of a newcomer: the model is measured as loaded, and the patched folder is served."""
+    """A common mistake: the unpatched model is measured, and the patched folder is served."""
     with serving("vLLM 0.33.0", plain(**YARN)) as url:
         report = servers.check_server(url, reference_folder(), lengths=[100, 250])
     assert report.runs == "with yarn x4 put in", str(report)
@@ -368,7 +368,7 @@ def test_configurations_that_fit_as_well_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
-    """The extended length was not handed to it: what it answers is right."""
+    """The server was started for a shorter length; its answers are right."""
     usual = KINDS["vLLM 0.33.0"][2]
     with serving(
         "vLLM 0.33.0", plain(**YARN), lambda m, body: None if len(body["prompt"]) > 256 else usual(m, body)
@@ -382,7 +382,7 @@ def test_a_server_that_refuses_long_prompts_is_not_right(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_patch_is_as_before_after_all_mistakes_were_tried(folder: Path) -> None:
-    """Weights and frequencies come back: another model here would call a right server wrong the next time."""
+    """Weights and frequencies are restored; otherwise the next check would call a right server wrong."""
     from rope_ext_hf.hub import load_model
     from rope_ext_hf.tools.servers.mistakes import configurations
     from rope_ext_hf.tools.serving.configs import open_model
@@ -439,8 +439,8 @@ def test_prompts_that_would_take_too_long_are_left_out_unless_asked_for(
         report = servers.check_server(url, folder)
         assert (report.lengths, report.left_out, report.agrees) == ((128,), 1023, True)
         assert "prompts of up to 1,023 tokens were left out" in unwrapped(report)
-        asked = servers.check_server(url, folder, lengths=[64, 300])
-    assert (asked.lengths, asked.left_out) == ((64, 300), None)
+        with_lengths = servers.check_server(url, folder, lengths=[64, 300])
+    assert (with_lengths.lengths, with_lengths.left_out) == ((64, 300), None)
 
 
 @pytest.mark.slow
@@ -468,23 +468,23 @@ def test_answers_are_collected_where_there_are_no_weights(folder: Path, tmp_path
 @pytest.mark.parametrize("mistaken", [False, True])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_prompts_begin_as_the_tokenizer_begins_a_text(template: str, mistaken: bool, tmp_path: Path) -> None:
-    """One that a server puts those tokens before once more is named with all of them."""
-    tokenizer, asked = byte_tokenizer(template), list[list[int]]()
+    """If a server adds these tokens once more, the mistake is named with all of them."""
+    tokenizer, prompts = byte_tokenizer(template), list[list[int]]()
     prefix = tokenizer("H")["input_ids"][: TEMPLATES[template]]  # by the definition: what stands before the first byte
     build("llama", vocab_size=VOCABULARY).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     usual = KINDS["vLLM 0.33.0"][2]
 
     def answer(model: Any, body: Any) -> Any:
-        asked.append(body["prompt"])
+        prompts.append(body["prompt"])
         return usual(model, body | {"prompt": [*(prefix * mistaken), *body["prompt"]]})
 
     with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), answer) as url:
         report = servers.check_server(url, tmp_path, lengths=[24, 40], device="cpu")
         record_server(url, tmp_path / "record.json", tmp_path, lengths=[24, 40])
-    assert [len(ids) for ids in asked[:2]] == [24, 40]
-    assert all(ids[: len(prefix)] == prefix for ids in asked)
-    assert not [token for ids in asked for token in ids[len(prefix) :] if token < len(SPECIAL)]
+    assert [len(ids) for ids in prompts[:2]] == [24, 40]
+    assert all(ids[: len(prefix)] == prefix for ids in prompts)
+    assert not [token for ids in prompts for token in ids[len(prefix) :] if token < len(SPECIAL)]
     names = "".join(tokenizer.convert_ids_to_tokens(prefix))
     assert report.runs == (f"with {names} before the prompt" if mistaken and prefix else "as measured"), str(report)
 
@@ -499,13 +499,12 @@ def test_prompts_of_a_record_begin_as_the_server_begins_a_text(template: str, tm
         return ids
 
     with serving("vLLM 0.33.0", build("llama", vocab_size=VOCABULARY), tokenize=tokenize) as url:
-        made = record_server(url, tmp_path / "record.json", lengths=[24, 40])
-        more = made.more(2)
-    assert [len(prompt.ids) for prompt in (*made.prompts, *more)] == [24, 40, 24, 24]
+        collected = record_server(url, tmp_path / "record.json", lengths=[24, 40])
+        more = collected.more(2)
+    assert [len(prompt.ids) for prompt in (*collected.prompts, *more)] == [24, 40, 24, 24]
     text = [ids[len(prefix) :] for ids, _ in more]
-    assert [*made.prompts[0].ids[len(prefix) :], *text[0], *text[1]][: 40 - len(prefix)] == made.prompts[1].ids[
-        len(prefix) :
-    ]
-    for ids, _ in (*made.prompts, *more):
+    first, second = (prompt.ids[len(prefix) :] for prompt in collected.prompts)
+    assert [*first, *text[0], *text[1]][: 40 - len(prefix)] == second
+    for ids, _ in (*collected.prompts, *more):
         assert ids[: len(prefix)] == prefix
         assert not [token for token in ids[len(prefix) :] if token < len(SPECIAL)]

@@ -1,4 +1,4 @@
-"""What a client asks of a server, and what it makes of answers that are wrong, late, large or from elsewhere."""
+"""Requests of the clients, and their reaction to answers that are wrong, late, too large or from another address."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Reply = Callable[[BaseHTTPRequestHandler, Any], None]
 
 @contextmanager
 def answering(gets: dict[str, Any], reply: Reply | None = None) -> Iterator[tuple[str, list[BaseHTTPRequestHandler]]]:
-    """The address of a server with JSON at these paths, which hands what is posted to `reply`; the requests it got."""
+    """Yield the address of a server with JSON at these paths, and its requests; `reply` answers what is posted."""
     requests: list[BaseHTTPRequestHandler] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -72,14 +72,14 @@ VLLM = {"/version": {"version": "1"}, "/v1/models": MODELS}
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
 def test_sglang_is_known_by_its_present_and_its_former_path(path: str) -> None:
-    """http_server.py of SGLang 0.5.23 has both; the second is deprecated."""
+    """http_server.py of SGLang 0.5.23 has both paths; the second one is deprecated."""
     with answering({path: {"model_path": "x"}}) as (url, _):
         assert connect(url, None, 5.0).program == "SGLang"
 
 
 @pytest.mark.slow
 def test_sglang_leaves_out_the_first_log_probability() -> None:
-    """As logprob_result_processor.py of SGLang 0.5.23 does: None stands before those of the tokens that follow."""
+    """logprob_result_processor.py of SGLang 0.5.23 puts None before the values of the tokens that follow."""
 
     def reply(handler: BaseHTTPRequestHandler, body: Any) -> None:
         start = body["logprob_start_len"]
@@ -96,17 +96,17 @@ def test_sglang_leaves_out_the_first_log_probability() -> None:
 
 @pytest.mark.slow
 def test_llama_cpp_is_asked_for_the_tokens_alone_and_for_a_whole_character() -> None:
-    asked: list[Any] = []
+    bodies: list[Any] = []
 
     def reply(handler: BaseHTTPRequestHandler, body: Any) -> None:
-        asked.append(body)
+        bodies.append(body)
         top = [{"id": 5, "logprob": -0.5}]
         send(handler, json.dumps({"completion_probabilities": [{"top_logprobs": top}]}).encode())
 
     with answering({"/props": {"build_info": "b1"}}, reply) as (url, _):
         answers = connect(url, None, 5.0).answers(IDS)
-    assert [body["prompt"] for body in asked] == [IDS[:stop] for stop in range(3, 11)]
-    assert {(body["n_predict"], body["post_sampling_probs"]) for body in asked} == {(1, False)}
+    assert [body["prompt"] for body in bodies] == [IDS[:stop] for stop in range(3, 11)]
+    assert {(body["n_predict"], body["post_sampling_probs"]) for body in bodies} == {(1, False)}
     assert answers == [Answer(stop, 5, -0.5) for stop in range(3, 11)]
 
 
@@ -132,7 +132,7 @@ def test_the_api_key_goes_to_the_address_given_alone(monkeypatch: pytest.MonkeyP
 
 @contextmanager
 def sending(reply: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The address of a server that answers everything with these bytes."""
+    """Yield the address of a server that answers every request by this function."""
 
     def serve() -> None:
         with suppress(OSError):  # the listener was closed
@@ -150,7 +150,7 @@ def sending(reply: Callable[[socket.socket], None]) -> Iterator[str]:
 
 
 def dripped(first: bytes, repeated: bytes, pause: float = 0.02) -> Callable[[socket.socket], None]:
-    """Something, and then the same again and again, each time within the time limit of a socket."""
+    """Return a function that sends some bytes, and then others again and again within the socket's time limit."""
 
     def reply(client: socket.socket) -> None:
         client.sendall(first)

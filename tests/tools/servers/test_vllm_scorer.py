@@ -53,12 +53,12 @@ class Engine:
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
         self.most = max_model_len
 
-    def generate(self, prompts: list[dict[str, list[int]]], asked: Any, use_tqdm: bool) -> list[Any]:
-        assert asked.prompt_logprobs == 0
+    def generate(self, prompts: list[dict[str, list[int]]], params: Any, use_tqdm: bool) -> list[Any]:
+        assert params.prompt_logprobs == 0
         answers = []
         for prompt in prompts:
             ids = torch.tensor(prompt["prompt_token_ids"])
-            assert len(ids) + asked.max_tokens <= self.most  # else vLLM refuses the prompt
+            assert len(ids) + params.max_tokens <= self.most  # else vLLM refuses the prompt
             seen = torch.where(torch.arange(len(ids)) < self.right_up_to, ids, 0)
             with torch.no_grad():
                 scores = self.model(seen[None]).logits[0].log_softmax(-1)
@@ -77,7 +77,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> type[Engine]:
 
 
 def run(*arguments: str) -> tuple[dict[str, Any], str]:
-    """What the command prints as JSON, and its notes or its error."""
+    """Return the JSON that a command prints, and its notes or its error."""
     result = CliRunner().invoke(app, list(arguments))
     return json.loads(result.stdout) if result.exit_code == 0 else {}, result.stderr
 
@@ -157,8 +157,8 @@ def test_what_vllm_cannot_run_is_refused_before_it_starts(
 def test_an_adapter_is_refused_before_it_starts(engine: type[Engine], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(reference_folder())
     get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
-    asked = ("ppl", str(tmp_path / "adapter"), *READ, "--engine", "vllm", "--out", str(tmp_path / "runs"))
-    assert "is an adapter, and --engine reads whole models" in run(*asked)[1].replace("\n", " ")
+    command = ("ppl", str(tmp_path / "adapter"), *READ, "--engine", "vllm", "--out", str(tmp_path / "runs"))
+    assert "is an adapter, and --engine reads whole models" in run(*command)[1].replace("\n", " ")
     assert not engine.started
 
 

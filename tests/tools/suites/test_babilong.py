@@ -1,4 +1,4 @@
-"""BABILong's stories against another reader of bAbI's facts; its score against what upstream's code says of answers."""
+"""BABILong's stories against an independent solver of bAbI's tasks, and its score against upstream's code."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ GIVEN = r"(\w+) (?:gave|handed|passed) the (\w+) to (\w+)\."
 
 
 def read(story: Story) -> str:
-    """The answer, from the end of the story backwards."""
+    """Return the answer to a story, which is read from its end backwards."""
     back = list(reversed(story.facts))
 
     def last(pattern: str, facts: list[str], **wanted: Any) -> tuple[int, tuple[str, ...]] | None:
         for i, fact in enumerate(facts):
-            found = re.fullmatch(pattern, fact)
-            if found and all(found[int(group[1:])] == value for group, value in wanted.items()):
-                return i, found.groups()
+            match = re.fullmatch(pattern, fact)
+            if match and all(match[int(group[1:])] == value for group, value in wanted.items()):
+                return i, match.groups()
         return None
 
     def room_of(who: str, facts: list[str]) -> str:
-        found = last(GONE, facts, g1=who)
-        assert found is not None
-        return found[1][1]
+        event = last(GONE, facts, g1=who)
+        assert event is not None
+        return event[1][1]
 
     def rooms_of(thing: str, facts: list[str]) -> list[str]:
-        """The rooms of a thing, newest first."""
+        """Return the rooms that a thing was in, the latest first."""
         rooms = []
         while (taken := last(TAKEN, facts, g2=thing)) is not None:
             dropped = last(DROPPED, facts, g2=thing)
@@ -71,18 +71,18 @@ def read(story: Story) -> str:
     for pattern, (first, second, answer) in groups.items():
         if m := re.fullmatch(pattern, question):
             wanted = {first: m[1]} | ({second: m[2]} if second else {})
-            found = last(GIVEN, back, **wanted)
-            assert found is not None
-            return found[1][answer]
+            gift = last(GIVEN, back, **wanted)
+            assert gift is not None
+            return gift[1][answer]
     raise AssertionError(question)
 
 
 def lies(story: Story) -> set[tuple[str, str, str]]:
-    """What lies in which direction of what, said or turned around."""
+    """Return the relations of a story's rooms, stated or inverted."""
     opposite = {"north": "south", "south": "north", "east": "west", "west": "east"}
-    found = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", fact) for fact in story.facts]
-    said = {(m[1], m[2], m[3]) for m in found if m}
-    return said | {(other, opposite[way], one) for one, way, other in said}
+    matches = [re.fullmatch(r"The (\w+) is (\w+) of the (\w+)\.", fact) for fact in story.facts]
+    stated = {(m[1], m[2], m[3]) for m in matches if m}
+    return stated | {(other, opposite[way], one) for one, way, other in stated}
 
 
 @pytest.mark.parametrize("task", list(STORIES))
@@ -101,7 +101,7 @@ def tokenizer() -> Any:
     return load_tokenizer("reference")
 
 
-def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
+def make_samples(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
     given: dict[str, Any] = {"length": 4096, "count": 4, "seed": 0, "haystack": HAYSTACK} | options
     return suite("babilong").samples(task, tokenizer, **given)
 
@@ -109,7 +109,7 @@ def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", list(STORIES))
 def test_facts_stand_in_order_among_the_sentences(task: str, tokenizer: Any) -> None:
-    samples = made(task, tokenizer)
+    samples = make_samples(task, tokenizer)
     for index, sample in enumerate(samples):
         story = STORIES[task](random.Random(f"{task} 0 {index}"))
         context = sample.prompt.partition("<context>\n")[2].partition("\n</context>")[0]
@@ -122,15 +122,15 @@ def test_facts_stand_in_order_among_the_sentences(task: str, tokenizer: Any) -> 
         assert story.answer not in sample.others
         assert 4096 - 80 < sample.length <= 4096
         assert sample.length == count_tokens(tokenizer, sample.prompt + sample.prefix) + sample.budget
-    assert samples == made(task, tokenizer)
-    assert samples != made(task, tokenizer, seed=1)
+    assert samples == make_samples(task, tokenizer)
+    assert samples != make_samples(task, tokenizer, seed=1)
     with pytest.raises(MethodError, match="too short for task"):
-        made(task, tokenizer, length=200)
+        make_samples(task, tokenizer, length=200)
 
 
 def test_a_haystack_without_sentences_is_refused(tokenizer: Any) -> None:
     with pytest.raises(MethodError, match="no sentence of at least 10 characters"):
-        made("qa1", tokenizer, haystack="a b c\n")
+        make_samples("qa1", tokenizer, haystack="a b c\n")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,6 @@ def test_a_haystack_without_sentences_is_refused(tokenizer: Any) -> None:
     ],
 )
 def test_the_score_is_that_of_upstream(answer: str, expected: float) -> None:
-    """`compare_answers` of babilong/metrics.py (7a6efee) gave these, asked where Mary is."""
+    """These are results of `compare_answers` in babilong/metrics.py (7a6efee), for the question where Mary is."""
     others = ["bathroom", "bedroom", "garden", "hallway", "office"]
     assert suite("babilong").score(answer, ["kitchen"], others) == expected

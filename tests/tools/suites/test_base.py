@@ -1,4 +1,4 @@
-"""What all suites have in common."""
+"""Behaviour that all suites share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rope_ext_hf.tools.suites.base import list_suites
 
 @pytest.mark.parametrize("name", list_suites())
 def test_a_tokenizer_without_tokens_is_refused(name: str) -> None:
-    """As one becomes that is loaded by the class of another vocabulary: a prompt would never fill its length."""
+    """A tokenizer that is loaded with the wrong class may have no tokens; no prompt would ever fill its length."""
     empty, asked = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE())), list_suites()[name]
     assert not empty("a text").input_ids
     with pytest.raises(MethodError, match="returns no tokens for a text"):

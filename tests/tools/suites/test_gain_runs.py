@@ -34,7 +34,7 @@ FRUITS = ("apple", "pear", "plum", "quince", "cherry", "medlar")
 
 
 def fruit_rows(count: int = 6) -> list[Row]:
-    """Rows of which each context is longer than its evidence, on both sides."""
+    """Return rows whose contexts have text before and after the evidence."""
     return [
         {
             "context": f"On day {day} it rained. The {fruit} costs {7 * day + 13} cents. Nobody came. ",
@@ -47,7 +47,7 @@ def fruit_rows(count: int = 6) -> list[Row]:
 
 
 def both_prompts(rows: Sequence[Row], index: int, length: int, distance: int) -> tuple[str, str]:
-    """The texts that a row's prompts must be, of one byte a token, answer included."""
+    """Return the texts that a row's two prompts must be, answer included; a token is a byte."""
     row = rows[index]
     before, after = row["context"].split(row["evidence"])
     contexts = [each["context"] for each in rows]
@@ -63,11 +63,11 @@ def both_prompts(rows: Sequence[Row], index: int, length: int, distance: int) ->
 
 @pytest.fixture(scope="module")
 def noise() -> Any:
-    """A model that was trained on nothing, of the bundled one's bytes."""
+    """An untrained model that reads bytes, as the bundled one does."""
     return build("llama", vocab_size=259, max_position_embeddings=128)
 
 
-def asked(model: Any, **options: Any) -> Run[Any]:
+def measured(model: Any, **options: Any) -> Run[Any]:
     how = {name: options.pop(name) for name in ("methods", "factors", "out", "progress") if name in options}
     given: dict[str, Any] = {"data": fruit_rows(), "lengths": [128, 256]} | options
     question = Gain(**given)
@@ -76,9 +76,9 @@ def asked(model: Any, **options: Any) -> Run[Any]:
 
 @pytest.mark.slow
 def test_losses_are_those_of_ordinary_forwards_over_the_texts(noise: Any) -> None:
-    """Each row's two prompts, made here as text: same length, evidence at the distance asked for, same answer."""
+    """Each row's two prompts are made here as text: of equal length, with the evidence at its distance."""
     rows = fruit_rows()
-    run = asked(noise, distances=[60, 80], methods=["yarn"], factors=[4.0])
+    run = measured(noise, distances=[60, 80], methods=["yarn"], factors=[4.0])
     assert [(r.length, r.distance) for r in run.results] == 2 * [(128, 60), (128, 80), (256, 60), (256, 80)]
     patched = rope.patch(build("llama", vocab_size=259, max_position_embeddings=128), "yarn", factor=4.0)
     tokenizer = load_tokenizer("reference")
@@ -129,7 +129,7 @@ def test_a_long_answer_counts_for_its_tokens() -> None:
 
 
 def made_up(gains: dict[str | None, dict[tuple[int, int], list[float]]]) -> Run[Any]:
-    """A run of which only the numbers are made up: gains by method and (length, distance)."""
+    """Return a run with invented gains, by method and (length, distance)."""
     kind, setting = GainRuns(), GainSetting(8, 0)
     results = [
         kind.result(None if name is None else {"method": name}, setting, cell, losses(values), [])
@@ -152,7 +152,7 @@ def around(value: float, spread: float = 0.1) -> list[float]:
 
 
 def test_a_conclusion_from_known_gains() -> None:
-    """At the longest length one method gains and the other does not; at each length all distances count together."""
+    """At the longest length one method gains and the other does not; the distances of a length are judged together."""
     run = made_up(
         {
             None: {(256, 128): around(1.0), (1024, 128): around(0.0), (1024, 512): around(0.0)},
@@ -187,13 +187,13 @@ def test_what_is_surely_above_0_by_itself_is_luck_among_many() -> None:
 
 @pytest.mark.slow
 def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
-    run = asked(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path)
+    run = measured(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path)
     assert "no method is significantly above chance" in str(run.conclusion)
     assert run.conclusion.best is None
     unsure = sum(result.outcome == "no significant difference" for result in run.results)
     assert len(re.findall(r"[+-]\d\.\d\d\?", str(run))) == unsure > 0
     read: list[int] = []
-    again = asked(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path,
+    again = measured(noise, data="docstrings", samples=12, methods="ntk", factors=2.0, out=tmp_path,
                   progress=lambda _, tokens: read.append(tokens))  # fmt: skip
     assert again == run
     assert not read
@@ -202,16 +202,16 @@ def test_an_untrained_model_gains_nothing(noise: Any, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_the_bundled_model_uses_evidence_within_its_context_and_beyond_it_with_a_method() -> None:
     run = measure("reference", Gain(lengths=[256, 1024], samples=10), methods=["rerope"])
-    found = {(r.method is None, r.length, r.distance): r for r in run.results}
-    assert found[True, 256, 128].outcome == "better"
-    assert found[False, 1024, 512].outcome == "better"
-    assert found[True, 1024, 512].gain < 0.1 < found[False, 1024, 512].gain
+    results = {(r.method is None, r.length, r.distance): r for r in run.results}
+    assert results[True, 256, 128].outcome == "better"
+    assert results[False, 1024, 512].outcome == "better"
+    assert results[True, 1024, 512].gain < 0.1 < results[False, 1024, 512].gain
     assert "rerope" in (run.conclusion.best or "")
 
 
 @pytest.mark.slow
 def test_runs_at_other_distances_count_together(noise: Any) -> None:
-    few, more = (asked(noise, lengths=[128], distances=distances) for distances in ([60], [60, 80]))
+    few, more = (measured(noise, lengths=[128], distances=distances) for distances in ([60], [60, 80]))
     (measure_,) = findings_of_runs([few, more]).measures
     assert measure_.items["null"][128] == more.kind.measures(more)[0].items["null"][128]
 
@@ -236,7 +236,7 @@ def test_rows_of_docstrings_are_those_of_the_held_out_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"distances": [256]}, "distance 256 is not below the longest length, 256"),
         ({"lengths": [40]}, "no row fits: these lengths and distances leave 20 tokens for evidence and answer, where"),
@@ -250,23 +250,23 @@ def test_rows_of_docstrings_are_those_of_the_held_out_modules() -> None:
         ({"samples": 0}, "samples must be a whole number"),
     ],
 )
-def test_what_cannot_be_measured_is_said(noise: Any, options: dict[str, Any], said: str) -> None:
-    with pytest.raises((CorpusError, MethodError), match=re.escape(said)):
-        asked(noise, **options)
+def test_what_cannot_be_measured_is_said(noise: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises((CorpusError, MethodError), match=re.escape(message)):
+        measured(noise, **options)
 
 
 @pytest.mark.slow
 def test_a_file_of_rows_and_text_around_them(noise: Any, tmp_path: Path) -> None:
-    """JSON lines give what a list of rows gives; rows that do not fit are counted; text of one's own fills."""
+    """JSON lines give the results of a list of rows; rows that do not fit are counted; a given text fills prompts."""
     file = tmp_path / "rows.jsonl"
     long = fruit_rows(1)[0] | {"answer": " a very long answer" * 20}
     file.write_text("".join(f"{json.dumps(row)}\n" for row in [*fruit_rows(), long]), encoding="utf-8")
-    by_file = asked(noise, data=str(file), lengths=[128])
+    by_file = measured(noise, data=str(file), lengths=[128])
     assert by_file.settings["setting"] == {"rows": 6, "too_long": 1}
     assert by_file.settings["items"][0] == "rows.jsonl:1"
     assert "6 rows, 1 too long and left out" in re.sub(r"\s+", " ", str(by_file))
-    assert by_file.results[0].answers == asked(noise, lengths=[128], data=[*fruit_rows(), long]).results[0].answers
-    around_it = asked(noise, data=fruit_rows(1), lengths=[128], haystack=["Waves broke on the shore all day. " * 4])
+    assert by_file.results[0].answers == measured(noise, lengths=[128], data=[*fruit_rows(), long]).results[0].answers
+    around_it = measured(noise, data=fruit_rows(1), lengths=[128], haystack=["Waves broke on the shore all day. " * 4])
     assert len(around_it.results[0].answers) == 1
     assert around_it.results[0].low is None
     command = ["gain", "reference", "--data", str(file), "--lengths", "128", "--out", str(tmp_path / "runs")]

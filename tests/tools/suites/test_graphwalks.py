@@ -22,13 +22,13 @@ def tokenizer() -> Any:
     return load_tokenizer("reference")
 
 
-def made(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
+def make_samples(task: str, tokenizer: Any, **options: Any) -> list[Sample]:
     given: dict[str, Any] = {"length": LENGTH, "count": 4, "seed": 0, "haystack": ""} | options
     return suite("graphwalks").samples(task, tokenizer, **given)
 
 
 def graph_of(prompt: str) -> networkx.DiGraph:
-    """The graph after the example."""
+    """Return the graph of a prompt, which stands after the example."""
     text = prompt.partition("Here is the graph to operate on:")[2]
     return networkx.DiGraph(re.findall(r"^(\w+) -> (\w+)$", text, re.MULTILINE))
 
@@ -41,7 +41,7 @@ def answer_of(sample: Sample) -> list[str]:
 @pytest.mark.slow
 def test_nodes_at_a_depth_are_those_of_networkx(tokenizer: Any) -> None:
     depths = set()
-    for sample in made("bfs", tokenizer, count=20):
+    for sample in make_samples("bfs", tokenizer, count=20):
         (start, depth), graph = (
             re.findall(r"BFS from node (\w+) with depth (\d)\.", sample.prompt)[-1],
             graph_of(sample.prompt),
@@ -54,7 +54,7 @@ def test_nodes_at_a_depth_are_those_of_networkx(tokenizer: Any) -> None:
 
 def test_parents_are_those_of_networkx(tokenizer: Any) -> None:
     answers = []
-    for sample in made("parents", tokenizer):
+    for sample in make_samples("parents", tokenizer):
         node = re.findall(r"parents of node (\w+)\.", sample.prompt)[-1]
         assert sorted(answer_of(sample)) == sorted(graph_of(sample.prompt).predecessors(node))
         answers.append(answer_of(sample))
@@ -64,17 +64,17 @@ def test_parents_are_those_of_networkx(tokenizer: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["bfs", "parents"])
 def test_prompts_fill_the_length_and_follow_from_the_seed(task: str, tokenizer: Any) -> None:
-    samples = made(task, tokenizer)
+    samples = make_samples(task, tokenizer)
     for sample in samples:
         assert LENGTH - 400 < sample.length <= LENGTH
         assert sample.length == count_tokens(tokenizer, sample.prompt) + sample.budget
         assert sample.budget >= count_tokens(tokenizer, sample.references[0])
         assert all(degree >= 1 for _, degree in graph_of(sample.prompt).degree())
-    assert samples == made(task, tokenizer)
-    assert samples != made(task, tokenizer, seed=1)
-    assert max(s.length for s in made(task, tokenizer, reserved=500)) <= LENGTH - 500
+    assert samples == make_samples(task, tokenizer)
+    assert samples != make_samples(task, tokenizer, seed=1)
+    assert max(s.length for s in make_samples(task, tokenizer, reserved=500)) <= LENGTH - 500
     with pytest.raises(MethodError, match="too short for task"):
-        made(task, tokenizer, length=2000)
+        make_samples(task, tokenizer, length=2000)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_the_score_is_the_f1_of_the_last_line(answer: str, right: str, expected:
 
 
 def test_the_score_is_that_of_lm_eval_but_for_a_right_empty_set() -> None:
-    """lm-eval scores 0 there, so that no answer to such a question counts."""
+    """lm-eval scores 0 there, so that no answer to such a question is right."""
     rng, empty = random.Random(0), 0
     for _ in range(600):
         right = rng.choice([[], ["a1"], ["a1", "b2"], ["a1", "b2", "c3"]])

@@ -65,8 +65,8 @@ def test_key_tokens_are_those_of_the_papers_code(count: int, window: int, stride
     expected = naive_key_tokens(model, ids, window, stride, -0.02, -4.6, bos)
     for first in (1, window, count - 7):
         prefix = () if bos is None else (bos,)
-        found = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=prefix, length=count)
-        assert [first + place for place in found.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
+        is_key = find_key_tokens(TokenScorer(model, chunk=16), ids, first, setting, prefix=prefix, length=count)
+        assert [first + place for place in is_key.nonzero()[:, 0].tolist()] == [t for t in expected if t >= first]
     assert bool(expected) == (window < count)
 
 
@@ -116,7 +116,7 @@ def test_longppl_is_that_of_the_papers_code(model: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any, tmp_path: Path) -> None:
     run = measured(model, reference(), tmp_path)
-    (found,) = tmp_path.glob("*-keys-*")
+    (keys_folder,) = tmp_path.glob("*-keys-*")
     row = run.rows()[0]
     assert (row["longppl"], row["key_tokens"]) == (run.results[0].longppl, run.results[0].key_tokens)
     page = (run.folder / "report.html").read_text(encoding="utf-8")
@@ -124,13 +124,13 @@ def test_a_run_with_keys_shows_them_everywhere_and_is_taken_up_again(model: Any,
     assert f"{run.results[0].longppl:.2f}" in page
     assert "gain above 2, log-probability above -2, windows of 32 tokens every 8" in page
     assert json.loads((run.folder / "results.json").read_text())["results"][0]["longppl"] == row["longppl"]
-    assert "Key tokens" in (found / "report.html").read_text(encoding="utf-8")
+    assert "Key tokens" in (keys_folder / "report.html").read_text(encoding="utf-8")
     read: list[int] = []
     assert measured(model, reference(), tmp_path, progress=lambda name, tokens: read.append(tokens)) == run
     assert not read
-    by_file = measured(model, found / "keys.json", tmp_path)
+    by_file = measured(model, keys_folder / "keys.json", tmp_path)
     assert by_file == run  # the same keys are the same run
-    saved = json.loads((found / "keys.json").read_text())
+    saved = json.loads((keys_folder / "keys.json").read_text())
     saved["documents"][0]["ranges"] = saved["documents"][0]["ranges"][1:]
     (tmp_path / "other.json").write_text(json.dumps(saved))
     other = measured(model, tmp_path / "other.json", tmp_path)
@@ -154,10 +154,10 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     keys = re.sub(r"\s", "", first.stderr.rpartition("They are in ")[2].partition("keys.json")[0]) + "keys.json"
     again = CliRunner().invoke(app, [*command, "--keys-by", keys, "--json"])
     assert again.exit_code == 0, again.output
-    found = json.loads(again.stdout)
-    assert {each["length"] for each in found["results"] if each["longppl"]} == {128, 256}
+    answer = json.loads(again.stdout)
+    assert {each["length"] for each in answer["results"] if each["longppl"]} == {128, 256}
     assert len(list((tmp_path / "out").glob("*-perplexity-*"))) == 1
-    for arguments, said in (
+    for arguments, message in (
         (["--key-window", "16"], "give --keys-by, too"),
         (["--keys-by", keys, "--key-window", "16"], "were found with windows of 32 tokens"),
         (["--keys-by", "reference", "--key-window", "256"], "between 1 and 255 tokens"),
@@ -165,7 +165,7 @@ def test_the_command_finds_keys_and_reads_them_again(tmp_path: Path) -> None:
     ):
         refused = CliRunner().invoke(app, [*command, *arguments])
         assert refused.exit_code
-        assert said in re.sub(r"\s+", " ", refused.output)
+        assert message in re.sub(r"\s+", " ", refused.output)
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"documents": [{"name": "a", "sha256": "0", "ranges": [[3, 2]]}]}, "ascending; got"),
         ({"documents": [{"name": "a", "sha256": "0", "ranges": [[0, 2], [1, 3]]}]}, "ascending; got"),
@@ -242,13 +242,13 @@ def test_an_evaluator_may_have_another_tokenizer(model: Any, tmp_path: Path) -> 
         ({"evaluator": ["x"]}, "named by a string"),
     ],
 )
-def test_a_damaged_file_is_refused(changed: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
     whole: dict[str, Any] = {"evaluator": "x", "setting": {"window": 4, "stride": 1}, "documents": []}
     file = tmp_path / "keys.json"
     file.write_text(json.dumps(whole))
     assert read_keys(file).setting == KeySetting(4, 1)
     file.write_text(json.dumps(whole | changed))
-    with pytest.raises(FileError, match=re.escape(said)) as caught:
+    with pytest.raises(FileError, match=re.escape(message)) as caught:
         read_keys(file)
     assert "keys.json" in str(caught.value)
 
@@ -283,13 +283,13 @@ def test_documents_that_were_not_searched_are_warned_of(model: Any, tmp_path: Pa
     def keys(documents: list[Document], by: Any) -> Any:
         return sweep(model, documents, protocol="stream", keys_by=by, **options)
 
-    found = keys([known, short], reference())
+    searched = keys([known, short], reference())
     (folder,) = tmp_path.glob("*-keys-*")
     saved = json.loads((folder / "keys.json").read_text())["documents"]
     assert [(each["name"], bool(each["ranges"])) for each in saved] == [("a", True), ("b", False)]
-    assert keys([known, short], folder / "keys.json") == found
+    assert keys([known, short], folder / "keys.json") == searched
     with pytest.warns(UserWarning, match="not searched for in 1 of 3 documents, such as 'c'"):
-        assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == found.results[-1].key_tokens
+        assert keys([known, short, new], folder / "keys.json").results[-1].key_tokens == searched.results[-1].key_tokens
 
 
 def test_the_interval_is_over_documents_that_have_keys() -> None:

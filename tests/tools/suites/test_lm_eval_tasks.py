@@ -57,7 +57,7 @@ def test_the_entry_point_is_the_model() -> None:
 @pytest.mark.slow
 def test_prompts_and_scores_are_those_of_the_command_tasks(folder: Path, tokenizer: Any) -> None:
     metadata = {"pretrained": str(path()), "max_seq_lengths": [800], "samples": 2}
-    found = simple_evaluate(
+    evaluation = simple_evaluate(
         model="rope-ext",
         model_args={"pretrained": str(path()), "method": "yarn", "factor": 4, "dtype": "float32"},
         tasks=["rope_json_kv_kv"],
@@ -66,13 +66,13 @@ def test_prompts_and_scores_are_those_of_the_command_tasks(folder: Path, tokeniz
         bootstrap_iters=0,
         log_samples=True,
     )
-    records = found["samples"]["rope_json_kv_kv"]
-    made = suite("json-kv").samples("kv", tokenizer, length=800, count=2, seed=0, haystack="")
-    assert [record["arguments"][0][0] for record in records] == [sample.prompt + sample.prefix for sample in made]
-    assert [record["arguments"][0][1]["max_gen_toks"] for record in records] == [sample.budget for sample in made]
+    records = evaluation["samples"]["rope_json_kv_kv"]
+    samples = suite("json-kv").samples("kv", tokenizer, length=800, count=2, seed=0, haystack="")
+    assert [record["arguments"][0][0] for record in records] == [sample.prompt + sample.prefix for sample in samples]
+    assert [record["arguments"][0][1]["max_gen_toks"] for record in records] == [sample.budget for sample in samples]
     model = rope.patch(AutoModelForCausalLM.from_pretrained(path(), dtype="float32"), "yarn", factor=4)
     run = tasks(model, lengths=[800], suite="json-kv", samples=2, tokenizer=tokenizer, out=folder / "run").run
-    assert found["results"]["rope_json_kv_kv"]["score,none"] == run.results[0].score
+    assert evaluation["results"]["rope_json_kv_kv"]["score,none"] == run.results[0].score
     journal = [json.loads(line) for line in (run.folder / "records.0.jsonl").read_text().splitlines()]
     assert [record["resps"][0][0] for record in records] == [record["value"][1] for record in journal]
 

@@ -29,8 +29,8 @@ QUICK = {"vt", "cwe", "fwe", "niah_multikey_3"}
 
 
 def digest(samples: list[Sample]) -> str:
-    made = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
-    return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:32]
+    fields = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
+    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32]
 
 
 def samples(task: str, name: str, length: int, **changed: int) -> list[Sample]:
@@ -47,9 +47,9 @@ def samples(task: str, name: str, length: int, **changed: int) -> list[Sample]:
 )
 def test_the_prompts_are_those_of_upstream(case: str) -> None:
     name, length, task = case.split()
-    made = samples(task, name, int(length))
-    assert digest(made) == RECORDED[case]
-    assert all(sample.length <= int(length) for sample in made)
+    prompts = samples(task, name, int(length))
+    assert digest(prompts) == RECORDED[case]
+    assert all(sample.length <= int(length) for sample in prompts)
 
 
 def test_another_seed_and_another_length_make_other_prompts() -> None:

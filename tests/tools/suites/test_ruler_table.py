@@ -40,8 +40,8 @@ RECORDED = {
 def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     folder = tmp_path_factory.mktemp("questions")
     with pytest.MonkeyPatch.context() as patched:
-        for name, made in {"RULER_SQUAD": squad(), "RULER_HOTPOTQA": hotpotqa()}.items():
-            (folder / f"{name}.json").write_text(json.dumps(made), encoding="utf-8")
+        for name, content in {"RULER_SQUAD": squad(), "RULER_HOTPOTQA": hotpotqa()}.items():
+            (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
             patched.setenv(name, str(folder / f"{name}.json"))
         yield
 
@@ -52,8 +52,8 @@ def test_questions_about_documents_are_those_of_upstream(case: str) -> None:
     samples = suite("ruler-qa").samples(
         task, make_tokenizer("pieces"), length=int(length), count=3, seed=42, haystack=""
     )
-    made = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
-    assert hashlib.sha256(json.dumps(made).encode()).hexdigest()[:32] == RECORDED[case]
+    fields = [[s.prompt, s.prefix, list(s.references), s.length] for s in samples]
+    assert hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:32] == RECORDED[case]
 
 
 def test_the_hub_has_the_same_articles() -> None:
@@ -86,11 +86,11 @@ def test_the_table_names_methods_that_there_are() -> None:
 @pytest.mark.thorough
 def test_the_table_of_the_bundled_model(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(path(), dtype=torch.float32).eval()
-    lengths, tasks, asked = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"
+    lengths, tasks, typed_methods = [1536, 1792], ("niah_multikey_3", "qa_1"), "yarn,dynamic,dca"
     given = {"tasks": ",".join(tasks), "samples": 3, "haystack": ONE_MODULE, "score": "rank"}
-    arguments = Namespace(methods=asked, runs=tmp_path / "runs", **given)
+    arguments = Namespace(methods=typed_methods, runs=tmp_path / "runs", **given)
     scores, names = ruler_table.measured(model, lengths, arguments)
-    methods = ["unpatched", *asked.replace("dynamic", "dynamic-ntk").split(",")]
+    methods = ["unpatched", *typed_methods.replace("dynamic", "dynamic-ntk").split(",")]
     assert list(names.values()) == methods
 
     rows = ruler_table.rows_of(scores, names)

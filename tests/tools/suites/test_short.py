@@ -1,4 +1,4 @@
-"""The guard for short inputs, over lm-eval's own tasks and local questions in place of the Hub's."""
+"""The suite of short inputs, over lm-eval's own tasks with local questions in place of the Hub's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions of a local file under the name arc_easy; another task whose data are nowhere."""
+    """Provide questions of a local file as arc_easy, and another task whose data do not exist."""
     lines = "".join(json.dumps(question) + "\n" for question in QUESTIONS)
     (tmp_path / "questions.jsonl").write_text(lines, encoding="utf-8")
     (tmp_path / "local.yaml").write_text(
@@ -45,8 +45,8 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("local")
 def test_questions_keep_their_own_choices(tokenizer: Any) -> None:
-    made = suite("short").samples("arc_easy", tokenizer, length=256, count=3, seed=0, haystack="")
-    assert {(s.prompt, s.references, s.others) for s in made} == {
+    samples = suite("short").samples("arc_easy", tokenizer, length=256, count=3, seed=0, haystack="")
+    assert {(s.prompt, s.references, s.others) for s in samples} == {
         (str(q["text"]), (q["choices"][q["label"]],), tuple(c for c in q["choices"] if c != q["choices"][q["label"]]))
         for q in QUESTIONS[:3]
         if isinstance(q["choices"], list) and isinstance(q["label"], int)

@@ -1,4 +1,4 @@
-"""Effective lengths and how scores of suites are shown."""
+"""Effective lengths, and tables of suites' scores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ YARN = {"method": "yarn", "factor": 4.0}
 
 
 def a_run(scores: dict[Any, dict[int, tuple[list[float], list[float]]]], chance: float = 0.0) -> Run[TaskResult]:
-    """A run with scores of both tasks, by method ("yarn" or None) and length."""
+    """Return a run with scores of both tasks, by method ("yarn" or None) and length."""
     kind = run_kind("tasks")
     results = [
         kind.result(YARN if method else None, SETTING, (length, task), [TaskScore(s, "") for s in some], [Cost()])
@@ -53,7 +53,7 @@ def test_the_longest_length_that_keeps_the_score_of_the_shortest() -> None:
 
 
 def test_scores_at_luck_have_no_effective_length() -> None:
-    """One answer in twenty, where one in twenty is right by luck, is nothing to keep."""
+    """A model that answers one in twenty, where one in twenty is right by chance, has no effective length."""
     lucky = ([1.0] + [0.0] * 15, [0.0] * 16)
     run = a_run({None: {1024: lucky, 2048: lucky}}, chance=0.05)
     assert effective_lengths(run) == {}

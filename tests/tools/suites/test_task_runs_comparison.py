@@ -1,4 +1,4 @@
-"""Scores of tasks beside losses on one page: the choice, effective lengths, and scores at luck."""
+"""Scores of tasks beside losses on one page: the best method, effective lengths, and scores at chance level."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runs.test_comparison import ANSWERS, COMMON, LOSSES, METHODS, best, l
 
 
 def answers(folder: Path, values: dict[str, dict[int, int]], **changed: Any) -> Run[Any]:
-    """A tasks run in which so many of 40 prompts are answered."""
+    """Return a run of tasks in which so many of 40 prompts are answered, by method and length."""
     kind, setting = run_kind("tasks"), TaskSetting("ruler", "vt", "generate", 42, False, 0)
     results = [
         kind.result(METHODS[name], setting, (n, 0), [TaskScore(float(i < right), "") for i in range(40)], [Cost()])
@@ -53,8 +53,8 @@ def test_the_page_and_the_json(tmp_path: Path) -> None:
     order = ("How well", "<table", "<svg", "Best at", "<details", "(0.0% to", "Do the measures agree", "<pre>")
     assert (places := [page.index(text) for text in order]) == sorted(places)
     assert "http" not in page.replace("http://www.w3.org", "")
-    found = json.loads(json.dumps(comparison.to_dict()))
-    assert found["best"] == "yarn x4"
-    assert found["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
-    assert len(found["measures"][1]["values"]) == 8
+    values = json.loads(json.dumps(comparison.to_dict()))
+    assert values["best"] == "yarn x4"
+    assert values["measures"][0]["effective_lengths"]["unpatched"] == {"length": 64, "low": 64, "high": 64}
+    assert len(values["measures"][1]["values"]) == 8
     assert comparison._repr_html_().startswith("<p>Best at 256")

@@ -1,4 +1,4 @@
-"""Task suites from prompts to results: a model that answers, runs that go on, chat templates, errors."""
+"""Task suites from prompts to results: right answers, continued runs, chat templates, errors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ JSON_KV: dict[str, Any] = {"suite": "json-kv", "lengths": [768, 1024], "samples"
 
 
 class KeyValue(Suite):
-    """What the bundled model is trained on, with its text as the haystack."""
+    """The task that the bundled model was trained on, with its training text as the haystack."""
 
     name = "key-value-for-tests"
     tasks = ("first", "second")
 
     def make(self, task: str, wanted: PromptSettings) -> list[Sample]:
-        made = []
+        samples = []
         for index in range(wanted.count):
             rng = random.Random(f"{task} {wanted.seed} {index}")
             from rope_ext_hf.eval.statements import RETRIEVALS, ask
@@ -53,8 +53,8 @@ class KeyValue(Suite):
             hay = wanted.haystack[start : start + room]
             prompt = drawn.head + hay[:place] + statement + hay[place:]
             tokens = count_tokens(wanted.tokenizer, prompt + drawn.question) + 12
-            made.append(Sample(prompt, drawn.question, (drawn.answer.strip(),), 12, tokens))
-        return made
+            samples.append(Sample(prompt, drawn.question, (drawn.answer.strip(),), 12, tokens))
+        return samples
 
 
 @pytest.fixture
@@ -83,13 +83,13 @@ def test_a_suite_is_known_by_the_name_of_its_file() -> None:
 @pytest.mark.parametrize("score", ["generate", pytest.param("rank", marks=pytest.mark.thorough)])
 def test_the_bundled_model_answers_at_its_own_length_and_not_far_beyond(key_value: str, score: str) -> None:
     model = load_model("reference", dtype="float32")
-    found = tasks(model, suite=key_value, lengths=[200, 1600], samples=10, score=score)
-    near, far = ([r.score for r in found if r.length == length] for length in (200, 1600))
-    assert min(near) >= 0.7, found
-    assert max(far) <= 0.5, found
-    assert [r.task for r in found] == ["first", "second"] * 2
-    assert "The model as loaded alone was measured." in str(found.run.conclusion)
-    assert "Its effective length by the score of" in str(found.run.conclusion)
+    results = tasks(model, suite=key_value, lengths=[200, 1600], samples=10, score=score)
+    near, far = ([r.score for r in results if r.length == length] for length in (200, 1600))
+    assert min(near) >= 0.7, results
+    assert max(far) <= 0.5, results
+    assert [r.task for r in results] == ["first", "second"] * 2
+    assert "The model as loaded alone was measured." in str(results.run.conclusion)
+    assert "Its effective length by the score of" in str(results.run.conclusion)
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ TEMPLATE = "{% for m in messages %}<user>{{ m.content }}</user>{% endfor %}<answ
 
 
 class Recorder:
-    """What a scorer is asked to read, in text."""
+    """Record the texts that a scorer reads."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tokenizer: Any) -> None:
         self.read: list[tuple[str, int]] = []
@@ -220,17 +220,17 @@ def test_what_is_impossible_is_refused(changed: dict[str, Any], message: str) ->
 
 def test_a_length_that_is_too_short_is_answered_with_one_that_is_not() -> None:
     tokenizer = load_tokenizer("reference")
-    made = partial(suite("json-kv").samples, "kv", tokenizer, count=2, seed=0, haystack="")
+    make_samples = partial(suite("json-kv").samples, "kv", tokenizer, count=2, seed=0, haystack="")
     with pytest.raises(
         rope.MethodError, match=r"length 300 is too short for task 'kv'.* at least ([\d,]+) tokens"
     ) as caught:
-        made(length=300)
-    found = re.search(r"at least ([\d,]+) tokens", str(caught.value))
-    assert found is not None
-    least = int(found[1].replace(",", ""))
-    assert made(length=least)
+        make_samples(length=300)
+    match = re.search(r"at least ([\d,]+) tokens", str(caught.value))
+    assert match is not None
+    least = int(match[1].replace(",", ""))
+    assert make_samples(length=least)
     with pytest.raises(rope.MethodError, match="too short"):
-        made(length=least * 15 // 16 - 1)
+        make_samples(length=least * 15 // 16 - 1)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +275,7 @@ def test_the_least_length_of_a_task_takes_its_prompts_and_one_token_less_does_no
         wanted = PromptSettings(tokenizer, 64, 3, 0, text)
         least = suite(name).least_length(task, wanted)
         assert least is not None
-        made = suite(name).make(task, replace(wanted, length=least))
-        assert max(sample.length for sample in made) <= least
+        samples = suite(name).make(task, replace(wanted, length=least))
+        assert max(sample.length for sample in samples) <= least
         with pytest.raises(base.TooShortError):
             suite(name).make(task, replace(wanted, length=least - 1))

@@ -1,4 +1,4 @@
-"""Servers on the loopback address, with a model of transformers, that answer as vLLM, SGLang or llama.cpp do."""
+"""Servers on the loopback address that run a model of transformers and answer like vLLM, SGLang or llama.cpp."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 
 def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
+    """Return the log-probabilities of all tokens after each prefix, (tokens, vocabulary) float32."""
     with torch.no_grad():
         scores: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].float().log_softmax(-1)
     return scores
@@ -21,18 +22,18 @@ def logprobs(model: Any, ids: list[int]) -> torch.Tensor:
 def vllm(model: Any, body: Any) -> Any:
     ids = body["prompt"]
     scores = logprobs(model, ids)
-    listed = [None, *({str(ids[i]): {"logprob": float(scores[i - 1, ids[i]])}} for i in range(1, len(ids)))]
-    return {"choices": [{"prompt_logprobs": listed}]}
+    logprob_list = [None, *({str(ids[i]): {"logprob": float(scores[i - 1, ids[i]])}} for i in range(1, len(ids)))]
+    return {"choices": [{"prompt_logprobs": logprob_list}]}
 
 
 def sglang(model: Any, body: Any) -> Any:
     ids, start = body["input_ids"], body["logprob_start_len"]
     scores = logprobs(model, ids)
-    listed = [
+    logprob_list = [
         [None, ids[start], None],
         *([float(scores[i - 1, ids[i]]), ids[i], None] for i in range(start + 1, len(ids))),
     ]
-    return {"meta_info": {"input_token_logprobs": listed}}
+    return {"meta_info": {"input_token_logprobs": logprob_list}}
 
 
 def llama_cpp(model: Any, body: Any) -> Any:
@@ -44,8 +45,8 @@ def llama_cpp(model: Any, body: Any) -> Any:
 def openai(model: Any, body: Any) -> Any:
     ids = body["prompt"]
     scores = logprobs(model, ids)
-    listed = [None, *(float(scores[i - 1, ids[i]]) for i in range(1, len(ids)))]
-    return {"choices": [{"logprobs": {"token_logprobs": listed}}]}
+    logprob_list = [None, *(float(scores[i - 1, ids[i]]) for i in range(1, len(ids)))]
+    return {"choices": [{"logprobs": {"token_logprobs": logprob_list}}]}
 
 
 MODELS = {"data": [{"id": "served"}]}
@@ -55,6 +56,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, Callable[[Any, Any], Any]]] = {
     "llama.cpp b1": ({"/props": {"build_info": "b1"}}, "/completion", llama_cpp),
     "a server with OpenAI's completions": ({"/v1/models": MODELS}, "/v1/completions", openai),
 }
+"""By title: the JSON at paths of a server, the path that answers about prompts, and the function that answers."""
 
 
 @contextmanager
@@ -66,14 +68,16 @@ def serving(
     states: dict[str, Any] | None = None,
     tokenize: Callable[[str, bool], list[int]] | None = None,
 ) -> Iterator[str]:
-    """The address of a server of this kind.
+    """Yield the address of a server of this kind.
 
     Args:
-        answer: what it answers about a prompt, in place of what its kind does.
-        states: further paths with what it states there.
-        tokenize: its tokens of a text, without special ones and with them.
+        kind: a key of `KINDS`.
+        model: the model that the server runs.
+        answer: makes the answer about a prompt, in place of the kind's own function.
+        states: the JSON at further paths.
+        tokenize: returns the tokens of a text, with special ones if its second argument is True.
     """
-    gets, at, usual = KINDS[kind]
+    gets, prompt_path, usual = KINDS[kind]
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self, value: Any) -> None:
@@ -90,7 +94,7 @@ def serving(
                 text = body.get("prompt", body.get("content"))
                 self.reply({"tokens": tokenize(text, body.get("add_special_tokens", body.get("add_special")))})
                 return
-            self.reply((answer or usual)(model, body) if self.path == at else None)
+            self.reply((answer or usual)(model, body) if self.path == prompt_path else None)
 
         def log_message(self, *_: Any) -> None:
             return
@@ -101,7 +105,7 @@ def serving(
 
 @contextmanager
 def listening(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """The address of a server with this handler, which runs in a thread."""
+    """Yield the address of a server with this handler, which runs in a thread."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     try:

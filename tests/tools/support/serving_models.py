@@ -40,7 +40,7 @@ SERVED = {
     "DeepSeek": "deepseek-v3",
     "Qwen3-VL": "qwen3-vl-8b",
 }
-"""Family -> file in conformance/configurations."""
+"""By family, its file in conformance/configurations."""
 LAYERS = {
     "Gemma 3": {
         "num_hidden_layers": 6,
@@ -48,18 +48,18 @@ LAYERS = {
         "sliding_window_pattern": 6,
     }
 }
-"""The pattern of layers as published, where the file has fewer layers and engines take the pattern for given."""
+"""The published pattern of layers, where the file has fewer layers and engines assume the published pattern."""
 
 
 class Published(NamedTuple):
-    """A model as published.
+    """A published model.
 
     Attributes:
-        name: on the Hub.
-        file: in conformance/configurations.
-        sizes: what its config has in place of the small sizes there; of all others none matters here.
-        context_length: tokens: of a plain model the published ones, of a scaled one those of its config.
-        target_length: tokens that docs/recipes.md extends it to: the published ones, else twice the context length.
+        name: its name on the Hub.
+        file: its file in conformance/configurations.
+        sizes: the published settings that replace the small ones in that file, as far as they matter here.
+        context_length: its context length in tokens: the published one, or for a scaled model that of its config.
+        target_length: the length that docs/recipes.md extends it to: the published one, or twice the context length.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Published(NamedTuple):
     target_length: int
 
     def write(self, folder: Path) -> Path:
-        """Write its config below a folder, where it has the name that it has on the Hub."""
+        """Write the model's config below a folder, under its name on the Hub, and return its folder."""
         config = json.loads((FOLDER / f"{self.file}.json").read_text(encoding="utf-8"))["config"]
         text = config.get("text_config", config)
         text.update(self.sizes)
@@ -79,7 +79,7 @@ class Published(NamedTuple):
         return out
 
     def write_weights(self, folder: Path, divisor: int) -> Path:
-        """Write a small random model of its class below a folder, for its lengths over `divisor`, that reads bytes."""
+        """Write a small random model of the same class that reads bytes, with all lengths divided by `divisor`."""
         config = json.loads((FOLDER / f"{self.file}.json").read_text(encoding="utf-8"))["config"]
         letters = {letter: number for number, letter in enumerate(["<pad>", "</s>", *ByteLevel.alphabet()])}
         of_bytes = tokenizers.Tokenizer(BPE(letters, []))
@@ -149,7 +149,7 @@ PUBLISHED = {
 
 
 def published_config(family: str) -> dict[str, Any]:
-    """The config of a family or file as published, with small sizes where they do not matter."""
+    """Return the published config of a family or file, with small sizes where they do not matter."""
     entry: dict[str, Any] = json.loads((FOLDER / f"{SERVED.get(family, family)}.json").read_text(encoding="utf-8"))[
         "config"
     ]
@@ -158,7 +158,7 @@ def published_config(family: str) -> dict[str, Any]:
 
 @functools.cache
 def served_model(family: str) -> Model:
-    """A family's model, from its config alone."""
+    """Return a family's model, made from its config alone."""
     settings = published_config(family)
     needs_family(settings["model_type"])
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
@@ -167,14 +167,14 @@ def served_model(family: str) -> Model:
 
 
 def methods_for(family: str, over: str) -> list[RopeMethod]:
-    """One instance of every registered method."""
+    """Return one instance of every registered method."""
     described = served_model(family).described
     rotary = described.rotary if over == "own" else described.plain
     return [example_method(cls, rotary) for cls in list_methods().values()]
 
 
 def targets(family: str, over: str) -> list[tuple[RopeMethod, Target | RopeExtError]]:
-    """Every method with what an engine is to compute, or with the reason why none could."""
+    """Return every method with the target that an engine would compute, or with the error why none can."""
     result: list[tuple[RopeMethod, Target | RopeExtError]] = []
     for method in methods_for(family, over):
         try:
@@ -185,7 +185,7 @@ def targets(family: str, over: str) -> list[tuple[RopeMethod, Target | RopeExtEr
 
 
 def serve(engine: str, target: Target) -> tuple[ServingConfig | None, str]:
-    """The config, or the message of the refusal."""
+    """Return the engine's config and an empty string, or None and the message of the refusal."""
     try:
         return find_engine(engine).config_for(target), ""
     except ServingError as error:

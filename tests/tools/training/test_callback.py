@@ -1,4 +1,4 @@
-"""`RopeCallback` in transformers' Trainer: mistakes stop a training, a right model trains and is measured."""
+"""`RopeCallback` in transformers' Trainer: mistakes stop a training, and a right model is trained and measured."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_a_checkpoint_of_another_method_is_not_gone_on_from(stated: bool, tmp_pa
     longer.train(resume_from_checkpoint=str(checkpoint))
     assert longer.state.global_step == 4
     other = trainer(rope.patch(build("llama"), "linear", factor=4), tmp_path, RopeCallback())
-    said = r"'.*checkpoint-2' was trained under yarn x4 .* model that would continue from it runs linear x4"
-    with pytest.raises(FingerprintError, match=said):
+    message = r"'.*checkpoint-2' was trained under yarn x4 .* model that would continue from it runs linear x4"
+    with pytest.raises(FingerprintError, match=message):
         other.train(resume_from_checkpoint=str(checkpoint))
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_shards_without_a_config_is_no_mistake(tmp_path: Path) -
 
 
 def test_a_measurement_is_in_eval_mode_and_leaves_every_mode_as_it_was() -> None:
-    """With dropout, and modules that a training holds in eval mode."""
+    """The model has dropout, and modules that a training keeps in eval mode."""
     model = rope.patch(build("gpt_neox", hidden_dropout=0.5, attention_dropout=0.5), "yarn", factor=2)
     text = [Tokens("a", tokens(150)[0], tuple(range(1, 151)))]
     callback = RopeCallback(data=text, lengths="32,64", tokenizer=None)

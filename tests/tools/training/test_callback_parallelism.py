@@ -1,4 +1,4 @@
-"""`RopeCallback` asks `check_context_parallel` where rows are spread over devices."""
+"""`RopeCallback` calls `check_context_parallel` where rows are spread over devices."""
 
 from __future__ import annotations
 

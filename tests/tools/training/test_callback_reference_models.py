@@ -1,4 +1,4 @@
-"""`RopeCallback` beside the reference model of a trainer of TRL."""
+"""`RopeCallback` with the reference model of a TRL trainer."""
 
 from __future__ import annotations
 

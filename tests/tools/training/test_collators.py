@@ -1,4 +1,4 @@
-"""Collators of positions: their draws are those of the papers, and what a model computes from a batch is meant."""
+"""Collators of positions: draws as in the papers, and the intended attention for a model that reads a batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def document(length: int, seed: int = 1) -> dict[str, Any]:
 
 
 def pose_of_upstream(tokens_given: int, row: int, target: int) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every row that dwzhu-pku/PoSE, src/train_pose.py, may make of a document: its tokens and their positions."""
+    """Return every row that dwzhu-pku/PoSE, src/train_pose.py, may make of a document: its tokens and positions."""
     outcomes = set()
     len_chunk = min(tokens_given, row)
     ids = list(range(tokens_given))
@@ -67,7 +67,7 @@ COLLATORS: dict[str, Any] = {
 
 
 def by_hand(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """Logits of one row in which every token attends to all before it, whatever the positions are."""
+    """Return the logits of one row in which every token attends to all earlier ones, whatever their positions."""
     count = ids.shape[-1]
     mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
     return logits(model, ids[None], position_ids=positions[None], attention_mask=mask)[0]
@@ -174,7 +174,7 @@ def test_impossible_settings_and_examples_are_refused() -> None:
 
 
 class Seen(RopeCallback):
-    """Notes the largest position that the model was trained at."""
+    """A callback that records the largest position that the model was trained at."""
 
     largest = 0
 

@@ -1,4 +1,4 @@
-"""`finetune` on a tiny model: folders that load plainly, and what is refused on the command line."""
+"""The command `finetune` on a tiny model: folders that stock transformers loads, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = ("--data", "texts/*.txt", "--eval-data", "held-out/*.txt", "--device", "c
 
 @pytest.fixture
 def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model for 64 tokens and texts, in the folder that commands run in."""
+    """Write a model for 64 tokens and texts to the folder that commands run in."""
     write_inputs(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -27,8 +27,8 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> None:
-    asked = ("finetune", "model", *TEXT, "--method", "linear", "--factor", "4", "--steps", "1", "--train-all")
-    code, out, err = run(*asked, "--accumulate", "1", "--guard", "0", "--out", "run", "--json")
+    command = ("finetune", "model", *TEXT, "--method", "linear", "--factor", "4", "--steps", "1", "--train-all")
+    code, out, err = run(*command, "--accumulate", "1", "--guard", "0", "--out", "run", "--json")
     assert code == 0, err
     report = json.loads(out)
     assert (report["context_length"], report["target_length"]) == (64, 256)
@@ -39,11 +39,11 @@ def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> No
     before, after = (load_file(inputs / folder / "model.safetensors") for folder in ("model", "run/model"))
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before if "proj" in name)
-    assert run(*asked, "--accumulate", "2", "--guard", "0", "--out", "run")[0] == 2  # a run with other settings
+    assert run(*command, "--accumulate", "2", "--guard", "0", "--out", "run")[0] == 2  # a run with other settings
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (["--steps", "0", "--method", "yarn"], "--steps"),
         (["--minutes", "0", "--method", "yarn"], "minutes"),
@@ -52,8 +52,8 @@ def test_finetune_ends_in_a_trained_model_that_loads_plainly(inputs: Path) -> No
         (["--steps", "1", "--method", "yarn", "--device-map", "auto"], "leave out --device-map"),
     ],
 )
-def test_finetune_refuses(options: list[str], said: str, inputs: Path) -> None:
+def test_finetune_refuses(options: list[str], message: str, inputs: Path) -> None:
     code, out, err = run("finetune", "model", *TEXT, "--factor", "4", "--out", "run", *options)
     assert (code, out) == (2, "")
-    assert said.lower() in err.lower()
+    assert message.lower() in err.lower()
     assert not (inputs / "run" / "model").exists()

@@ -1,4 +1,4 @@
-"""`finetune`: a longer model from a text, in a folder that loads plainly, and what it reads before and after."""
+"""`finetune`: the trained folder, which stock transformers loads, and the measurements before and after."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from rope_ext_hf.runs.statistics import estimate_share, estimate_share_change
 from rope_ext_hf.terminal import as_wide_as
 from rope_ext_hf.tools.serving.model_card import CARD_COLUMNS
 from rope_ext_hf.tools.training import finetune
-from rope_ext_hf.tools.training.finetuning import FinetuneReport, TrainingMaterial, _FinetuningRun
+from rope_ext_hf.tools.training.finetune_report import FinetuneReport
+from rope_ext_hf.tools.training.finetuning import TrainingMaterial, _FinetuningRun
 from rope_ext_hf.tools.training.guarded_training import Rows
 from rope_ext_hf.tools.training.questions import Finetuning
 from rope_ext_hf.tools.training.run_folder import read_checked, write_checked
@@ -58,7 +59,7 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that was begun without those tokens, by an earlier release, is not continued with them."""
+    """A run that an earlier release began without these tokens is not continued with them."""
     build("llama", vocab_size=VOCABULARY).save_pretrained(model := tmp_path / "small")
     byte_tokenizer("[gMASK] <sop> $A").save_pretrained(model)
     texts = [f"{number}. Mice pay in kind, and nobody counts the cheese. " * 30 for number in range(3)]
@@ -70,9 +71,9 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
         return drawn[-1]
 
     monkeypatch.setattr(Rows, "__getitem__", note)
-    asked: dict[str, Any] = {"data": texts, "method": "linear", "factor": 2, "steps": 1, "train_all": True}
-    asked |= {"eval_data": texts, "max_spans": 2}
-    finetune(model, tmp_path / "run", **asked)
+    question_fields: dict[str, Any] = {"data": texts, "method": "linear", "factor": 2, "steps": 1, "train_all": True}
+    question_fields |= {"eval_data": texts, "max_spans": 2}
+    finetune(model, tmp_path / "run", **question_fields)
     first = [row[:2].tolist() for each in drawn for row in (*each["long"], *each["short"])]
     assert first == [[SPECIAL.index("[gMASK]"), SPECIAL.index("<sop>")]] * len(first) != []
     kept = read_checked(settings := tmp_path / "run" / "settings.json")
@@ -80,18 +81,18 @@ def test_training_begins_as_the_tokenizer_begins_a_text(tmp_path: Path, monkeypa
     assert inputs != kept["inputs"]
     write_checked(settings, {"settings": kept["settings"], "inputs": inputs})
     with pytest.raises(FileError, match="what every text begins with changed since the run in"):
-        finetune(model, tmp_path / "run", **asked)
+        finetune(model, tmp_path / "run", **question_fields)
 
 
 @pytest.mark.parametrize("name", ["unpatched", "trained"])
 def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_path: Path) -> None:
     model, tokenizer = build("llama", vocab_size=259), AutoTokenizer.from_pretrained(reference())
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    asked = Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1)
+    question = Finetuning(model="a", data="b", method="yarn", steps=1, max_spans=1)
     file = RunFile("finetune", "a", {})
     held_out = tokenize([Document("a", "Mice pay in kind. " * 9)], tokenizer)
     material = TrainingMaterial(32, 64, tokenizer, [], held_out)
-    run = _FinetuningRun(asked, material, tmp_path, lambda line: None, None, file)
+    run = _FinetuningRun(question, material, tmp_path, lambda line: None, None, file)
     why = {"unpatched": "the model gives NaN in place of numbers", "trained": "the training diverged: the loss of the "}
     with pytest.raises(UnsupportedModelError, match=why[name]):
         run.measure(name, model)
@@ -100,10 +101,10 @@ def test_a_model_without_a_loss_is_not_trained_and_not_written(name: str, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("train_all", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path, tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     report = finetune(
         small, tmp_path / "run", data=ONE_MODULE, method="yarn", factor=4, steps=3, max_spans=2,
-        learning_rate=1e-3, train_all=train_all, control=True, report=said.append,
+        learning_rate=1e-3, train_all=train_all, control=True, report=lines.append,
     )  # fmt: skip
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").eval()
     ours, ids = rope.from_pretrained(tmp_path / "run" / "model"), tokens(LONG)
@@ -127,7 +128,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
     assert "perplexity of the model 'patched', compared with the trained one" in unwrapped(report)
     assert "1 document is too few for a confidence interval" in unwrapped(report)
     assert "+-" not in str(report)
-    assert any("training: control" in line for line in said)
+    assert any("training: control" in line for line in lines)
     assert [path.name for path in (tmp_path / "run").glob(".*")] == []
     check_card(tmp_path / "run" / "model", report)
 
@@ -139,7 +140,7 @@ def test_a_run_ends_in_a_folder_that_loads_plainly(train_all: bool, small: Path,
 
 
 def check_card(folder: Path, report: FinetuneReport) -> None:
-    """The card has the report and the results of the trained model, and its run is known to be of these weights."""
+    """The card has the report and the results of the trained model, and its run counts as one of these weights."""
     card: Any = ModelCard.load(folder / "README.md")
     assert card.data.to_dict()["tags"] == ["rope", "long-context", "yarn"]
     assert card.text.startswith("\n<!-- rope-ext: card -->\n# run\n")
@@ -160,7 +161,7 @@ def check_card(folder: Path, report: FinetuneReport) -> None:
 def test_a_training_is_logged_with_losses_by_length(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a stand-in for the callback of trackio, which the Trainer makes as it makes its own."""
+    """A stand-in for trackio's callback is used, which the Trainer creates as it creates the real one."""
     logged: list[tuple[int, dict[str, float], str]] = []
 
     class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -171,9 +172,9 @@ def test_a_training_is_logged_with_losses_by_length(
     (tmp_path / "libraries" / "trackio.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path / "libraries")
     monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "trackio", Recorder)
-    asked: dict[str, Any] = {"data": ONE_MODULE, "method": "yarn", "factor": 4, "train_all": True}
+    fields: dict[str, Any] = {"data": ONE_MODULE, "method": "yarn", "factor": 4, "train_all": True}
     report = finetune(
-        small, tmp_path / "run", steps=20, max_spans=1, accumulate=1, guard=0, **asked, report_to="trackio"
+        small, tmp_path / "run", steps=20, max_spans=1, accumulate=1, guard=0, **fields, report_to="trackio"
     )
     by_step = {step: logs for step, logs, _ in logged if f"loss_at_{TRAINED}" in logs}
     assert list(by_step) == [0, 20]
@@ -186,7 +187,7 @@ def test_a_training_is_logged_with_losses_by_length(
 
 def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) -> None:
     assert find_spec("wandb") is None
-    asked = (
+    arguments = (
         "finetune",
         small,
         "--method",
@@ -199,9 +200,9 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
         "stdlib",
         "--train-all",
     )
-    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandb")
+    code, _, err = command(*arguments, "--out", tmp_path / "run", "--report-to", "wandb")
     assert (code, err) == (2, "rope-ext: report_to='wandb' needs its package: pip install wandb\n")
-    code, _, err = command(*asked, "--out", tmp_path / "run", "--report-to", "wandbb")
+    code, _, err = command(*arguments, "--out", tmp_path / "run", "--report-to", "wandbb")
     assert code == 2
     assert "--report-to must be 'none' or 'tensorboard' or 'trackio' or 'wandb', got 'wandbb'" in err
     assert not (tmp_path / "run").exists()
@@ -210,11 +211,11 @@ def test_a_logger_that_is_not_installed_is_named(small: Path, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rerope", pytest.param("self-extend", marks=pytest.mark.thorough)])
 def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path) -> None:
-    """Its attention goes through the fused kernels and their backward; no plain folder states it."""
-    asked: dict[str, Any] = {
+    """The method's attention runs through the fused kernels and their backward; no stock folder can express it."""
+    fields: dict[str, Any] = {
         "data": ONE_MODULE, "method": method, "factor": 4, "max_spans": 2, "learning_rate": 1e-3,
     }  # fmt: skip
-    report = finetune(small, tmp_path / "run", steps=3, **asked)
+    report = finetune(small, tmp_path / "run", steps=3, **fields)
     with pytest.raises((ValueError, KeyError), match="rope_ext_hf"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     ours, ids = rope.from_pretrained(tmp_path / "run" / "model"), tokens(LONG)
@@ -224,7 +225,7 @@ def test_a_run_under_a_remapping_method(method: str, small: Path, tmp_path: Path
     assert float((logits(ours, ids) - logits(untrained, ids)).abs().max()) > 1e-3
     assert (report.context_length, report.target_length) == (TRAINED, LONG)
     assert report.training["trained"]["steps"] == 3
-    assert finetune(small, tmp_path / "run", steps=3, **asked) == report
+    assert finetune(small, tmp_path / "run", steps=3, **fields) == report
     with pytest.raises(MethodError, match="rerope states no length to train at; give factor or target_length"):
         finetune(small, tmp_path / "no length", data=ONE_MODULE, method="rerope", steps=3)
 
@@ -236,7 +237,7 @@ ASKED: dict[str, Any] = {
 
 
 def finetune_asked() -> None:
-    """What the process that is killed does."""
+    """Run the process that is killed."""
     finetune("model", "cut", **ASKED)
 
 
@@ -254,7 +255,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cut(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it all, in which the test runs."""
+    """Copy the interrupted run, and change to the copy."""
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -281,7 +282,7 @@ def test_a_killed_run_goes_on_to_the_same_model_and_numbers(cut: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_a_damaged_checkpoint_gives_the_same_model_from_the_one_before(cut: Path) -> None:
-    whole, said = finetune("model", "whole", **ASKED), list[str]()
+    whole, lines = finetune("model", "whole", **ASKED), list[str]()
     assert sorted(path.name for path in (cut / "whole" / "checkpoints of trained").iterdir()) == [
         "checkpoint-20",
         "checkpoint-22",
@@ -290,8 +291,8 @@ def test_a_damaged_checkpoint_gives_the_same_model_from_the_one_before(cut: Path
     data = bytearray(optimizer.read_bytes())
     data[len(data) // 2] ^= 1
     optimizer.write_bytes(data)
-    again = finetune("model", "whole", **ASKED, report=said.append)
-    assert [line for line in said if "checkpoint-22 is removed: optimizer.pt changed since it was written" in line]
+    again = finetune("model", "whole", **ASKED, report=lines.append)
+    assert [line for line in lines if "checkpoint-22 is removed: optimizer.pt changed since it was written" in line]
     assert (again.losses, again.gains) == (whole.losses, whole.gains)
 
 
@@ -360,7 +361,7 @@ def losses_of(length: int, nats: list[float]) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("before", "outcome", "said"),
+    ("before", "outcome", "message"),
     [
         ([2.0, 2.1, 2.2, 2.3], Outcome.WORSE, "higher by 171.8 (171.8 to 171.8) percent"),
         (
@@ -378,22 +379,22 @@ def losses_of(length: int, nats: list[float]) -> Result:
         ([math.inf, 2.0, 2.0, 2.0], Outcome.WORSE, "not finite"),
     ],
 )
-def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcome: Outcome, said: str) -> None:
+def test_a_report_says_what_follows_from_its_numbers(before: list[float], outcome: Outcome, message: str) -> None:
     after = [1.0, 1.1, 1.2, 1.3][: len(before)]
-    asked, tokenizer = (
+    question, tokenizer = (
         Finetuning(model="a", data="b", method="yarn", steps=1),
         AutoTokenizer.from_pretrained(reference()),
     )
     material = TrainingMaterial(64, 256, tokenizer, [], [])
-    run = _FinetuningRun(asked, material, Path("c"), print, None, RunFile("finetune", "a", {}))
+    run = _FinetuningRun(question, material, Path("c"), print, None, RunFile("finetune", "a", {}))
     measured = {"unpatched": before, "patched": before, "trained": after}
     run.measured = {name: [losses_of(64, nats)] for name, nats in measured.items()}
     run.trained = {"trained": {"steps": 1, "seconds": 1.0, "losses": []}}
     report = run.report()
-    told = report.verdicts["unpatched"]["64"]
-    assert told.outcome is outcome
-    assert said in str(told)
-    assert f" 64: {told}" in unwrapped(report)
+    comparison = report.verdicts["unpatched"]["64"]
+    assert comparison.outcome is outcome
+    assert message in str(comparison)
+    assert f" 64: {comparison}" in unwrapped(report)
     assert report.retrieval == {}
     assert "\N{DAGGER}" not in str(report)
     assert str(replace(report, target_length=32)).count("\N{DAGGER}") == 2  # the column, and what the mark means
@@ -439,7 +440,7 @@ def test_an_adapter_is_refused(small: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({}, "give either minutes or steps"),
         ({"minutes": 1, "steps": 1}, "give either minutes or steps"),
@@ -447,7 +448,7 @@ def test_an_adapter_is_refused(small: Path, tmp_path: Path) -> None:
         ({"steps": 1, "method": "dynamic-yarn", "factor": None}, "dynamic-yarn states no length to train at"),
     ],
 )
-def test_refused(given: dict[str, Any], said: str, small: Path, tmp_path: Path) -> None:
+def test_refused(given: dict[str, Any], message: str, small: Path, tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"method": "yarn", "factor": 4} | given
-    with pytest.raises(MethodError, match=said):
+    with pytest.raises(MethodError, match=message):
         finetune(small, tmp_path / "run", data=ONE_MODULE, **arguments)

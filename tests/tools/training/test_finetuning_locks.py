@@ -1,4 +1,4 @@
-"""A folder that another process writes is refused before a model is read."""
+"""A folder that another process writes to is refused before a model is loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guarded training of `finetune`: what a step reads, its loss, and how long it goes on."""
+"""The guarded training of `finetune`: the rows of a step, its loss, and the budget."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.support.models import build, logits, tokens
 DOCUMENTS = [torch.arange(10, 60), torch.arange(60, 95)]
 
 
-def asked(**given: Any) -> Finetuning:
+def question(**fields: Any) -> Finetuning:
     own: dict[str, Any] = {"model": "m", "method": "linear", "factor": 4, "data": "texts", "learning_rate": 1e-3}
-    return Finetuning(**own | {"accumulate": 1} | given)
+    return Finetuning(**own | {"accumulate": 1} | fields)
 
 
 class Repeated(Rows):
-    """The first row of others, again and again."""
+    """Rows that repeat the first one of others."""
 
     def __init__(self, rows: Rows) -> None:
         self.__dict__ |= vars(rows)
@@ -75,7 +75,7 @@ def test_the_tokens_before_a_row_are_not_predicted(prefix: tuple[int, ...], tmp_
     likely = logits(build("llama"), ids)[0].double().log_softmax(-1)
     first = max(1, len(prefix))
     by_hand = -sum(float(likely[i - 1, ids[0, i]]) for i in range(first, 32)) / (32 - first)
-    ran = train(asked(steps=10, guard=0, learning_rate=0.0), build("llama"), None, Repeated(rows), tmp_path, batch=1)
+    ran = train(question(steps=10, guard=0, learning_rate=0.0), build("llama"), None, Repeated(rows), tmp_path, batch=1)
     assert ran["losses"][0]["loss"] == pytest.approx(by_hand, rel=1e-4)
 
 
@@ -90,13 +90,13 @@ def test_the_first_step_follows_the_gradient_of_its_definition(guard: float, tmp
     loss = functional.cross_entropy(scores.flatten(0, 1), batch["long"][:, 1:].flatten())
     if guard:
         expected = logits(teacher, batch["short"]).softmax(-1)
-        given = by_hand(input_ids=batch["short"]).logits.log_softmax(-1)
-        loss = loss + guard * (expected * (expected.log() - given)).sum(-1).mean()
+        predicted = by_hand(input_ids=batch["short"]).logits.log_softmax(-1)
+        loss = loss + guard * (expected * (expected.log() - predicted)).sum(-1).mean()
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
     optimizer = torch.optim.AdamW(by_hand.parameters(), lr=1e-3 * 0.04, betas=(0.9, 0.95), weight_decay=0.0)
     optimizer.step()
-    ran = train(asked(steps=1, guard=guard), model, teacher if guard else None, rows, tmp_path, batch=2)
+    ran = train(question(steps=1, guard=guard), model, teacher if guard else None, rows, tmp_path, batch=2)
     assert ran["steps"] == 1
     for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=0)
@@ -122,7 +122,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
     options: dict[str, Any] = {"batch": 2, "save_every": 3}
     whole = rope.patch(build("llama"), "yarn", factor=4)
-    train(asked(steps=12), whole, None, rows, tmp_path / "whole", **options)
+    train(question(steps=12), whole, None, rows, tmp_path / "whole", **options)
 
     def stop(step: int, loss: float, used: float) -> None:
         if step == 10:
@@ -130,11 +130,11 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
 
     cut = rope.patch(build("llama"), "yarn", factor=4)
     with pytest.raises(StoppedError):
-        train(asked(steps=12), cut, None, rows, tmp_path / "cut", report=stop, **options)
+        train(question(steps=12), cut, None, rows, tmp_path / "cut", report=stop, **options)
     (tmp_path / "cut" / "checkpoint-11").mkdir()  # as if it had been killed while it wrote this one
     for _ in range(2):  # the second time there is nothing left to train
         again = rope.patch(build("llama"), "yarn", factor=4)
-        ran = train(asked(steps=12), again, None, rows, tmp_path / "cut", **options)
+        ran = train(question(steps=12), again, None, rows, tmp_path / "cut", **options)
         assert ran["steps"] == 12
         for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
             assert torch.equal(ours, theirs)
@@ -143,7 +143,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "said"),
+    ("file", "reason"),
     [
         ("optimizer.pt", "optimizer.pt changed since it was written"),
         ("model.safetensors", "model.safetensors changed since it was written"),
@@ -155,7 +155,7 @@ def test_an_interrupted_training_goes_on_to_the_same_weights(tmp_path: Path) -> 
 )
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "remove"])
 @pytest.mark.sampled(5)
-def test_a_damaged_checkpoint_is_left_out(file: str, said: str, damage: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_left_out(file: str, reason: str, damage: str, tmp_path: Path) -> None:
     for number in (3, 6):
         (folder := tmp_path / f"checkpoint-{number}").mkdir()
         for name in ("optimizer.pt", "model.safetensors", "rng_state.pth", "scheduler.pt", "trainer_state.json"):
@@ -169,18 +169,18 @@ def test_a_damaged_checkpoint_is_left_out(file: str, said: str, damage: str, tmp
     path.write_bytes({"flip": bytes(data), "cut": bytes(data[:-1])}.get(damage, b""))
     if damage == "remove":
         path.unlink()
-    heard: list[str] = []
-    assert find_checkpoint(tmp_path, heard.append) == (tmp_path / "checkpoint-3", 3.0)
-    assert [line for line in heard if f"checkpoint-6 is removed: {said}" in line] == heard != []
+    lines: list[str] = []
+    assert find_checkpoint(tmp_path, lines.append) == (tmp_path / "checkpoint-3", 3.0)
+    assert [line for line in lines if f"checkpoint-6 is removed: {reason}" in line] == lines != []
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-3"]
     (tmp_path / "checkpoint-3" / "clock.json").unlink()
-    assert find_checkpoint(tmp_path, heard.append) is None
+    assert find_checkpoint(tmp_path, lines.append) is None
 
 
 @pytest.mark.slow
 def test_a_budget_of_time_ends_the_training(tmp_path: Path) -> None:
     rows = Rows([tokens(400)[0]], 64, 16, end=None, seed=0)
-    ran = train(asked(minutes=0.005), build("llama"), None, rows, tmp_path, batch=1)
+    ran = train(question(minutes=0.005), build("llama"), None, rows, tmp_path, batch=1)
     assert ran["steps"] >= 1
     assert ran["seconds"] >= 0.3
     assert (tmp_path / f"checkpoint-{ran['steps']}").is_dir()

@@ -1,4 +1,4 @@
-"""The folder of a training, and which text is kept for measuring."""
+"""The folder of a training, and the split of its texts."""
 
 from __future__ import annotations
 

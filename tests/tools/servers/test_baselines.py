@@ -1,4 +1,4 @@
-"""`record_server` and `compare_server`: what a record keeps, and what it says of a server that changed."""
+"""`record_server` and `compare_server`: the contents of a record, and its comparison with a server that changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import FileError, ServingError
 from rope_ext_hf.reference import path as reference_folder
 from rope_ext_hf.tools import servers
-from rope_ext_hf.tools.servers.answers import compare_server, record_server
+from rope_ext_hf.tools.servers.baselines import compare_server, record_server
 from tests.support.wrapped_text import unwrapped
 from tests.tools.support.model_servers import KINDS, serving
 
@@ -35,7 +35,7 @@ def tokenize(text: str, special: bool) -> list[int]:
 
 
 def states(length: int = 256, **others: Any) -> dict[str, Any]:
-    """What a server of vLLM states of itself."""
+    """Return the facts that a vLLM server states about itself."""
     return {"/v1/models": {"data": [{"id": "served", "max_model_len": length, "root": "folder"} | others]}}
 
 
@@ -54,7 +54,7 @@ def test_a_server_of_each_kind_answers_as_it_did(kind: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["vLLM 0.33.0", "llama.cpp b1"])
 def test_what_changed_is_named(kind: str, tmp_path: Path) -> None:
-    """Of a server that gives the likely tokens alone, others may be likely later."""
+    """A server that lists only likely tokens may later list others."""
     with serving(kind, plain(), tokenize=tokenize) as url:
         record_server(url, record := tmp_path / "record.json", lengths=LENGTHS)
     for changed, cause in (
@@ -70,7 +70,7 @@ def test_what_changed_is_named(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_length_at_which_a_change_begins(tmp_path: Path) -> None:
-    """A method that follows the length: transformers' own "dynamic" is the plain model up to its context length."""
+    """Under a length-dependent method such as "dynamic", answers differ only beyond the context length."""
     with serving("vLLM 0.33.0", plain(), tokenize=tokenize) as url:
         record_server(url, record := tmp_path / "record.json", lengths=[64, 200, 400, 500])
     with serving("vLLM 0.33.0", plain(rope_type="dynamic", factor=4.0), tokenize=tokenize) as url:
@@ -87,9 +87,9 @@ def test_what_a_server_states_of_itself(tmp_path: Path) -> None:
             return compare_server(url, record)
 
     with serving("vLLM 0.33.0", plain(), states=states(), tokenize=tokenize) as url:
-        made = record_server(url, record := tmp_path / "record.json")
-    assert [len(prompt.ids) for prompt in made.prompts] == [32, 64, 128, 255]  # of its own length
-    assert made.stated == {"version": "vLLM 0.33.0", "length": 256, "folder": "folder"}
+        record_content = record_server(url, record := tmp_path / "record.json")
+    assert [len(prompt.ids) for prompt in record_content.prompts] == [32, 64, 128, 255]  # of its own length
+    assert record_content.stated == {"version": "vLLM 0.33.0", "length": 256, "folder": "folder"}
     assert ask().agrees
     elsewhere = ask(states=states(root="another") | {"/version": {"version": "0.34.0"}})
     assert elsewhere.agrees
@@ -129,7 +129,7 @@ def test_as_much_as_asking_again_changes_is_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_record_with_the_model_keeps_its_fingerprint_and_is_compared_like_answers(tmp_path: Path) -> None:
-    """A server without tokens of a text needs the tokenizer of the model; the folder may change as well."""
+    """A server that returns no tokens needs the model's tokenizer; changes of the folder are reported, too."""
     with serving("SGLang", plain()) as url:
         with pytest.raises(ServingError, match="returns no tokens for a text: give the model"):
             record_server(url, tmp_path / "none.json", lengths=LENGTHS)
@@ -159,5 +159,5 @@ def test_the_command_needs_no_model(tmp_path: Path) -> None:
     with serving("vLLM 0.33.0", plain(rope_theta=20000.0), tokenize=tokenize) as url:
         other = run(app, ["check-server", url, "--against", str(record), "--json"])
     assert other.exit_code == 1
-    told = json.loads(other.stdout)
-    assert (told["agrees"], told["begins"]) == (False, 64)
+    answer = json.loads(other.stdout)
+    assert (answer["agrees"], answer["begins"]) == (False, 64)
