@@ -134,7 +134,7 @@ def readme_methods() -> str:
     head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
     note = (
         f"Multiples of the context length, on three small models ([which](docs/choosing.md#how-this-was-measured)). A "
-        f"method helps where it takes away at least {RECOVERED:.0%} of the extra loss that the unpatched model has there."
+        f"method helps if it takes away at least {RECOVERED:.0%} of the loss that the unpatched model adds at the length."
     )
     return markdown_table(head, rows, note)
 

@@ -56,7 +56,9 @@ def _fitted_rows() -> Iterator[tuple[str, dict[int, _Key]]]:
     lines = factor_lines().values()
     scales = (2, 4, 8, 16, 32)
     alike: dict[tuple[str, ...], tuple[list[str], dict[int, _Key]]] = {}
-    for name, has_factor in dict.fromkeys((row["method"], bool(row["factor"])) for line in lines for row in line["rows"]):
+    for name, has_factor in dict.fromkeys(
+        (row["method"], bool(row["factor"])) for line in lines for row in line["rows"]
+    ):
         keys: dict[int, _Key] = {scale: (name, float(scale) if has_factor else None, scale) for scale in scales}
         values = tuple(
             "–" if (row := rows_by_setting(line).get(keys[scale])) is None else f"{row['increase']:+.2f}"
