@@ -134,7 +134,7 @@ def readme_methods() -> str:
     head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
     note = (
         f"Multiples of the context length, on three small models ([which](docs/choosing.md#how-this-was-measured)). A "
-        f"method helps if it takes away at least {RECOVERED:.0%} of the loss that the unpatched model adds at the length."
+        f"method helps if it takes away at least {RECOVERED:.0%} of the loss that the unpatched model adds there."
     )
     return markdown_table(head, rows, note)
 
@@ -154,7 +154,7 @@ def _loads_plainly(methods: Iterable[RopeMethod], rotary: Rotary) -> str:
 
 @figure
 def reported_by_papers() -> str:
-    """What papers report, a row for each method of each table."""
+    """Return what papers report, in a row for each table of a paper."""
     from rope_ext_hf.tools.advice.advice import reported
 
     rows = []
@@ -199,7 +199,7 @@ def methods() -> str:
 
 @figure
 def methods_cost() -> str:
-    """Why a token takes more time than without a method, and under which methods it does."""
+    """Return a list of the reasons why a token takes more time than without a method, with the methods of each."""
     from rope_ext_hf.tools.advice.guidance import NOTHING
 
     slower: dict[str, list[str]] = {}

@@ -113,7 +113,7 @@ def _longest(line: Row) -> int:
 def measured_models() -> str:
     from rope_ext_hf.tools.advice.measurements import measured_models
 
-    return " and ".join(f"the {model}" for model in measured_models())
+    return "; ".join(f"the {model}" for model in measured_models())
 
 
 @figure
