@@ -10,7 +10,7 @@ from rope_ext_hf.reading.preflight import cached_bytes
 
 @figure
 def engine_classes() -> str:
-    """Return a table that compares the rotary classes of engines with what their configurations are meant to compute."""
+    """Return a table that compares the rotary classes of engines with what they are configured to compute."""
     results = read_result("engine-classes")["engines"]
     columns = [_classes(result) for result in results]
     rows = ([name, *(column.get(name, "–") for column in columns)] for name in columns[0])

@@ -205,7 +205,7 @@ def perplexity_text(record: Row) -> str:
 
 
 def perplexity_sentences(record: Row) -> list[str]:
-    """Return sentences on the table, in its unit: the unpatched model, the best method, and the methods that lose little."""
+    """Return sentences on the table: the unpatched model, the best method, and the methods that lose little."""
     by_method = losses(record)
     if "unpatched" not in by_method:
         return []
@@ -303,7 +303,7 @@ def reading_text(record: Row) -> str:
 
 
 def reading_sentence(rows: Sequence[Row], best: dict[tuple[Any, ...], float]) -> str:
-    """Return a sentence that compares the time of the stock model with its floor, and the methods with the stock model."""
+    """Return a sentence that compares the stock model with its floor, and the methods with the stock model."""
     scored = [row for row in rows if row["way"] == "scored" and row["method"] == "stock"]
     others = [row["seconds"] / best[_place(row)] for row in rows if row["method"] != "stock" and _place(row) in best]
     longest = max(scored, key=lambda row: (row["layers"], row["tokens"]))

@@ -101,7 +101,7 @@ def _checks(engine: type[Engine]) -> tuple[str, ...]:
 
 @figure
 def family_runs() -> str:
-    """Return a table of how far the logits of small models of every family differ between an engine and this package."""
+    """Return by how much the logits of small models of every family differ between an engine and this package."""
     result = read_result("engine-families")
     rows = []
     for name, title in (("gguf", "llama.cpp, by file"), ("llama.cpp", "llama.cpp, by flags"), ("mlx", "mlx-lm")):
