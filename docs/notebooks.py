@@ -72,7 +72,7 @@ def _lines(text: str) -> list[str]:
 
 
 def differences(committed: dict[str, Any], made: dict[str, Any]) -> list[str]:
-    """Return where two runs of a notebook show different outputs. Numbers may differ by a few percent, pictures in any way."""
+    """Return where the outputs of two runs differ. Numbers may differ by a few percent, pictures in any way."""
     found = []
     for one, other in zip(committed["cells"], made["cells"], strict=True):
         texts = [_texts(cell.get("outputs", [])) for cell in (one, other)]

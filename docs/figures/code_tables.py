@@ -12,7 +12,7 @@ from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.tools.advice.guidance import guidance_of
-from rope_ext_hf.tools.advice.measurements import RECOVERED, measured_models, reach
+from rope_ext_hf.tools.advice.measurements import measured_models, reach
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -132,11 +132,7 @@ def readme_methods() -> str:
         (plain,) = {_loads_plainly(instances[name], rotary) for name in names}
         rows.append([title, ", ".join(f"`{name}`" for name in names), helped, plain])
     head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
-    note = (
-        f"Multiples of the context length, on three small models ([which](docs/choosing.md#how-this-was-measured)). A "
-        f"method helps if it takes away at least {RECOVERED:.0%} of the loss that the unpatched model adds there."
-    )
-    return markdown_table(head, rows, note)
+    return markdown_table(head, rows)
 
 
 def _helped(name: str) -> str:
