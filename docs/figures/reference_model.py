@@ -314,9 +314,9 @@ def finetuning() -> str:
         f"The bundled model was trained for {line['steps']} steps on rows of {line['target_length']:,} bytes, and "
         f"without a patch on as many bytes in rows of {line['context_length']}; {line['spans']} spans were scored at "
         "each length. Brackets hold 95% confidence intervals, paired by document. Beside a model that was not trained "
-        "under a method, they are of the change that training makes; beside a trained model, of its difference from the "
-        f"one trained under {line['method']}. Below 0 is better. Key-value lines answered at {line['target_length']:,} "
-        f"bytes, before and after training: {', '.join(answers)}. "
+        "under a method, they are of the change that training makes; beside a trained model, of its difference from "
+        f"the one trained under {line['method']}. Below 0 is better. Key-value lines answered at "
+        f"{line['target_length']:,} bytes, before and after training: {', '.join(answers)}. "
     )
     return markdown_table(head, rows, note + stamp(line, f"benchmarks/finetuning.py --steps {line['steps']}"))
 
