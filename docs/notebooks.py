@@ -72,7 +72,7 @@ def _lines(text: str) -> list[str]:
 
 
 def differences(committed: dict[str, Any], made: dict[str, Any]) -> list[str]:
-    """Return where two runs of a notebook differ; numbers may differ by a few percent, pictures in everything."""
+    """Return where the outputs of two runs differ. Numbers may differ by a few percent, pictures in any way."""
     found = []
     for one, other in zip(committed["cells"], made["cells"], strict=True):
         texts = [_texts(cell.get("outputs", [])) for cell in (one, other)]

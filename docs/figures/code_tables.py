@@ -12,7 +12,7 @@ from docs.figures.registry import FIGURE, ROOT, figure, markdown_table
 from rope_ext_hf.methods.base import UNBOUNDED
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.tools.advice.guidance import guidance_of
-from rope_ext_hf.tools.advice.measurements import RECOVERED, measured_models, reach
+from rope_ext_hf.tools.advice.measurements import measured_models, reach
 
 if TYPE_CHECKING:
     from rope_ext_hf.methods.base import RopeMethod, Rotary
@@ -132,12 +132,7 @@ def readme_methods() -> str:
         (plain,) = {_loads_plainly(instances[name], rotary) for name in names}
         rows.append([title, ", ".join(f"`{name}`" for name in names), helped, plain])
     head = ["method", "name for `patch`", "helps without training up to", "plain transformers loads the saved folder"]
-    note = (
-        f"Multiples of the context length, on three small models ([which](docs/choosing.md#how-this-was-measured)). A "
-        f"method helps where it takes away at least {RECOVERED:.0%} of the extra loss that the unpatched model has "
-        "there."
-    )
-    return markdown_table(head, rows, note)
+    return markdown_table(head, rows)
 
 
 def _helped(name: str) -> str:
@@ -155,7 +150,7 @@ def _loads_plainly(methods: Iterable[RopeMethod], rotary: Rotary) -> str:
 
 @figure
 def reported_by_papers() -> str:
-    """What papers report, a row for each method of each table."""
+    """Return what papers report, in a row for each table of a paper."""
     from rope_ext_hf.tools.advice.reported import reported
 
     rows = []
@@ -200,7 +195,7 @@ def methods() -> str:
 
 @figure
 def methods_cost() -> str:
-    """Why a token takes more time than without a method, and under which methods it does."""
+    """Return a list of the reasons why a token takes more time than without a method, with the methods of each."""
     from rope_ext_hf.tools.advice.guidance import NOTHING
 
     slower: dict[str, list[str]] = {}

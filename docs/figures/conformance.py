@@ -36,7 +36,7 @@ def conformance_cells() -> str:
 
 @figure
 def conformance_servers() -> str:
-    """What the runner says of live servers."""
+    """Return a table of what the runner says about live servers."""
     rows = [
         (each["model"] + "".join(f", without {key}" for key in each["without"]), each["said"])
         for each in read_result("conformance")["servers"]
@@ -46,7 +46,7 @@ def conformance_servers() -> str:
 
 @figure
 def conformance_differences() -> str:
-    """What differs, a line for each configuration and model of a program."""
+    """Return the first difference of each configuration and model, program by program."""
     lines = []
     for each in _programs():
         first: dict[str, str] = {}

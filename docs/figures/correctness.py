@@ -35,10 +35,10 @@ def other_engines() -> str:
     families = sorted({row["model"] for row in result["rows"]} - {"reference"})
     least = min(row["without"] for row in result["rows"])
     note = (
-        f"*The largest difference of a logit there and here over {result['lengths']['long']} tokens, or "
-        f"{result['lengths']['short']} inside the original length, in standard deviations of the logits; bold: another "
-        f"model. Of the bundled model and of small random {', '.join(families)} models, "
-        f"whichever differs most. A program that passes over the method is off by {least:.1f} or more. "
+        f"*The largest difference between a logit of the program and of this package over {result['lengths']['long']} "
+        f"tokens (or {result['lengths']['short']}, inside the original length), in standard deviations of the logits, "
+        f"over the bundled model and small random {', '.join(families)} models. Bold: the program runs "
+        f"another model. A program that ignores the method is off by {least:.1f} or more. "
         f"{made_by(result)}*"
     )
     alike: dict[tuple[str, ...], list[str]] = {}  # a row for methods of which no program runs another model

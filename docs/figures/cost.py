@@ -41,9 +41,9 @@ def overhead() -> str:
     forwards = dict.fromkeys((model, what) for model, what, _ in measured)
     methods = dict.fromkeys(method for *_, method in measured)
     first = {forward: next(row for key, row in measured.items() if key[:2] == forward) for forward in forwards}
-    head = ["patched / stock: time, memory"]
+    head = ["patched / unpatched: time, memory"]
     head += [f"{model}, {row['parameters'] / 1e6:.1f}M, {what}" for (model, what), row in first.items()]
-    rows = [["stock", *(f"{1000 * row['stock_seconds']:.1f} ms" for row in first.values())]]
+    rows = [["unpatched", *(f"{1000 * row['stock_seconds']:.1f} ms" for row in first.values())]]
     for method in methods:
         cells = (measured.get((*forward, method)) for forward in forwards)
         rows.append([f"`{method}`", *(f"{ratio_with_interval(c)}, {c['memory']:.2f}" if c else "–" for c in cells)])

@@ -10,7 +10,7 @@ from rope_ext_hf.reading.cache_size import cached_bytes
 
 @figure
 def engine_classes() -> str:
-    """How the rotary classes of engines compare with what their configurations are meant to compute."""
+    """Return a table that compares the rotary classes of engines with what they are configured to compute."""
     results = read_result("engine-classes")["engines"]
     columns = [_classes(result) for result in results]
     rows = ([name, *(column.get(name, "–") for column in columns)] for name in columns[0])
@@ -147,7 +147,7 @@ def vllm_logprobs() -> str:
 
 @figure
 def vllm_perplexity() -> str:
-    """How far perplexities of the bundled model by a real vLLM and by transformers lie apart."""
+    """Return by how much perplexities of the bundled model differ between a real vLLM and transformers."""
     result = read_result("vllm_perplexity")
     apart: dict[str, float] = {}
     for row in result["rows"]:
@@ -158,7 +158,7 @@ def vllm_perplexity() -> str:
 
 @figure
 def vllm_drafts() -> str:
-    """What a real vLLM's drafts rotate by, where the model got its settings in each way."""
+    """Return how the drafts of a real vLLM rotate, for each way of giving the model its settings."""
     result = read_result("vllm_drafts")
 
     def cell(row: Row) -> str:
@@ -274,7 +274,7 @@ def _apart(row: Row) -> float:
 
 @figure
 def server_baselines() -> str:
-    """What a record of a live server said after each change."""
+    """Return a table of what the record of a live server said after each change."""
     result = read_result("servers")
     rows = result.get("baselines", [])
     if not rows:
@@ -298,7 +298,7 @@ def server_baselines() -> str:
 
 
 def _report(expected: str) -> str:
-    """What check-server says of one of the servers of llama.cpp in Q8_0."""
+    """Return the report of check-server on one of the servers of llama.cpp in Q8_0."""
     from rope_ext_hf.tools.servers.server_report import ServerReport
 
     row = next(

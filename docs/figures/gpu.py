@@ -205,7 +205,7 @@ def perplexity_text(record: Row) -> str:
 
 
 def perplexity_sentences(record: Row) -> list[str]:
-    """What the table shows, in its unit: the unpatched model, the best method, and which methods hold on."""
+    """Return sentences on the table: the unpatched model, the best method, and the methods that lose little."""
     by_method = losses(record)
     if "unpatched" not in by_method:
         return []
@@ -303,7 +303,7 @@ def reading_text(record: Row) -> str:
 
 
 def reading_sentence(rows: Sequence[Row], best: dict[tuple[Any, ...], float]) -> str:
-    """How near the stock model's reading is to its floor, and what methods add to it."""
+    """Return a sentence that compares the stock model with its floor, and the methods with the stock model."""
     scored = [row for row in rows if row["way"] == "scored" and row["method"] == "stock"]
     others = [row["seconds"] / best[_place(row)] for row in rows if row["method"] != "stock" and _place(row) in best]
     longest = max(scored, key=lambda row: (row["layers"], row["tokens"]))
@@ -431,7 +431,7 @@ def steps_table(record: Row) -> str:
 
 
 def said_text(record: Row) -> str:
-    """What failed, is wrong, was skipped or is slower than expected, one list each."""
+    """Return four lists: failures, wrong results, skipped steps, and steps slower than expected."""
     if not record["measured"]:
         return NOTHING
     return "".join(f"\n{title}: {_bullets(sentences)}" for title, sentences in record["said"].items())

@@ -113,7 +113,7 @@ def _longest(line: Row) -> int:
 def measured_models() -> str:
     from rope_ext_hf.tools.advice.measurements import measured_models
 
-    return " and ".join(f"the {model}" for model in measured_models())
+    return "; ".join(f"the {model}" for model in measured_models())
 
 
 @figure
@@ -173,9 +173,8 @@ def unchanged_lengths() -> str:
     from rope_ext_hf.tools.advice.guidance import PYTHON, guidance_of
 
     rotary = Rotary(dim=128, theta=10000.0, trained_length=4096)
-    named = [
-        f"{unchanged_share(cls().bind(rotary, None), rotary)} (`{name}`)"
-        for name, cls in list_methods().items()
-        if issubclass(cls, RemappingMethod) and (known := guidance_of(name)) and PYTHON in known.purposes
-    ]
-    return f"{', '.join(named)} of the context length"
+    names: dict[str, list[str]] = {}
+    for name, cls in list_methods().items():
+        if issubclass(cls, RemappingMethod) and (known := guidance_of(name)) and PYTHON in known.purposes:
+            names.setdefault(unchanged_share(cls().bind(rotary, None), rotary), []).append(f"`{name}`")
+    return " and ".join(f"{share} of the context length ({', '.join(listed)})" for share, listed in names.items())

@@ -13,17 +13,17 @@ MODELS = {
 
 
 def _compared(benchmark: str) -> list[Row]:
-    """What was compared of each model, as it was measured last."""
+    """Return the comparisons of each model, as they were measured last."""
     rows = {row["model"]: row for line in lines_of(benchmark) for row in line["rows"]}
     return [rows[model] for model in MODELS if model in rows]
 
 
 def _note(benchmark: str) -> str:
-    """How it was measured, and which models' intervals are of an older kind."""
+    """Return the command that measured this, and the models whose intervals are of an older kind."""
     made = {row["model"]: line.get("intervals") == NOW for line in lines_of(benchmark) for row in line["rows"]}
-    older = " and ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
+    older = ", ".join(f'"{name}"' for model, name in MODELS.items() if made.get(model) is False)
     note = stamp(last_line(benchmark), f"benchmarks/{benchmark}.py")
-    return note + (f" Intervals of {older} {NARROW}" if older else "")
+    return note + (f" The intervals of {older} {NARROW}" if older else "")
 
 
 def _model(row: Row) -> str:

@@ -73,7 +73,7 @@ def coverage_models() -> str:
 
 @figure
 def coverage_reading() -> str:
-    """Why a class that takes a patch is read whole, or cannot be measured."""
+    """Return the reasons why classes that can be patched are read whole, or cannot be measured."""
     counts: dict[str, Counter[str]] = {}
     for row in _rotating():
         if _works(row, "static") and (reason := row["measured"].get("because")):
@@ -87,7 +87,7 @@ def coverage_reading() -> str:
 
 
 def _refusals(rows: list[dict[str, Any]], column: str) -> str:
-    """Why classes take no method of a kind, the commonest reason first."""
+    """Return the reasons why classes take no method of a kind, the commonest first."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if not _works(row, column):
@@ -98,7 +98,7 @@ def _refusals(rows: list[dict[str, Any]], column: str) -> str:
 
 @figure
 def coverage_refusals() -> str:
-    """Of classes that compute rotary embeddings, those that take no static method."""
+    """Return the classes that compute rotary embeddings and take no static method, by reason."""
     return _refusals([row for row in _rows() if row["rope"]], "static")
 
 

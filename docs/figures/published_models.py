@@ -59,8 +59,8 @@ def published_models() -> str:
     return markdown_table(
         (*heads, "keys and values of one input, bfloat16"),
         rows,
-        "An engine of the sixth column serves none of the advised methods at the target length; `--dry-run --all` "
-        "says why.",
+        "An engine in the sixth column serves none of the recommended methods at the target length. "
+        "`--dry-run --all` says why.",
     )
 
 

@@ -21,6 +21,11 @@ LUCK = 0.05
 """The share of right answers that rank first among 20 by luck."""
 
 
+def _row_name(method: str) -> str:
+    """Return how a row of a table names a method; the records call the unpatched model "as-loaded"."""
+    return "unpatched" if method == "as-loaded" else f"`{method}`"
+
+
 @figure
 def reference_setting() -> str:
     result = last_line("reference")
@@ -83,22 +88,24 @@ def _retrieval(model: str) -> str:
         (only,) = cells.values()
         low, high = only["interval"]
         return (
-            f"The {NAMES[model]} as loaded answers {only['exact']:.0%} [{low:.0%}, {high:.0%}] of {only['trials']} at "
-            f"{lengths[0]:,} (1x). {measured}\n\n"
+            f"The unpatched {NAMES[model]} answers {only['exact']:.0%} [{low:.0%}, {high:.0%}] of {only['trials']} "
+            f"questions exactly at {lengths[0]:,} tokens (1x). {measured}\n\n"
         )
 
     def cell(name: str, length: int) -> str:
-        found = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
-        return " / ".join(f"{each['exact']:.0%}" for each in found) or "–"
+        rows = [cells[name, keys, length] for keys in counts if (name, keys, length) in cells]
+        return " / ".join(f"{row['exact']:.0%}" for row in rows) or "–"
 
-    rows = ([f"`{name}`", *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells))
+    rows = (
+        [_row_name(name), *(cell(name, n) for n in lengths)] for name in dict.fromkeys(name for name, _, _ in cells)
+    )
     head = [f"{NAMES[model]}: answered exactly at", *length_heads(lengths, line["context_length"])]
     kinds = " / ".join("one key" if keys == 1 else f"one of {keys}" for keys in counts)
     if any((name, 1, n) in cells and (name, counts[-1], n) not in cells for name, _, n in cells):
-        kinds += "; a single number is of one key"
-    questions = f"{next(iter(cells.values()))['trials']} questions a cell"
+        kinds += "; a single number is for one key"
+    questions = f"{next(iter(cells.values()))['trials']} questions per cell"
     ends = (abs(end - row["exact"]) for row in cells.values() for end in row["interval"])
-    questions += f", 95% intervals reach up to {100 * max(ends):.0f} points to either side"
+    questions += f", 95% confidence intervals reach up to {100 * max(ends):.0f} points to either side"
     return markdown_table(head, rows, f"*{kinds}; {questions}.* {measured}")
 
 
@@ -111,7 +118,7 @@ def retrieval_tasks() -> str:
     tasks = list(next(iter(cells.values()))["exact_by"]["task"])
     rows = (
         [
-            f"`{name}`",
+            _row_name(name),
             *(
                 " / ".join(
                     f"{cell['exact_by']['task'][task]:.0%}" if (cell := cells.get((name, length))) else "–"
@@ -125,12 +132,12 @@ def retrieval_tasks() -> str:
     head = [f"one key, at {' / '.join(length_heads(lengths, lines[-1]['context_length']))}", *tasks]
     questions = next(iter(cells.values()))["trials"] // len(tasks)
     command = f"benchmarks/retrieval.py --tasks {','.join(tasks)}"
-    return markdown_table(head, rows, f"*{questions} questions a cell.* {stamp(lines[-1], command)}")
+    return markdown_table(head, rows, f"*{questions} questions per cell.* {stamp(lines[-1], command)}")
 
 
 @figure
 def retrieval_ranks() -> str:
-    """How often the right answer to a passkey is the likeliest of 20, by length, of every model asked."""
+    """Return a table of how often the right answer to a passkey is the likeliest of 20, by model, method and length."""
     lines = lines_of("retrieval by rank")
     cells = {(line["model"], row["name"], row["length"]): row for line in lines for row in line["rows"]}
     context = {line["model"]: line["context_length"] for line in lines}
@@ -147,16 +154,19 @@ def retrieval_ranks() -> str:
     for model, name in dict.fromkeys(key[:2] for key in cells):
         if model not in lucky:
             texts = (text(cells.get((model, name, scale * context[model]))) for scale in scales)
-            alike.setdefault((NAMES[model], *texts), []).append(f"`{name}`")
+            alike.setdefault((NAMES[model], *texts), []).append(_row_name(name))
     rows = ([f"{model}: {', '.join(names)}", *texts] for (model, *texts), names in alike.items())
     task, questions = lines[-1]["tasks"][0], lines[-1]["rows"][0]["trials"]
     exact = max(row["exact"] for row in cells.values())
-    note = f"*{questions} questions a cell, at most {exact:.0%} of them answered exactly; {LUCK} rank first by luck.* "
+    note = (
+        f"*{questions} questions per cell, of which at most {exact:.0%} were answered exactly. By luck, {LUCK} of the "
+        "right answers would rank first.* "
+    )
     if all_first := next((row for row in cells.values() if row["first"] == 1.0), None):
-        note += "1.00 is [{:.2f}, {:.2f}]. ".format(*all_first["first_interval"])
+        note += "The 95% confidence interval of 1.00 is [{:.2f}, {:.2f}]. ".format(*all_first["first_interval"])
     if lucky:
         listed = " and ".join(f"the {NAMES[model]}, {text(loaded[model])}" for model in lucky)
-        note += f"As loaded at 1x no better than luck, so that no methods are compared: {listed}. "
+        note += f"Unpatched at 1x, these are no better than luck, so no methods are compared on them: {listed}. "
     command = f"benchmarks/retrieval.py --score rank --tasks {task} --keys 1 --questions {questions}"
     head = [f"`{task}`: right answer first", *(f"{scale}x" for scale in scales)]
     return markdown_table(head, rows, note + stamp(lines[-1], command))
@@ -185,7 +195,7 @@ def linear_attention() -> str:
     ]
     head = ["time / memory, times softmax attention", *(f"{length:,}" for length in lengths)]
     names = ", ".join(f"`{kernel}`" for kernel in dict.fromkeys(row["kernel"] for row in line["rows"]))
-    note = f"*From the least to the most of {names}.* "
+    note = f"*A cell holds the lowest and the highest value of {names}.* "
     return markdown_table(head, rows, note + stamp(line, "benchmarks/linear_attention.py"))
 
 
@@ -217,7 +227,7 @@ def _extended(line: Row) -> str:
     rows = []
     for part in line["rows"]:
         lengths = ", ".join(f"{length:,}" for length in part["lengths"])
-        rows.append([f"as loaded, at {lengths}", *(f"{bits:.2f}" for bits in part["unpatched"])])
+        rows.append([f"unpatched, at {lengths}", *(f"{bits:.2f}" for bits in part["unpatched"])])
         for each in part["methods"]:
             losses = zip(each["own"], each["original"], each["difference"], strict=True)
             cells = (
@@ -228,9 +238,10 @@ def _extended(line: Row) -> str:
     note = (
         f"The bundled model, trained further for {line['steps']} steps at {context_length:,} bytes with "
         f"`{scaling['rope_type']}` in its config (factor {scaling['factor']:g}, original length "
-        f"{scaling['original_max_position_embeddings']}); before, its loss at these lengths was "
-        f"{' and '.join(f'{bits:.2f}' for bits in line['not trained'][:2])}. Over its own scaling / over the original "
-        "model, and in brackets how much higher the second is, with its 95% interval; "
+        f"{scaling['original_max_position_embeddings']}). Before that training, its loss at the first two lengths was "
+        f"{' and '.join(f'{bits:.2f}' for bits in line['not trained'][:2])}. "
+        "A cell: over its own scaling / over the original "
+        "model, and in brackets how much higher the second is, with its 95% confidence interval; "
         f"{line['rows'][0]['scored_bytes']:,} bytes scored at every length. "
     )
     command = "benchmarks/trained_scaling.py" + f" --scaling {scaling['rope_type']}" * (
@@ -300,12 +311,12 @@ def finetuning() -> str:
         for method, each in lines.items()
     )
     note = (
-        f"The bundled model; {line['steps']} steps on rows of {line['target_length']:,} bytes, without a patch on as "
-        f"many bytes in rows of {line['context_length']}; {line['spans']} spans at each length. In brackets 95% "
-        f"intervals, paired by document: beside models not trained under a method, of what its training changes; "
-        f"beside a trained one, of its difference to the one trained under {line['method']}; below 0 is better. "
-        f"Key-value lines at {line['target_length']:,} bytes that are answered, before and after: "
-        f"{', '.join(answers)}. "
+        f"The bundled model was trained for {line['steps']} steps on rows of {line['target_length']:,} bytes, and "
+        f"without a patch on as many bytes in rows of {line['context_length']}; {line['spans']} spans were scored at "
+        "each length. Brackets hold 95% confidence intervals, paired by document. Beside a model that was not trained "
+        "under a method, they are of the change that training makes; beside a trained model, of its difference from "
+        f"the one trained under {line['method']}. Below 0 is better. Key-value lines answered at "
+        f"{line['target_length']:,} bytes, before and after training: {', '.join(answers)}. "
     )
     return markdown_table(head, rows, note + stamp(line, f"benchmarks/finetuning.py --steps {line['steps']}"))
 
@@ -323,7 +334,7 @@ def _encoders(part: str, head: Sequence[str], keys: Sequence[str], note: str) ->
 
 @figure
 def encoders_lengths() -> str:
-    """What training on at the longer length gives, beside as much training at the first one."""
+    """Return what further training at the longer length gives, beside as much training at the first length."""
     line = last_line("encoders")
     short, *further = line["lengths"]
     at = {row["trained"].rpartition(" at ")[2]: row for row in further}

@@ -68,7 +68,7 @@ def rows_of(benchmark: str, *keys: str, **values: Any) -> dict[tuple[Any, ...], 
     }
 
 
-NARROW = "by an earlier method, not Student's t."
+NARROW = "were computed by an earlier method, not by Student's t."
 """The note on intervals that were measured before the present ones."""
 NOW = "Student, Wilson, Newcombe"
 """The name of the present intervals in `benchmarks/record.py`."""
@@ -79,7 +79,7 @@ def stamp(line: Row, command: str) -> str:
     count = line.get("threads", 1)
     threads = f", {count} threads" if count > 1 else ""
     over_documents = any("low" in row and "ratio" not in row for row in line.get("rows", ()))
-    narrow = f" Intervals {NARROW}" if over_documents and line.get("intervals") != NOW else ""
+    narrow = f" The intervals {NARROW}" if over_documents and line.get("intervals") != NOW else ""
     return f"*Measured by `{command}`{setting}{threads}.*{narrow}"
 
 

@@ -28,7 +28,7 @@ def engine_names() -> str:
 
 @cache
 def _sections() -> dict[str, str]:
-    """Where each engine has a section that somebody wrote, as a link: below which heading of which page."""
+    """Return a link to the section that somebody wrote for each engine: page and heading."""
     found = {}
     for page in sorted((ROOT / "docs").glob("*.md")):
         heading = ""
@@ -60,7 +60,7 @@ def _targets() -> list[tuple[str, str, RopeMethod, Target]]:
 
 @cache
 def _served_ways(engine: str) -> list[str | None]:
-    """How an engine serves each of these; None where it is refused."""
+    """Return how an engine serves each target; None if it refuses the target."""
 
     def encoding(target: Target) -> str | None:
         try:
@@ -102,7 +102,7 @@ def _checks(engine: type[Engine]) -> tuple[str, ...]:
 
 @figure
 def family_runs() -> str:
-    """How far small models of every family lie apart in an engine that ran them and here."""
+    """Return by how much the logits of small models of every family differ between an engine and this package."""
     result = read_result("engine-families")
     rows = []
     for name, title in (("gguf", "llama.cpp, by file"), ("llama.cpp", "llama.cpp, by flags"), ("mlx", "mlx-lm")):
@@ -124,7 +124,7 @@ def family_runs() -> str:
 
 @figure
 def own_ways() -> str:
-    """What engines do otherwise that has nothing to do with RoPE, and what lies between them and here then."""
+    """Return what engines compute differently apart from RoPE, and the difference before and after imitating it."""
     result = read_result("engine-families")
     rows = []
     for name, title in (("gguf", "llama.cpp"), ("mlx", "mlx-lm")):
@@ -185,7 +185,7 @@ _ORDER = ("exact", "plug-in", "read", "transformers", "refused", "unchecked")
 
 @cache
 def _families() -> dict[str, Target]:
-    """What an engine is to compute for each family that takes the method."""
+    """Return what an engine must compute for each family that takes the method."""
     found = {}
     for family in sorted(WITH_A_CLASS):
         with suppress(RopeExtError):  # those that take none are on the page, too
@@ -195,7 +195,7 @@ def _families() -> dict[str, Target]:
 
 
 def _way(name: str, family: str, target: Target) -> str:
-    """How an engine serves a family, and why not where it does not."""
+    """Return how an engine serves a family, or why it does not."""
     engine, listed = find_engine(name), read_result("engine-models")["models"]
     has_a_model = family in listed.get(name, (family,))  # an engine whose models were not listed yet may have it
     try:
@@ -220,7 +220,7 @@ def _way(name: str, family: str, target: Target) -> str:
 
 @figure
 def drafts() -> str:
-    """What reaches the draft of speculative decoding, by engine."""
+    """Return what the draft of speculative decoding needs, by engine."""
     rows = [(engine.title or name, engine.drafts) for name, engine in list_engines().items() if engine.drafts]
     return markdown_table(["engine", "speculative decoding"], rows)
 
@@ -233,7 +233,7 @@ def engines_without_a_section() -> str:
 
 
 def _section(engine: str) -> str:
-    """What the engine is given, what it refuses and what it reads otherwise; not repeated of one that runs another."""
+    """Return an engine's example, refusals and ignored keys; an engine that runs another does not repeat them."""
     if rules := find_engine(engine).rules_of:
         alike = [name for name, each in list_engines().items() if each.rules_of == rules]
         shown, metadata, _ = _example(engine).partition("# GGUF metadata")
@@ -243,7 +243,7 @@ def _section(engine: str) -> str:
 
 
 def _refused(engine: str) -> str:
-    """How many configurations are served in which way, and which are refused."""
+    """Return how many configurations are served in each way, and a table of the refused ones."""
     by_model: dict[str, dict[str, tuple[list[str], list[str]]]] = {}
     ways = _served_ways(engine)
     for (family, over, method, _), way in zip(_targets(), ways, strict=True):
@@ -287,7 +287,7 @@ def _traps(engine: str) -> str:
 
 
 def _example(engine: str) -> str:
-    """What `rope-ext serve-config` prints for the bundled model under yarn x4, or linear where yarn is refused."""
+    """Return what `rope-ext serve-config` prints for the bundled model under yarn x4, or linear if yarn is refused."""
     from rope_ext_hf.reference import path
     from rope_ext_hf.tools.serving.configs import serving_config
 

@@ -61,7 +61,7 @@ def demo(
         Passkey(
             lengths=[trained, longest],
             task="key-value",
-            haystack="stdlib?max_documents=8",
+            haystack="stdlib",
             depths=_DEPTHS,
             trials=questions // len(_DEPTHS),
             distractors=1,
