@@ -25,7 +25,7 @@ PHRASES = {
     r"\btold apart\b": "no significant difference",
     r"\bnot told from\b": "no significant difference",
     r"\bcannot be told\b": "is not known, or: no significant difference",
-    r"\bis no (?!longer|more|less|fewer|later|earlier|other|need|reason|way)[a-z]": "is not a, or: does not exist",
+    r"(?<![Tt]here )\bis no (?!longer|more|less|fewer|later|earlier)[a-z]+": "is not a",
     r"\bof before\b": "previous, earlier",
     r"\bof which no\b": "a sentence of its own",
     r"\bof which nothing\b": "a sentence of its own",
