@@ -167,7 +167,7 @@ def _info(part: _Part, name: str) -> TensorInfo:
 
 
 def _matrix(part: _Part, name: str) -> tuple[int, int]:
-    """Return the rows and columns of a tensor; raise a CheckpointError if it is no matrix."""
+    """Return the rows and columns of a tensor; raise a CheckpointError if it is not a matrix."""
     shape = _info(part, name).shape
     if len(shape) != 2:
         raise CheckpointError(f"{name!r} in {str(part.path)!r} has shape {shape}, not two dimensions")

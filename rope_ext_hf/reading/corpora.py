@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import unquote
@@ -32,7 +33,9 @@ _STDLIB = "stdlib"
 _HUB = "hf:"
 
 
-def load(data: Corpus, *, column: str | None = None, join: int | None = None) -> Documents:
+def load(
+    data: Corpus, *, column: str | None = None, join: int | None = None, max_documents: int | None = None
+) -> Documents:
     """Return the documents of a corpus, which every function that takes a text reads in this way.
 
     A string is a name and never a text, so that a misspelt name cannot be measured as if it were the text:
@@ -45,7 +48,7 @@ def load(data: Corpus, *, column: str | None = None, join: int | None = None) ->
     | `FILE.parquet` | one per row; needs the package `pyarrow` |
     | `FOLDER` | those of all these files in it and below (plain text: .txt .md .rst .py), sorted by path; hidden files and links that lead out of the folder are left out |
     | `PATTERN` | those of all files that match, sorted: `books/*.txt`, `data/**/*.jsonl` |
-    | `hf:OWNER/NAME` | one per row of a data set of the Hugging Face Hub, streamed to its end; needs the package `datasets` |
+    | `hf:OWNER/NAME` | one per row of a data set of the Hugging Face Hub, streamed; needs the package `datasets` |
 
     Options follow a question mark, with `&` between them, as in `hf:OWNER/NAME?split=validation&column=body`. These are
     all:
@@ -54,6 +57,7 @@ def load(data: Corpus, *, column: str | None = None, join: int | None = None) ->
     |---|---|
     | `column=NAME` | the column of a table that holds the text, or lists of token ids; default: `text`, else the only column with text |
     | `join=CHARACTERS` | join documents that follow each other, with an empty line between them, until each has so many characters |
+    | `max_documents=N` | read the first N documents and no further; without it, a data set of the Hub is read to its end |
     | `config=NAME` | Hub only: the configuration of the data set |
     | `split=NAME` | Hub only: the split; default: `test`, else the only one |
 
@@ -74,7 +78,8 @@ def load(data: Corpus, *, column: str | None = None, join: int | None = None) ->
     Args:
         data: the corpus, see above.
         column: as the option above.
-        join: as the option above.
+        join: as the option above; it joins the documents that were read.
+        max_documents: as the option above.
 
     Returns:
         Documents with distinct names: the path below the folder, and for one of several in a file `:` and its line or
@@ -84,7 +89,7 @@ def load(data: Corpus, *, column: str | None = None, join: int | None = None) ->
         CorpusError: the name is that of no text, the text cannot be read, is damaged or empty or not UTF-8, or has no
             such column (the message names file and line); or the value is not a corpus.
     """  # noqa: E501 - rows of tables
-    if isinstance(data, Documents) and column is None and join is None:
+    if isinstance(data, Documents) and column is None and join is None and max_documents is None:
         return data
     documents = Documents()
     documents.source = corpus_name(data) or documents.source
@@ -93,9 +98,13 @@ def load(data: Corpus, *, column: str | None = None, join: int | None = None) ->
             name = _Name.parse(data)
             column = _agreed(data, "column", name.column, column)
             join = _agreed(data, "join", name.join, join)
-            documents += _named_documents(name, column)
+            max_documents = _agreed(data, "max_documents", name.max_documents, max_documents)
+            read: Iterable[Document | Tokens] = _named_documents(name, column)
         else:
-            documents += documents_in(data, column)
+            read = documents_in(data, column)
+        if max_documents is not None and max_documents < 1:
+            raise CorpusError(f"max_documents must be at least 1, got {max_documents}")
+        documents += islice(read, max_documents)
     except OSError as error:  # such as a name too long for the file system, or a folder that may not be entered
         hint = f"; {NAME_HELP}" if isinstance(data, str) else ""
         raise CorpusError(f"{short(str(data), 200)!r} cannot be read: {reason(error)}{hint}") from error
@@ -137,6 +146,7 @@ class _Name:
     source: str  # 'stdlib', 'hf:OWNER/NAME', or a path or pattern
     column: str | None = None
     join: int | None = None
+    max_documents: int | None = None
     config: str | None = None
     split: str | None = None
 
@@ -150,7 +160,7 @@ class _Name:
         if match is None or Path(text).exists():
             return cls(text)
         source = match[1]
-        allowed = ("column", "join", "config", "split") if source.startswith(_HUB) else ("column", "join")
+        allowed = ("column", "join", "max_documents", *(("config", "split") if source.startswith(_HUB) else ()))
         options: dict[str, str] = {}
         for part in match[2].split("&"):
             option, _, value = part.partition("=")
@@ -161,19 +171,25 @@ class _Name:
                 example = f"{option}={_EXAMPLES[option]}"
                 raise CorpusError(f"{text!r}: the option {option!r} takes one value, as in {example}")
             options[option] = unquote(value)
-        join = options.get("join")
-        if join is not None and not join.isdecimal():
-            raise CorpusError(f"{text!r}: join takes a whole number of characters, as in join={_EXAMPLES['join']}")
+        numbers: dict[str, int] = {}
+        for option in ("join", "max_documents"):
+            if option in options:
+                value = options.pop(option)
+                if not value.isdecimal():
+                    example = f"{option}={_EXAMPLES[option]}"
+                    raise CorpusError(f"{text!r}: {option} takes a whole number, as in {example}")
+                numbers[option] = int(value)
         return cls(
             source,
             column=options.get("column"),
-            join=None if join is None else int(join),
+            join=numbers.get("join"),
+            max_documents=numbers.get("max_documents"),
             config=options.get("config"),
             split=options.get("split"),
         )
 
 
-_EXAMPLES = {"column": "text", "join": "100000", "config": "en", "split": "test"}
+_EXAMPLES = {"column": "text", "join": "100000", "max_documents": "20", "config": "en", "split": "test"}
 """A value of each option, for error messages."""
 
 

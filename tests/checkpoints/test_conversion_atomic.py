@@ -237,9 +237,9 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
                 os._exit(0)
         os.close(writer)
         _, status = os.waitpid(child, 0)
-        said = os.read(reader, 100)
+        output = os.read(reader, 100)
         os.close(reader)
-        return int(said) if os.WIFEXITED(status) else 0
+        return int(output) if os.WIFEXITED(status) else 0
 
     total = attempt(-1, False)
     found = []
@@ -263,8 +263,8 @@ def kill_many(source: Path, parent: Path, kills: int) -> None:
 @pytest.mark.slow
 def test_killed_at_any_point(source: Path, tmp_path: Path) -> None:
     (tmp_path / "killed").mkdir()
-    said = run_forked(kill_many, source, tmp_path / "killed", 40, folder=tmp_path)
-    found = json.loads(said.splitlines()[-1])
+    output = run_forked(kill_many, source, tmp_path / "killed", 40, folder=tmp_path)
+    found = json.loads(output.splitlines()[-1])
     assert found["calls"] > 100
     assert found["end"]
     assert sum(kill["killed"] for kill in found["kills"]) >= 30  # one that goes on has fewer calls to be killed at

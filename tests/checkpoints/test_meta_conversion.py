@@ -633,9 +633,12 @@ def test_what_gets_lost_is_warned_of(tmp_path: Path) -> None:
     source = hf_llama(tmp_path / "hf", CASES["own factor"], max_position_embeddings=32768)
     with pytest.warns(UserWarning, match="Meta's") as caught:
         hf_to_meta(source, tmp_path / "meta")
-    said = [str(warning.message) for warning in caught]
-    assert any("no place for max_position_embeddings, 32768 here; readers will assume 131072" in s for s in said)
-    assert any("this model needs 4, which stands there as rope_scaling_factor" in s for s in said)
+    messages = [str(warning.message) for warning in caught]
+    assert any(
+        "no place for max_position_embeddings, 32768 here; readers will assume 131072" in message
+        for message in messages
+    )
+    assert any("this model needs 4, which stands there as rope_scaling_factor" in message for message in messages)
     meta_to_hf(tmp_path / "meta", tmp_path / "back", context_length=32768)
     back = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (back["max_position_embeddings"], back["rope_parameters"]["factor"]) == (32768, 4.0)

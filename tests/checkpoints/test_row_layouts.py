@@ -173,10 +173,11 @@ def test_latent_attention_in_blocks_of_128(module: str, blocks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [[], "fp8", {"weight_block_size": 128}, {"config_groups": {"a": None}}, {"weight_block_size": ["128", 1]}]
+    "quantization",
+    [[], "fp8", {"weight_block_size": 128}, {"config_groups": {"a": None}}, {"weight_block_size": ["128", 1]}],
 )
-def test_strange_words_about_quantisation_are_no_blocks(said: Any) -> None:
-    assert rows(said).scale_rows is None
+def test_strange_words_about_quantisation_are_no_blocks(quantization: Any) -> None:
+    assert rows(quantization).scale_rows is None
 
 
 def test_the_places_of_what_rotates() -> None:

@@ -172,13 +172,15 @@ def test_a_column_in_doubt_is_asked_for(tmp_path: Path, kind: str) -> None:
         (
             "colum=body",
             r"unknown option 'colum'\. Did you mean 'column'\? "
-            "Known: column, join$",
+            "Known: column, join, max_documents$",
         ),
         ("column=body&split=test", r"unknown option 'split'\. Known: column, join"),
         ("column=", "the option 'column' takes one value"),
         ("column=a&column=b", "the option 'column' takes one value"),
-        ("join=true", "join takes a whole number of characters, as in join=100000"),
-        ("join=-1", "join takes a whole number of characters"),
+        ("join=true", "join takes a whole number, as in join=100000"),
+        ("join=-1", "join takes a whole number"),
+        ("max_documents=few", "max_documents takes a whole number, as in max_documents=20"),
+        ("max_documents=0", "max_documents must be at least 1, got 0"),
         ("join=0", "join must be at least 1 character, got 0"),
     ],
 )
@@ -276,6 +278,14 @@ def test_folders_and_patterns_without_text(folder: Path) -> None:
 
 
 # -- joining -----------------------------------------------------------------------------------------------------------
+
+
+def test_at_most_so_many_documents_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "c.jsonl").write_text("damaged")  # never opened
+    assert [document.text for document in load(f"{tmp_path}?max_documents=2")] == ["first", "second"]
+    assert [document.text for document in load(["x", "y", "z"], max_documents=1)] == ["x"]
 
 
 def test_documents_are_joined_until_they_are_long_enough(tmp_path: Path) -> None:

@@ -105,12 +105,12 @@ def test_what_does_not_fit_is_refused_with_what_would(memory: dict[str, int]) ->
     longest = 200 * GB // per_token
     with pytest.raises(rope.CheckpointError, match=rf"spans of {longest:,} tokens need 20\d\.\d GB") as refused:
         check_memory(model, longest, torch.float32, GPU)
-    said = str(refused.value)
-    assert "cuda:0 has 100.0 GB free" in said
-    assert "--device-map auto" in said  # two GPUs and the main memory have 300 GB together
-    assert "--offload-cache" not in said  # the main memory has only 100 GB
-    assert "--dtype bfloat16" in said
-    assert "shorter lengths: up to" in said
+    message = str(refused.value)
+    assert "cuda:0 has 100.0 GB free" in message
+    assert "--device-map auto" in message  # two GPUs and the main memory have 300 GB together
+    assert "--offload-cache" not in message  # the main memory has only 100 GB
+    assert "--dtype bfloat16" in message
+    assert "shorter lengths: up to" in message
     memory["cpu"] = 1000 * GB
     with pytest.raises(rope.CheckpointError, match="--offload-cache"):
         check_memory(model, longest, torch.float32, GPU)
@@ -123,10 +123,10 @@ def test_the_shorter_length_that_is_offered_fits(memory: dict[str, int]) -> None
     memory["cpu"] = 2 * GB
     with pytest.raises(rope.CheckpointError) as refused:
         check_memory(model, 1 << 30, torch.bfloat16, CPU)
-    said = str(refused.value)
-    assert "bfloat16" not in said.split("Instead")[1]
-    assert "device-map" not in said
-    fitting = int(said.split("up to ")[1].split(" tokens")[0].replace(",", ""))
+    message = str(refused.value)
+    assert "bfloat16" not in message.split("Instead")[1]
+    assert "device-map" not in message
+    fitting = int(message.split("up to ")[1].split(" tokens")[0].replace(",", ""))
     check_memory(model, fitting, torch.bfloat16, CPU)
     with pytest.raises(rope.CheckpointError):
         check_memory(model, fitting + 512, torch.bfloat16, CPU)
@@ -167,8 +167,8 @@ def test_layers_that_see_less_than_a_window() -> None:
     assert sliding_window_warning(build("llama"), 1 << 20) is None
     mistral = build("mistral", sliding_window=24)
     assert sliding_window_warning(mistral, 24) is None
-    said = "2 of 2 layers attend to the last 24 tokens only; spans of 64 tokens are longer"
-    assert sliding_window_warning(mistral, 64) == said
+    message = "2 of 2 layers attend to the last 24 tokens only; spans of 64 tokens are longer"
+    assert sliding_window_warning(mistral, 64) == message
     gemma = build("gemma2", sliding_window=24)
     assert (sliding_window_warning(gemma, 64) or "").startswith("1 of 2 layers")
     assert sliding_window_warning(build("qwen2", sliding_window=24), 64) is None  # switched off in its config
