@@ -7,6 +7,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,7 +84,7 @@ def test_a_run_is_shown_in_another_unit() -> None:
     assert "loss 1.600 nats per token" in str(run.in_unit("nats").conclusion)
     with pytest.raises(MethodError, match=r"'perplexity', 'nats' and 'bits'.*got 'miles'"):
         run.in_unit("miles")
-    other = Run(None, run.settings | {"kind": "passkey"}, [], RetrievalRuns())
+    other: Run[Any] = Run(None, run.settings | {"kind": "passkey"}, [], RetrievalRuns())
     with pytest.raises(MethodError, match="a passkey run has one unit only"):
         other.in_unit("nats")
 
