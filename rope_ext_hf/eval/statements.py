@@ -20,10 +20,10 @@ from rope_ext_hf.files import package_table
 
 _SAVED = package_table("rope_ext_hf.eval", "retrievals.toml")
 
-TRAINING_WORDS = tuple(_SAVED["training"]["words"].split())
-TRAINING_VERBS = tuple(_SAVED["training"]["verbs"].split())
-HELD_OUT_WORDS = tuple(_SAVED["held_out"]["words"].split())
-HELD_OUT_VERBS = tuple(_SAVED["held_out"]["verbs"].split())
+TRAINING_WORDS: tuple[str, ...] = tuple(_SAVED["training"]["words"].split())
+TRAINING_VERBS: tuple[str, ...] = tuple(_SAVED["training"]["verbs"].split())
+HELD_OUT_WORDS: tuple[str, ...] = tuple(_SAVED["held_out"]["words"].split())
+HELD_OUT_VERBS: tuple[str, ...] = tuple(_SAVED["held_out"]["verbs"].split())
 # the parts of made-up words
 _VOWELS = ("a", "e", "i", "o", "u", "ai", "ea", "oo", "ou", "y")
 _CLUSTERS = ("bl", "br", "ch", "cr", "dr", "fl", "gr", "pl", "qu", "sh", "st", "th", "tr", "wh")

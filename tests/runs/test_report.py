@@ -56,7 +56,8 @@ def a_run(folder: Path, results: Sequence[Any], **settings: Any) -> Run[Any]:
         },
         **{"items": ["one", "two"], "cells": [[64], [128]], "per_cell": [2, 2]},
     }
-    return Run(folder, common | settings, results, run_kind("perplexity"))
+    every = common | settings
+    return Run(folder, every, results, run_kind(every["kind"]))
 
 
 YARN = Yarn(factor=4.0).to_dict()
