@@ -16,7 +16,7 @@ from rope_ext_hf.bounds import MOST_TOKENS, Length, parse_length, whole
 from rope_ext_hf.errors import MethodError, ServingError, UnsupportedModelError, one_line, short
 from rope_ext_hf.hub import foreign_errors
 from rope_ext_hf.methods.base import UNBOUNDED, RopeMethod, Rotary
-from rope_ext_hf.methods.registry import list_methods, resolve_method
+from rope_ext_hf.methods.registry import list_methods
 from rope_ext_hf.methods.remapping import RemappingMethod
 from rope_ext_hf.methods.static import Default
 from rope_ext_hf.patches.describing import scalings_underneath, short_input_notes
@@ -241,7 +241,8 @@ class _Advisor:
         """Return the rotary embedding and the method that the commands take; None: no candidate is for serving."""
         if SERVING not in choices:
             return self.rotary, None
-        return self.rotary, resolve_method(choices[SERVING][0], self.rotary, target_length=self.target_length)
+        spec = self.opened.patch_spec(choices[SERVING][0], target_length=self.target_length, **self.underneath)
+        return spec.rotary, spec.method
 
     def methods(self) -> list[MethodAdvice]:
         """Return the advice on every method that there is guidance on."""
