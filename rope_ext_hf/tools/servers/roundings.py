@@ -42,7 +42,7 @@ class Rounding(NamedTuple):
     changes: list[Tensor]  # of log-probabilities in nats, (answers,) float64 for each length
 
 
-class Change(Protocol):
+class _Change(Protocol):
     """A function that returns the changes of log-probabilities from those of the exact model, for each length.
 
     The changes are those of the model's present weights, with keys and values rounded to so many bits.
@@ -51,7 +51,7 @@ class Change(Protocol):
     def __call__(self, key_bits: int | None = None) -> list[Tensor]: ...
 
 
-def roundings(model: Any, change: Change, bits: StatedBits) -> Iterator[list[Rounding]]:
+def roundings(model: Any, change: _Change, bits: StatedBits) -> Iterator[list[Rounding]]:
     """Yield roundings in batches, finest first; the model's weights are overwritten.
 
     The dtypes of a batch are equally likely, so that none needs a look at the next batch once one of them fits.

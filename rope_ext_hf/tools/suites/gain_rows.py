@@ -47,7 +47,7 @@ class TextRow(NamedTuple):
         return self.before + self.evidence + self.after
 
 
-class Prompts(NamedTuple):
+class _Prompts(NamedTuple):
     """The two prompts of a row, each without the answer."""
 
     with_evidence: Tensor  # (length - answer tokens,) int64
@@ -67,7 +67,7 @@ class TokenRow:
     answer: Tensor
     fillers: tuple[Tensor, ...]  # texts without the evidence, in the order in which they follow the row's context
 
-    def prompts(self, length: int, distance: int) -> Prompts:
+    def prompts(self, length: int, distance: int) -> _Prompts:
         """Return the prompts of `length` tokens, answer included, with `distance` tokens from evidence to answer."""
         replacements = self.fillers[len(self.fillers) // 2 :] + self.fillers  # not the texts that stand next to it
         replacement = _first_tokens(cycle(replacements), len(self.evidence))
@@ -78,7 +78,7 @@ class TokenRow:
         shared = torch.cat([self.head, before])
         with_evidence = torch.cat([shared, self.evidence, after, self.question])
         without_evidence = torch.cat([shared, replacement, after, self.question])
-        return Prompts(with_evidence, without_evidence, len(shared))
+        return _Prompts(with_evidence, without_evidence, len(shared))
 
 
 def _first_tokens(texts: Iterable[Tensor], count: int) -> Tensor:

@@ -27,11 +27,11 @@ class Draw(NamedTuple):
     wrong: Sequence[str]  # wrong answers that may stand in the prompt
 
 
-MakeDraw = Callable[[int], Draw]  # draws a prompt of a size
+_MakeDraw = Callable[[int], Draw]  # draws a prompt of a size
 
 
 @dataclass(frozen=True)
-class Template:
+class _Template:
     """The wording of a task."""
 
     text: str
@@ -44,7 +44,7 @@ class Template:
         return self.text + self.prefix
 
 
-TEMPLATES = {name: Template(**fields) for name, fields in wordings("ruler").items()}
+TEMPLATES = {name: _Template(**fields) for name, fields in wordings("ruler").items()}
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Generator:
     """A generator of the prompts of one task at one length."""
 
     task: str
-    template: Template
+    template: _Template
     settings: PromptSettings
     room: int  # tokens that prompt and generation may have together
 
@@ -65,7 +65,7 @@ class Generator:
         random.Random(self.settings.seed).shuffle(items)
         return items
 
-    def attempt(self, make: MakeDraw, size: int) -> Draw | None:
+    def attempt(self, make: _MakeDraw, size: int) -> Draw | None:
         """Return a prompt of this size, or None where the draw failed, as upstream's may.
 
         A draw fails if two variables get the same name, or if there are more needles than places for them.
@@ -77,7 +77,7 @@ class Generator:
         except (IndexError, ValueError):
             return None
 
-    def tokens(self, make: MakeDraw, size: int) -> int:
+    def tokens(self, make: _MakeDraw, size: int) -> int:
         """Return the tokens of a prompt of this size, without its budget."""
         for _ in range(_TRIES):
             draw = self.attempt(make, size)
@@ -89,13 +89,13 @@ class Generator:
         """Return the error for a length that is too short; its arguments are those of `TooShortError`."""
         return TooShortError(self.task, self.settings.length, need, reason)
 
-    def check(self, make: MakeDraw, smallest: int) -> None:
+    def check(self, make: _MakeDraw, smallest: int) -> None:
         """Raise TooShortError where no draw of the smallest size fits; later draws are not affected."""
         shortest = self.shortest(make, smallest, self.room)
         if shortest > self.room:
             raise self.too_short(shortest + self.settings.reserved)
 
-    def shortest(self, make: MakeDraw, size: int, room: int) -> int:
+    def shortest(self, make: _MakeDraw, size: int, room: int) -> int:
         """Return the tokens, with budget, of the first prompt of this size that fits into `room`, or of the shortest.
 
         The state of the random numbers is restored, so that later draws are not affected.
@@ -118,7 +118,7 @@ class Generator:
             raise self.too_short(None, "its prompts cannot be drawn")
         return min(lengths)
 
-    def search(self, make: MakeDraw, low: int, high: int, beside: int = 0) -> int:
+    def search(self, make: _MakeDraw, low: int, high: int, beside: int = 0) -> int:
         """Return the largest size whose prompt fits with `beside` further tokens, or `low` where none does."""
 
         def fits(size: int) -> bool:
@@ -126,7 +126,7 @@ class Generator:
 
         return largest_fitting(low, max(high, 2 * low), fits) or low
 
-    def draw(self, make: MakeDraw, size: int, step: int) -> Sample:
+    def draw(self, make: _MakeDraw, size: int, step: int) -> Sample:
         """Return a prompt of this size; while it is too long, draw again with a size that is smaller by `step`."""
         for _ in range(_TRIES + size // step):
             draw = self.attempt(make, size)
