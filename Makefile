@@ -217,6 +217,7 @@ lint: .venv/ready
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/python -m checks.plain_english
 
 # The site, into build/site.
 docs: .venv/docs-ready

@@ -19,7 +19,7 @@ _ABSOLUTE = re.compile(r"[a-z][a-z0-9+.-]*:|#")
 
 
 def repository_url(root: Path) -> str:
-    """The address of the repository, without a slash at its end."""
+    """Return the address of the repository, without a slash at its end."""
     urls = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     return str(urls["Repository"]).rstrip("/")
 

@@ -29,7 +29,7 @@ _NUMBER = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]\d+)?")
 
 
 def run(notebook: dict[str, Any]) -> dict[str, Any]:
-    """The notebook with the outputs of its cells, which run in the working directory."""
+    """Return the notebook with the outputs of its cells, which run in the working directory."""
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = []
     for number, cell in enumerate(notebook["cells"], 1):

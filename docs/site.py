@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def on_config(config: Any) -> Any:
-    """Called by mkdocs once, before anything is read. A placeholder address is not shown in the header."""
+    """Set the addresses of the site, before mkdocs reads anything. A placeholder is not shown in the header."""
     url = repository_url(ROOT)
     config.site_url = f"{url}/"
     if not url.split("/")[2].endswith(".invalid"):
@@ -24,7 +24,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Called by mkdocs for each page. The page "contributing" is CONTRIBUTING.md."""
+    """Return the source of a page for mkdocs. The page "contributing" is CONTRIBUTING.md."""
     url = repository_url(ROOT)
     if page.file.src_uri == "contributing.md":
         return absolute_links((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), url)
@@ -32,7 +32,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by mkdocs for each page as HTML. A browser would break a line at each hyphen of `--max-spans`."""
+    """Return a page's HTML for mkdocs. A browser would break a line at each hyphen of `--max-spans`."""
     return re.sub(r"<code>[^<]*</code>", lambda code: _OPTION.sub(r'\1<span class="option">\2</span>', code[0]), html)
 
 

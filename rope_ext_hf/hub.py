@@ -406,7 +406,7 @@ def fingerprint(
 
     Args:
         model: a model in memory, patched or not, whose rotary modules are read; or a folder, a Hub id, "reference" or a
-            config of transformers, of which no weights are read; or a JSON file with the values of
+            config of transformers, and no weights are read then; or a JSON file with the values of
             `Fingerprint.to_dict`.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.

@@ -1,4 +1,4 @@
-"""Which programs agree with the numbers of conformance/."""
+"""Programs that agree with the numbers of conformance/."""
 
 from __future__ import annotations
 

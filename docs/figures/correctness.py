@@ -41,7 +41,7 @@ def other_engines() -> str:
         f"another model. A program that ignores the method is off by {least:.1f} or more. "
         f"{made_by(result)}*"
     )
-    alike: dict[tuple[str, ...], list[str]] = {}  # a row for methods of which no program runs another model
+    alike: dict[tuple[str, ...], list[str]] = {}  # one row for all methods that every program computes
     for name in methods:
         same = all(worst[name, each] <= result["agree"] for each in programs)
         alike.setdefault(() if same else (name,), []).append(name)

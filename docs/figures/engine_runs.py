@@ -1,4 +1,4 @@
-"""What engines, their classes and running servers computed, beside what was measured."""
+"""Results of engines, their classes and running servers, beside what was measured."""
 
 from __future__ import annotations
 
@@ -240,7 +240,10 @@ def servers() -> str:
     table = [
         ["verdicts that are right", *(f"{sum(bool(row.get('right')) for row in of)} of {len(of)}" for of in of_column)],
         ["largest difference", *(f"{max(map(_apart, of)):.0e}" for of in of_column)],
-        ["others not told apart, at most", *(str(max(len(row["alike"]) for row in of)) for of in of_column)],
+        [
+            "other configurations that fit as well, at most",
+            *(str(max(len(row["alike"]) for row in of)) for of in of_column),
+        ],
     ]
     note = (
         "*Differences are root mean squares in nats from the configuration that each server was taken for, over "

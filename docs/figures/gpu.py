@@ -122,7 +122,7 @@ def results(record: Row, step: str) -> list[Row]:
 
 
 def machine_text(record: Row) -> str:
-    """The machine, its ceilings, and what decides which kernels run; a trial is no measurement."""
+    """The machine, its ceilings, and what decides which kernels run; a trial is marked as such."""
     if not record["measured"]:
         return "\nA trial, not a measurement.\n"
     machine = record["machine"]

@@ -1,4 +1,4 @@
-"""What methods cost and gain without training, on every model they were measured on; and the file that advice reads."""
+"""Gain and cost of methods without training, on every model they were measured on; and the file that advice reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far intervals hold, and whether loss, LongPPL, the gain from evidence and retrieval rank methods alike."""
+"""Coverage of intervals, and agreement of loss, LongPPL, the gain from evidence and retrieval about methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured on models larger than those that this package can bring along."""
+"""Measurements on models larger than those that this package can bring along."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What publishers state about the context of their models, and the entries that extend it."""
+"""Statements of publishers about the context of their models, and the entries that extend it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every figure is made with: the register, the files of measurements, Markdown tables.
+"""Tools that every figure is made with: the register, the files of measurements, Markdown tables.
 
 A figure is a function without arguments that returns Markdown, decorated with `figure`; its name, with dashes, is
 the name that a page calls. A measurement is a line of benchmarks/results.jsonl: `make bench` appends to it, and the

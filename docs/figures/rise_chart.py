@@ -21,7 +21,7 @@ BINS = (
 )
 """Upper end of a significant rise in bits per byte, its colour and its name in the legend."""
 NONE, UNCLEAR = "#bfe3c8", "#e3e3e8"
-"""The colours of a mean of at most 0.1 that is no significant rise, and of a larger one with too wide an interval."""
+"""The colours of a mean of at most 0.1 without a significant rise, and of a larger one with too wide an interval."""
 METHOD_WIDTH, CELL_WIDTH, CELL_HEIGHT, GAP = 158, 41, 21, 10
 WIDTH = METHOD_WIDTH + 3 * (5 * CELL_WIDTH + GAP)
 

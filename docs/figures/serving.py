@@ -1,4 +1,4 @@
-"""What each engine serves, and what goes wrong there."""
+"""Methods that each engine serves, and settings that go wrong there."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def engine_families() -> str:
             ways.setdefault(_way(name, family, target), []).append(family)
         ways.pop("none", None)
         whole = sum(map(len, ways.values())) == len(_families())  # no family is missing
-        if not whole:  # what is unchecked is not told apart from what the engine has no model of
+        if not whole:  # an engine that has no model of a family counts as unchecked
             ways.pop("unchecked", None)
         order = sorted(ways.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), -len(item[1])))
         lines = (

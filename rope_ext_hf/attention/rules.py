@@ -175,7 +175,7 @@ class ScoreModifiers(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether fused kernels can compute the attention: the scores are not changed, there are at most sinks."""
+        """True if fused kernels can compute the attention: the scores are not changed, there are at most sinks."""
         if self.mask is not None or self.softcap is not None or self.dropout:
             return False
         return self.bias is None and self.product is None

@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint's tensors rotate, by the family table.
+"""The rows of a checkpoint's tensors that rotate, by the family table.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(hidden_size=1024, num_attention_heads=16, num_key_value_heads=4)

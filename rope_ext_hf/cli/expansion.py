@@ -201,7 +201,7 @@ def _values_of_file(command: Callable[..., Any], context: typer.Context, values:
 
 
 def _arguments(group: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command or of a dataclass that is no question, made of the values of its options."""
+    """Return the arguments of a command, or of a dataclass other than a question, made of its options' values."""
     types = get_type_hints(group)
     arguments: dict[str, Any] = _built(_own_question(group), values).arguments
     for name in inspect.signature(group).parameters.keys() - arguments.keys():

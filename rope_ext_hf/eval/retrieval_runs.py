@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RetrievalSetting:
-    """How prompts are made.
+    """Settings by which prompts are made.
 
     Attributes:
         task: a key of `statements.RETRIEVALS`.

@@ -114,7 +114,7 @@ class Rotary:
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the frequencies underneath depend on the length of the input (Phi-3's two lists)."""
+        """True if the frequencies underneath depend on the length of the input (Phi-3's two lists)."""
         return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
 
     @property
@@ -198,14 +198,17 @@ def _kept(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def may_keep_tensors() -> bool:
-    """Whether a tensor made now may outlive the call: not under torch.compile, torch.export, tracing or a fake mode."""
+    """Return whether a tensor made now may outlive the call.
+
+    It may not under torch.compile, torch.export, tracing or a fake mode.
+    """
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     return type(torch.empty(0, device="cpu")) is Tensor
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is an int or a float, and no bool."""
+    """Return whether a value is an int or a float, and no bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -215,7 +218,7 @@ class _ParameterType(NamedTuple):
     number: type | None = None  # float, int or bool; None: another type, which the method itself checks
     several: bool = False  # whether it is a tuple of them
     optional: bool = False  # whether it may be None
-    choices: tuple[str, ...] = ()  # the texts that are allowed; empty: it is no choice
+    choices: tuple[str, ...] = ()  # the texts that are allowed; empty: any text
 
     @property
     def text(self) -> str:
@@ -226,7 +229,7 @@ class _ParameterType(NamedTuple):
         return f"a list of {whole}numbers" if self.several else f"a {whole}number"
 
     def allows(self, value: object) -> bool:
-        """Whether a value, not None, is of this type."""
+        """Return whether a value, not None, is of this type."""
         if not self.several:
             return self._allows_number(value)
         return isinstance(value, tuple) and all(self._allows_number(number) for number in value)
@@ -339,16 +342,16 @@ class RopeMethod(ABC):
 
     @classmethod
     def takes_factor(cls, values: Mapping[str, Any]) -> bool:
-        """Whether the method has a factor when its other parameters are these."""
+        """Return whether the method has a factor when its other parameters are these."""
         return "factor" in cls.__dataclass_fields__
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the method itself makes the frequencies depend on the length of the input."""
+        """True if the method itself makes the frequencies depend on the length of the input."""
         return False
 
     def depends_on_length(self, rotary: Rotary) -> bool:
-        """Whether the frequencies depend on the length of the input, by the method or by the model's own scaling."""
+        """Return whether the frequencies depend on the length of the input, by the method or the model's scaling."""
         return self.length_dependent or rotary.length_dependent
 
     def frequencies(self, rotary: Rotary, length: int | None = None) -> Frequencies:
@@ -414,21 +417,21 @@ class RopeMethod(ABC):
 
     @property
     def composable(self) -> bool:
-        """Whether another method can extend a model trained under this one: all long inputs have equal frequencies."""
+        """True if another method can extend a model trained under this one: all long inputs have equal frequencies."""
         return not self.length_dependent
 
     @property
     def sticky_length(self) -> bool:
-        """Whether the rotary module keeps the frequencies of the longest input it has met."""
+        """True if the rotary module keeps the frequencies of the longest input it has met."""
         return False
 
     @property
     def piecewise_constant(self) -> bool:
-        """Whether the frequencies of a length-dependent method change at a few lengths only, not with every token."""
+        """True if the frequencies of a length-dependent method change at a few lengths only, not with every token."""
         return False
 
     def changes_in_steps(self, rotary: Rotary) -> bool:
-        """Whether the frequencies change at a few lengths only, by the method or by the model's own scaling."""
+        """Return whether the frequencies change at a few lengths only, by the method or by the model's own scaling."""
         return self.piecewise_constant or (not self.length_dependent and rotary.length_dependent)
 
     def constant_until(self, rotary: Rotary, length: int) -> int:

@@ -193,7 +193,7 @@ def _find(method: str) -> tuple[type[RopeMethod], dict[str, Any]]:
 
 
 def accepts_factor(name: str) -> bool:
-    """Whether a method, by name and with its other parameters left at their defaults, has a factor."""
+    """Return whether a method, by name and with its other parameters left at their defaults, has a factor."""
     registered = registered_name(name)
     name, implied = _ALIASES.get(registered, (registered, {}))
     return name in _METHODS and _METHODS[name].takes_factor(implied)

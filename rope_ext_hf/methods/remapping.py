@@ -73,7 +73,7 @@ class AttentionRule:
 
     @property
     def by_length(self) -> bool:
-        """Whether the rule of a row depends on its length."""
+        """True if the rule of a row depends on its length."""
         return False
 
     @property
@@ -244,7 +244,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     @property
     def by_length(self) -> bool:
-        """Whether the rule of a row depends on its length: as loaded up to `max_distance`, and remapped beyond."""
+        """True if the rule of a row depends on its length: as loaded up to `max_distance`, and remapped beyond."""
         return self.beyond_only
 
     def depends_on_length(self, rotary: Rotary) -> bool:

@@ -202,7 +202,7 @@ def _context_length(rope_type: str, stated: int, original: int, factor: float) -
             return extended, f"yarn: the original length {original:,} x the factor {factor:g}"
     if rope_type in ("longrope", "su") and stated <= original:
         return round(original * factor), f"longrope: the original length {original:,} x the factor {factor:g}"
-    if rope_type == "llama3":  # its factor is no ratio of lengths: 8 or 32 over 8,192, and 131,072 either way
+    if rope_type == "llama3":  # its factor is not a ratio of lengths: 8 or 32 over 8,192, and 131,072 either way
         return stated, "llama3: max_position_embeddings, whatever the factor"
     return stated, f"{rope_type}: max_position_embeddings"
 

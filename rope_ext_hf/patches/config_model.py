@@ -118,7 +118,7 @@ class ConfigModel:
 
     @property
     def recipe(self) -> Recipe | None:
-        """What its publisher states about its context; None: nothing is known."""
+        """The publisher's statement about the context length; None: none is known."""
         return find_recipe(self.config)
 
     def published_note(self, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
@@ -143,7 +143,7 @@ class ConfigModel:
 
     @cached_property
     def can_be_tried(self) -> bool:
-        """Whether a small model of its class can be built, to try there what `patch` refuses."""
+        """True if a small model of its class can be built, to try there what `patch` refuses."""
         return stand_in(self.config.to_json_string(use_diff=False)) is not None
 
     def refusal(self, method: str, **arguments: Any) -> RopeExtError | None:

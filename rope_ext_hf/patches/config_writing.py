@@ -33,7 +33,7 @@ _ORIGINAL_KEY = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class ConfigEncoding:
-    """How a config states a patched model."""
+    """Keys and values by which a config states a patched model."""
 
     parameters: Mapping[str, Any]  # `rope_parameters` of the layers that the method applies to
     extended_length: int | None  # tokens that the patched model is for; None: it follows the input

@@ -77,7 +77,7 @@ def _parts(config: Any) -> Iterator[Any]:
 def _largest(config: Any, *keys: str) -> float:
     """Return the largest number that a config states under some keys, 0 where it states none.
 
-    A missing or wrong number is no error here; it is reported where the number is needed.
+    A missing or wrong number does not raise here; it is reported where the number is needed.
     """
     own_keys = family(config.model_type).config_keys
     values: list[Any] = []

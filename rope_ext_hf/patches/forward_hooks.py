@@ -118,7 +118,7 @@ class _MaskHooks:
 
 
 def install_forward_hooks(model: nn.Module, make_hooks: Callable[[Sequence[PatchedSlot]], DecoderHooks]) -> None:
-    """Hook every decoder of a model that holds patched slots, and the modules around it that take a mask.
+    """Install hooks on every decoder of a model with patched slots, and on the modules around it that take a mask.
 
     `make_hooks` makes the hooks of a decoder for its slots. The first of these slots keeps what takes the hooks away.
     """

@@ -80,7 +80,7 @@ def _runner(module: nn.Module, known: Tensor, layer_type: str | None) -> Callabl
             stand_in._buffers[name] = known.clone()
         else:
             stand_in._buffers[name] = None if buffer is None else buffer.new_zeros(buffer.shape, device="cpu")
-    # Mistral Large 4 has a learned multiplier, a buffer up to transformers 5.23 and a parameter since; 0 is no change.
+    # Mistral Large 4 has a learned multiplier, a buffer up to transformers 5.23 and a parameter since; 0 is neutral.
     stand_in._parameters = {
         name: x if x is None else nn.Parameter(x.new_zeros(x.shape, device="cpu"), requires_grad=False)
         for name, x in module._parameters.items()

@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def _length_is_exact(self) -> bool:
-        """Whether the extended length is the factor times the context length; publishers may round it."""
+        """True if the extended length is the factor times the context length; publishers may round it."""
         return self.entry is not None and self.entry["factor"] * self.context_length == self.extended_length
 
     def reaches(self, length: int) -> bool:

@@ -109,7 +109,7 @@ def check_without_weights(model: nn.Module) -> None:
     """Check that a model that was patched without its weights could be patched with them as well.
 
     Its patch is tried on a small model of its class. A model that has its weights passes, because `patch` has checked
-    it; so does one of which no small model can be built.
+    it; so does a model that cannot be built small.
 
     Raises:
         MethodError, UnsupportedModelError: as `patch` would, if the model had its weights.

@@ -274,7 +274,7 @@ class HeatCell(NamedTuple):
 
     share: float  # the share of right answers
     rank: float  # the mean rank of the right answer
-    faint: bool = False  # whether that is no better than chance
+    faint: bool = False  # whether the value is not better than chance
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ NOTHING_RUN = "Nothing was run, and no weights were read."
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run would do, and the time, memory and disk space that it would take.
+    """Forecast of a run: its steps, and the time, memory and disk space that it would take.
 
     Attributes:
         does: what would be done, one clause each.

@@ -97,7 +97,7 @@ def discard_state(cache: Any) -> None:
 
 
 def has_origin(cache: Any, origin: KeyOrigin) -> bool:
-    """Whether a cache was last filled from this origin; without a wait for the device."""
+    """Return whether a cache was last filled from this origin; without a wait for the device."""
     stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     return stored is not None and stored.origin == origin
 

@@ -148,7 +148,7 @@ class RotaryEmbedding(nn.Module):
         self._fixed_by: int | None = None  # the thread inside `at_length`
 
         # `_integers` holds the frequencies for good, and `frequency` is their copy on a device, see `_place`. That copy
-        # is no buffer: an average of models with their buffers (SWA, EMA) would round its integers as floating-point
+        # is not a buffer: an average of models with their buffers (SWA, EMA) would round its integers as floating-point
         # numbers, and `to_empty` would leave it without values.
         self._integers: tuple[int, ...] = ()
         self._device = torch.device("cpu")
@@ -177,7 +177,7 @@ class RotaryEmbedding(nn.Module):
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the next call's frequencies depend on how long its input is."""
+        """True if the next call's frequencies depend on how long its input is."""
         return self.fixed_length is None and self.method.depends_on_length(self.rotary)
 
     def frequencies(self, length: int | None = None) -> Frequencies:

@@ -77,7 +77,7 @@ class KeyRotation:
         # 2^20 are an eighth of a radian apart. The overflow of int64 drops whole cycles. (rows, 1, tokens, pairs).
         angle = angles(positions, phase[:, 1:] - phase[:, :1])[:, None]
         cos, sin = angle.cos(), angle.sin()
-        # The inverse of a rotation has the opposite angle. The ratio of the attention factors is no part of the
+        # The inverse of a rotation has the opposite angle. The ratio of the attention factors is not part of the
         # rotation, and is divided out separately.
         back = cls(cos, sin).last(new)
         if not scaled or not isinstance(factor, Tensor):
@@ -217,7 +217,7 @@ def infer_key_layout(unrotated: Any, rotated: Any, rotated_scaled: Any, radians:
 
 
 def nearly_equal(first: Any, second: Any) -> bool:
-    """Whether two tensors, or nested containers of tensors, are equal but for rounding."""
+    """Return whether two tensors, or nested containers of tensors, are equal but for rounding."""
     if isinstance(first, dict):
         first, second = list(first.values()), list(second.values())
     if isinstance(first, (list, tuple)):

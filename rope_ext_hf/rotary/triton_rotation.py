@@ -23,7 +23,10 @@ _ELEMENTS_PER_PROGRAM = 4096  # elements of `x` that one program of the kernel r
 
 
 def can_fuse(x: Tensor) -> bool:
-    """Whether the kernel can rotate this tensor: on CUDA, without gradients, and outside graphs that torch compiles."""
+    """Return whether the kernel can rotate this tensor.
+
+    It must be on CUDA, need no gradients, and be outside graphs that torch compiles.
+    """
     if x.device.type != "cuda" or triton is None or torch.compiler.is_compiling():
         return False
     if not x.numel() or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -33,7 +36,7 @@ def can_fuse(x: Tensor) -> bool:
 
 @functools.cache
 def _compiles(device: torch.device) -> bool:
-    """Whether Triton can build the kernel for a device; it needs a C compiler and a supported device."""
+    """Return whether Triton can build the kernel for a device; it needs a C compiler and a supported device."""
     x, angle = torch.zeros(1, 1, 1, 2, device=device), torch.zeros(1, 1, 1, 1, device=device)
     try:
         rotate_fused(x, angle, angle, start=0, half=True)

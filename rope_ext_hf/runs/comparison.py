@@ -66,7 +66,7 @@ def compare_runs(folders: Sequence[str | Path], unit: str | None = None) -> Comp
 
 
 class _Agreement(NamedTuple):
-    """How alike two measures rank the methods at one length.
+    """Agreement of two measures in how they rank the methods at one length.
 
     Attributes:
         one, other: the names of the measures.

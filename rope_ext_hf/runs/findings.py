@@ -173,7 +173,7 @@ class Findings:
 
     @cached_property
     def outcomes(self) -> dict[tuple[str, str], Outcome]:
-        """How the first of every two candidates compares with the second, in both orders."""
+        """The outcome of comparing the first of every two candidates with the second, in both orders."""
         outcomes: dict[tuple[str, str], Outcome] = {}
         for first, second in combinations(self.candidates, 2):
             outcome = self.compare(first, second)

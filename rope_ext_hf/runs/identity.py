@@ -80,7 +80,7 @@ _KNOWN_SOURCE = re.compile(rf"(torch|transformers|rope_ext_hf\.({'|'.join(_COMPU
 
 @dataclass(frozen=True)
 class Basis:
-    """What the methods of a run are applied to.
+    """Model settings that the methods of a run are applied to.
 
     Attributes:
         rotary: the rotary embedding that the methods change.

@@ -1,4 +1,4 @@
-"""What a run measures: the items that are read and how each is scored, and the plan that joins them with methods."""
+"""The items that a run reads and how each is scored, and the plan that joins them with methods."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Scored = Iterator[tuple[Cell, T, Cost]]
 
 
 class Measurement(ABC):
-    """What is measured with each method: the items, and how one item is scored.
+    """The measurement that is made with each method: the items, and how one item is scored.
 
     Attributes:
         kind: the name of the kind of run, see `kinds.RunKind`.
@@ -88,7 +88,7 @@ class Measurement(ABC):
 
 @dataclass(frozen=True)
 class RunPlan(Generic[M_co]):
-    """What a run measures, with which methods, made and checked before any weights are read.
+    """Plan of a run: its measurement and its methods, made and checked before any weights are read.
 
     Attributes:
         measurement: the items, and how they are scored.

@@ -44,7 +44,7 @@ class EffectiveLength(NamedTuple):
 
 
 class Evidence(IntEnum):
-    """How close a measure is to the use of a model; the closest measure decides first which method is best."""
+    """Closeness of a measure to the use of a model; the closest measure decides first which method is best."""
 
     ANSWERS = 1
     RETRIEVAL = 2

@@ -9,7 +9,7 @@ from rope_ext_hf.runs.statistics import Estimate
 
 
 class Outcome(StrEnum):
-    """How the first of two values compares with the second."""
+    """Outcome of comparing the first of two values with the second."""
 
     BETTER = "better"
     WORSE = "worse"

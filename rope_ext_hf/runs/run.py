@@ -37,7 +37,7 @@ _WHAT_IS_EXTENDED = {"original": " without its own scaling", "patched": " with i
 
 
 class RunDisplay(ABC):
-    """How runs of one kind are shown: the part of a kind of run (`kinds.RunKind`) that a run itself needs.
+    """Display of the runs of one kind: the part of a kind of run (`kinds.RunKind`) that a run itself needs.
 
     Attributes:
         name: the name of the kind, in run.json and in the names of folders and pictures.

@@ -59,21 +59,21 @@ class Progress:
         return _TqdmProgress() if progress is True else Progress(progress or None)
 
     def planned(self, model: PreTrainedModel, plan: RunPlan[Any]) -> None:
-        """Called when the run begins, before anything is read."""
+        """Note that the run begins, before anything is read."""
 
     def started(self, folder: Path, done: int, units: int) -> None:
-        """Called when the run's folder exists; it holds `done` of the `units` values that this process measures."""
+        """Note that the run's folder exists; it holds `done` of the `units` values that this process measures."""
 
     def reading(self, how: str) -> None:
-        """Called before the first pass; `how` says how the text is read, as `TokenScorer.reading` has it."""
+        """Note that the first pass follows; `how` says how the text is read, as `TokenScorer.reading` has it."""
 
     def passed(self, method: str, tokens: int) -> None:
-        """Called after each pass, with the method's label and the number of tokens that were read."""
+        """Note a pass, with the method's label and the number of tokens that were read."""
         if self._call is not None:
             self._call(method, tokens)
 
     def close(self) -> None:
-        """Called when the run is complete, or has failed."""
+        """Note that the run is complete, or has failed."""
 
 
 class _TqdmProgress(Progress):

@@ -201,7 +201,7 @@ def _choices(methods: Sequence[MethodAdvice]) -> dict[str, tuple[str, ...]]:
     A candidate has helped a measured model at this length; for fine-tuning it need not have. For serving, a server must
     run it; if none of the methods for serving has helped, the candidates are all that did and that a server runs.
     """
-    servers = list_engines().keys() - {reference_engine().name}  # its own process is no evidence about a server
+    servers = list_engines().keys() - {reference_engine().name}  # its own process says nothing about a server
     possible = [method for method in methods if method.kind]
     helping = [method for method in possible if method.fits]
     on_servers = [method.method for method in helping if any(map(method.engines.get, servers))]

@@ -137,7 +137,7 @@ class ExtensionVerdict:
 
     @property
     def sentences(self) -> list[str]:
-        """What long inputs gain and short inputs lose, and whether there are enough documents for a test."""
+        """Sentences on the gain of long inputs, the loss of short ones, and whether there are enough documents."""
         change = self.gain.change
         too_few = change is not None and change.items < FEWEST
         gain = _clause(self.gain, better="perplexity {}", tested=not too_few)

@@ -160,7 +160,7 @@ class Engine(ABC):
 
     @property
     def was_run(self) -> bool:
-        """Whether the rules for any family were checked by running the engine or its classes."""
+        """True if the rules for any family were checked by running the engine or its classes."""
         return self.reference or bool(self.table["run"] or self.table["classes"])
 
     def caveat(self, model_type: str) -> tuple[str, ...]:

@@ -169,7 +169,7 @@ def _explained(
         scale_error = _ScaleError(effects, answers.theirs[0] - exact[0])
     distances = _distances(answers.theirs, exact)
     explained: dict[str, tuple[float, ...]] = {}
-    told: dict[str, tuple[float, float]] = {}
+    smallest_errors: dict[str, tuple[float, float]] = {}
     fitting, suggested = list[str](), list[str]()
     for batch in roundings(scorer.model, change, bits):
         for rounding in batch:
@@ -178,16 +178,16 @@ def _explained(
             if all(distance <= most for distance, most in zip(distances, largest, strict=True)):
                 (fitting if rounding.allowed else suggested).append(rounding.dtype)
             if scale_error is not None and rounding.allowed:
-                told[rounding.dtype] = scale_error.smallest_errors(rounding)
+                smallest_errors[rounding.dtype] = scale_error.smallest_errors(rounding)
         if fitting:
             break
     report = replace(report, explained=explained, suggested=tuple(suggested))
     if scale_error is not None and report.closest == AS_MEASURED and scale_error.significant:
         size = "large" if scale_error.percent > 0 else "small"
         runs = f"with a softmax scale {abs(scale_error.percent):.1f}% too {size}"
-        return replace(report, runs=runs, precision=scale_error.dtype, told=told)
+        return replace(report, runs=runs, precision=scale_error.dtype, smallest_errors=smallest_errors)
     if fitting:
-        return replace(report, runs=report.closest, precision=fitting[0], told=told)
+        return replace(report, runs=report.closest, precision=fitting[0], smallest_errors=smallest_errors)
     return report
 
 

@@ -35,8 +35,8 @@ class ServerReport(ShownAsTables):
         suggested: dtypes that were not stated for the server and whose rounding would explain the difference.
         tokens: the difference between the server's tokens of a text and those of the tokenizer here; None: they are
             equal, or the server does not return tokens.
-        told: by dtype, the smallest errors in percent that these answers can reveal: of the softmax scale, and noise
-            in the attention output of one layer.
+        smallest_errors: by dtype, the smallest errors in percent that these answers can reveal: of the softmax scale,
+            and noise in the attention output of one layer.
         strict: whether the check had to be able to reveal an error of 1% of the softmax scale.
         left_out: the longest length that was left out as too costly to compute here; None: none was.
     """
@@ -55,7 +55,7 @@ class ServerReport(ShownAsTables):
     explained: dict[str, tuple[float, ...]]
     suggested: tuple[str, ...] = ()
     tokens: str | None = None
-    told: dict[str, tuple[float, float]] = field(default_factory=dict)
+    smallest_errors: dict[str, tuple[float, float]] = field(default_factory=dict)
     strict: bool = False
     left_out: int | None = None
 
@@ -72,7 +72,7 @@ class ServerReport(ShownAsTables):
     @property
     def smallest_scale_error(self) -> float:
         """The smallest error of the softmax scale, in percent, that shows under the dtype that fits the server."""
-        scale_error, _ = self.told.get(self.precision or "", (math.inf, math.inf))
+        scale_error, _ = self.smallest_errors.get(self.precision or "", (math.inf, math.inf))
         return scale_error
 
     @property
@@ -98,7 +98,7 @@ class ServerReport(ShownAsTables):
             )
         if self.tokens is not None:
             sentences.append(f"the server's tokenizer differs from the one here: {self.tokens}")
-        for dtype, (scale, noise) in self.told.items():
+        for dtype, (scale, noise) in self.smallest_errors.items():
             sentences.append(
                 f"under {dtype} these answers reveal an error of the softmax scale of {scale:.2g}% or more, and noise "
                 f"in the attention output of one layer of {noise:.2g}% or more"

@@ -100,7 +100,7 @@ class Audit(ShownAsTables):
 
     @property
     def agrees(self) -> bool:
-        """Whether all engines whose rules are known compute the same, and the file has no problems."""
+        """True if all engines whose rules are known compute the same, and the file has no problems."""
         return not self.problems and not any(report.differs for report in self.engines if report.was_run)
 
     @property

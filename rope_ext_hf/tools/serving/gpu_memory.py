@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SHARE = 0.9  # of a GPU's memory for the server; the driver and libraries need the rest
 _KV_BITS = (16, 8)  # bits that keys and values may have on a server, the best first
-_STEP = 8192  # tokens that a server computes in one step by default; sliding windows keep so many more
+_STEP = 8192  # tokens that a server computes in one step by default, and that sliding windows keep in addition
 _BLOCK = 16  # tokens in a block of keys and values
 _MOST_INPUTS = 256  # inputs at a time, even if memory allows for more
 _MOST_GPUS = 64  # GPUs that are tried
@@ -76,7 +76,7 @@ class GPUMemory:
 
     @property
     def sentences(self) -> list[str]:
-        """What fits and what does not, for people."""
+        """Sentences for people on what fits into memory and what does not."""
         sizes = {bits: f"{size_text(size)} of each GPU in {bits} bits" for bits, size in self.sizes.items()}
         parts = [
             f"{self.gpus} GPU{'s' * (self.gpus > 1)} of {size_text(self.bytes)}: {size_text(self.weights)} of weights "

@@ -54,7 +54,7 @@ class Extending(GPUServer):
     out: Path | Any | None = argument(
         None,
         "The folder to write. Default: MODEL-TOKENS.",
-        parse=lambda given: None if given is None else Path(given),
+        parse=lambda path: None if path is None else Path(path),
         metavar="FOLDER",
     )
     data: Any = argument(

@@ -223,7 +223,7 @@ def test_a_strict_check_tells_an_error_of_a_hundredth(ratio: float, runs: str, f
         report = servers.check_server(url, folder, lengths=[100], strict=True)
     assert re.fullmatch(runs, report.runs or ""), str(report)
     assert report.agrees is (ratio == 1.0)
-    assert report.told["bfloat16"][0] <= 1.0
+    assert report.smallest_errors["bfloat16"][0] <= 1.0
 
 
 @pytest.mark.slow
@@ -247,7 +247,12 @@ def test_a_strict_check_is_as_strict_as_the_server_is_exact(folder: Path) -> Non
         report = servers.check_server(url, folder, lengths=[100], strict=True)
     assert report.agrees, str(report)
     assert report.precision == "float32 or float16"
-    assert report.smallest_scale_error == report.told["float32 or float16"][0] < 1 < report.told["bfloat16"][0]
+    assert (
+        report.smallest_scale_error
+        == report.smallest_errors["float32 or float16"][0]
+        < 1
+        < report.smallest_errors["bfloat16"][0]
+    )
 
 
 @pytest.mark.slow
@@ -255,7 +260,7 @@ def test_what_would_show_is_what_shows(folder: Path) -> None:
     """An error above the smallest one that a report states is detected; noise well below it passes."""
     with serving("vLLM 0.33.0", scaled(1.0, torch.float32)) as url:
         right = servers.check_server(url, folder, lengths=[100], weight_bits=32)
-    ((scale, noise),) = right.told.values()
+    ((scale, noise),) = right.smallest_errors.values()
     assert right.agrees
     assert 0 < scale < 1
     with serving("vLLM 0.33.0", scaled(1 + 1.2 * scale / 100, torch.float32)) as url:
