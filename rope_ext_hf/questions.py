@@ -5,8 +5,8 @@
         trials: int = argument(10, "Prompts per length and depth.", least=1, most=10_000)
 
 The fields of a question are the arguments of its function in Python, the options of its command (which
-`rope_ext_hf.cli.expansion` makes) and a part of the settings of a run. Each is written once, with its help and its
-limits.
+`rope_ext_hf.cli.dataclass_options` makes) and a part of the settings of a run. Each is written once, with its help and
+its limits.
 """
 
 from __future__ import annotations

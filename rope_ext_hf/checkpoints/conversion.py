@@ -21,8 +21,8 @@ from rope_ext_hf.bounds import whole
 from rope_ext_hf.checkpoints.detection import detect_in_consumers
 from rope_ext_hf.checkpoints.meta_conversion import MetaExport, MetaImport
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
+from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
 from rope_ext_hf.checkpoints.report import Conversion, ConversionReport
-from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source, copy_other_files, safetensors_name
 from rope_ext_hf.checkpoints.source_pairing import pairing_of_source
 from rope_ext_hf.checkpoints.verification import compare_logits, compare_scores

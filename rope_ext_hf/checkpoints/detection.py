@@ -2,7 +2,7 @@
 
     print(detect_pairing("path/or/hub-id"))
 
-`pairing_scores` scores the queries and keys of a few layers (`rotated_weights`). The verdict is the sign of the mean
+`pairing_scores` scores the queries and keys of a few layers (`query_key_weights`). The verdict is the sign of the mean
 score over heads; it needs `_MIN_SIGMA` standard errors and `_MIN_LAYER_AGREEMENT` of the layers, else it is None. If a
 text is given, the loss on it is measured with the rows in either order as well (`text_losses`).
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rope_ext_hf.checkpoints.meta_source import open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import LayerScore, PairingReport, TextLosses
 from rope_ext_hf.checkpoints.pairing_scores import confidence, mean_score, pairing_correlations
-from rope_ext_hf.checkpoints.rotated_weights import RotatedWeights, weights_from_model, weights_from_source
+from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights, weights_from_model, weights_from_source
 from rope_ext_hf.checkpoints.sampling import evenly_spaced
 from rope_ext_hf.checkpoints.text_losses import compare_losses
 from rope_ext_hf.errors import CheckpointError

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from rope_ext_hf.checkpoints.detection import detect_in_weights
+from rope_ext_hf.checkpoints.query_key_weights import weights_from_model
 from rope_ext_hf.checkpoints.reordering import reorder
-from rope_ext_hf.checkpoints.rotated_weights import weights_from_model
 from rope_ext_hf.checkpoints.source_pairing import settle_pairing
 from rope_ext_hf.errors import CheckpointError, MethodError
 from rope_ext_hf.patches.config import PAIRING_KEY

@@ -14,7 +14,7 @@ from pathlib import Path
 from rope_ext_hf.checkpoints.detection import detect_in_weights
 from rope_ext_hf.checkpoints.meta_source import MetaSource, open_checkpoint
 from rope_ext_hf.checkpoints.pairing_report import PairingReport
-from rope_ext_hf.checkpoints.rotated_weights import weights_from_source
+from rope_ext_hf.checkpoints.query_key_weights import weights_from_source
 from rope_ext_hf.checkpoints.source import Source
 from rope_ext_hf.errors import CheckpointError, RopeExtError
 from rope_ext_hf.patches.config import PAIRING_KEY

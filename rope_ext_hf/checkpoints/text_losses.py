@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rope_ext_hf.checkpoints.pairing_report import TextLosses
+from rope_ext_hf.checkpoints.query_key_weights import RotatedWeights
 from rope_ext_hf.checkpoints.reordering import reordered
-from rope_ext_hf.checkpoints.rotated_weights import RotatedWeights
 from rope_ext_hf.errors import CheckpointError, CorpusError, UnsupportedModelError
 from rope_ext_hf.hub import leading_tokens, load_tokenizer
 from rope_ext_hf.patches.attention_interface import evaluating

@@ -22,7 +22,7 @@ from rope_ext_hf import __version__
 from rope_ext_hf.bounds import LIMITS, limits
 from rope_ext_hf.cli import demo, evaluation, lm_eval, models, run_files
 from rope_ext_hf.cli.console import all_results, print_error, print_text, results_to, short_warnings
-from rope_ext_hf.cli.expansion import expand_options
+from rope_ext_hf.cli.dataclass_options import expand_options
 from rope_ext_hf.cli.options import CommandSettings
 from rope_ext_hf.cli.parameters import split_arguments
 from rope_ext_hf.errors import MethodError, RopeExtError, one_line, short

@@ -186,7 +186,7 @@ class Demonstration:
 
     def _sentence_on_the_best(self) -> str:
         """Name the methods that read the longer length as well as the unpatched model reads the trained length."""
-        from rope_ext_hf.runs.wording import listed
+        from rope_ext_hf.runs.grammar import listed
 
         known = self.findings
         best = [key for key in known.names if key != known.loaded and known.reads_as_well(key, self.long)]

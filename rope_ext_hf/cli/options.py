@@ -1,6 +1,6 @@
 """The decorator of commands, `command`, and the options that several commands share.
 
-A command takes groups of options as dataclasses; every field becomes an option (`rope_ext_hf.cli.expansion`):
+A command takes groups of options as dataclasses; every field becomes an option (`rope_ext_hf.cli.dataclass_options`):
 
     @command("Patch a model")
     def describe(model: Model, methods: LayerChoice, colour: bool = argument(False, "In colours.")) -> None: ...

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rope_ext_hf.cli.console import print_note
-from rope_ext_hf.cli.expansion import FROM_FILE, questions_of
+from rope_ext_hf.cli.dataclass_options import FROM_FILE, questions_of
 from rope_ext_hf.cli.options import CONTINUES, command
 from rope_ext_hf.cli.parameters import method_parameters
 from rope_ext_hf.errors import FileError, MethodError, did_you_mean, short

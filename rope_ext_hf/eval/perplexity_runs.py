@@ -28,6 +28,7 @@ from rope_ext_hf.reading.scorer import Cost, TokenScorer
 from rope_ext_hf.reading.spans import EvalPlan, Setting, prepare
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.chosen_methods import resolve_choice
+from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.journal import Cell
 from rope_ext_hf.runs.kinds import RunKind, register_run_kind
 from rope_ext_hf.runs.labels import Method, MethodResult, label, method_key
@@ -36,7 +37,6 @@ from rope_ext_hf.runs.measures import Evidence, Measure, exponential, perplexity
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.statistics import Estimate, estimate
 from rope_ext_hf.runs.tables import BEST_NOTE, beyond_mark, length_table
-from rope_ext_hf.runs.wording import capital
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -18,7 +18,6 @@ from rope_ext_hf.errors import CheckpointError, RopeExtError, UnsupportedModelEr
 from rope_ext_hf.methods.base import RopeMethod, Rotary
 from rope_ext_hf.methods.registry import resolve_method
 from rope_ext_hf.patches.config import rope_dict
-from rope_ext_hf.patches.config_writing import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.families import family
 from rope_ext_hf.patches.geometry import (
     BaseRope,
@@ -32,6 +31,7 @@ from rope_ext_hf.patches.geometry import (
 from rope_ext_hf.patches.layer_types import SLIDING, AttentionLayers
 from rope_ext_hf.patches.loading import empty_model
 from rope_ext_hf.patches.patch_records import PatchSpec, recorded_specs, saved_specs
+from rope_ext_hf.patches.patched_config import config_encoding, softmax_scale, write_settings
 from rope_ext_hf.patches.recipes import Recipe, find_recipe, recipe_note, recipe_warning
 from rope_ext_hf.patches.slot_finding import find_slots
 from rope_ext_hf.patches.slots import present_specs

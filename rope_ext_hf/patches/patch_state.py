@@ -10,9 +10,9 @@ import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from rope_ext_hf.patches.config_writing import ConfigEncoding
 from rope_ext_hf.patches.engine_keys import EngineAgreement
 from rope_ext_hf.patches.patch_records import PATCH_KEY, SAVED_KEYS, PatchSpec
+from rope_ext_hf.patches.patched_config import ConfigEncoding
 
 
 @dataclass

@@ -6,9 +6,9 @@ import math
 
 from rope_ext_hf.pictures.charts import LineChart
 from rope_ext_hf.runs.findings import Findings
+from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.labels import short_labels
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.wording import capital
 
 
 def line_chart(findings: Findings, measure: Measure) -> LineChart:

@@ -25,13 +25,13 @@ from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
 from rope_ext_hf.runs.findings import Findings
 from rope_ext_hf.runs.folder import read_run
+from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.measures import Measure
 from rope_ext_hf.runs.merging import findings_of_runs
 from rope_ext_hf.runs.report import page_heading, what_was_read
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import how_to_repeat
 from rope_ext_hf.runs.tables import BEST_NOTE, BEYOND, BEYOND_NOTE, results_table
-from rope_ext_hf.runs.wording import capital
 
 _SETTINGS_OF_MODEL = ("weights", "basis", "over", "context_length", "loaded")
 """The settings that runs of one model have in common."""

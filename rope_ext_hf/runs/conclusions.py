@@ -14,9 +14,9 @@ from itertools import combinations
 
 from rope_ext_hf.errors import multiple_text
 from rope_ext_hf.runs.findings import Findings
+from rope_ext_hf.runs.grammar import capital, listed
 from rope_ext_hf.runs.measures import Measure, exponential
 from rope_ext_hf.runs.outcomes import Outcome
-from rope_ext_hf.runs.wording import capital, listed
 
 _UNPATCHED = "the unpatched model"
 _MOST_SENTENCES = 4

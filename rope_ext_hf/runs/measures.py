@@ -13,8 +13,8 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+from rope_ext_hf.runs.grammar import counted
 from rope_ext_hf.runs.statistics import FEWEST, LEVEL, Estimate, estimate, estimate_share, estimate_share_change
-from rope_ext_hf.runs.wording import counted
 
 _LARGEST = 709.0  # nats; the exponential of 710 is too large for a float
 

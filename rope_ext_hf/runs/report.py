@@ -17,10 +17,10 @@ from rope_ext_hf.errors import FileError, one_line, printable
 from rope_ext_hf.files import atomic_file, json_text, write_text
 from rope_ext_hf.pictures import html_page as html
 from rope_ext_hf.pictures.charts import WIDE, WIDTH
+from rope_ext_hf.runs.grammar import capital
 from rope_ext_hf.runs.journal import plain_files, read_plain
 from rope_ext_hf.runs.run import Run
 from rope_ext_hf.runs.run_file import how_to_repeat
-from rope_ext_hf.runs.wording import capital
 
 
 def write_files(run: Run[Any]) -> None:

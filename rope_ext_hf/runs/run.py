@@ -23,9 +23,9 @@ from rope_ext_hf.pictures.html_page import html_table, paragraph
 from rope_ext_hf.runs.charts import line_chart
 from rope_ext_hf.runs.conclusions import Conclusion, conclude
 from rope_ext_hf.runs.findings import Findings, collect_findings
+from rope_ext_hf.runs.grammar import listed
 from rope_ext_hf.runs.labels import Method, MethodResult, labels, method_key
 from rope_ext_hf.runs.measures import Measure
-from rope_ext_hf.runs.wording import listed
 from rope_ext_hf.terminal import table_text, wrapped
 
 R_co = TypeVar("R_co", bound=MethodResult, covariant=True)

@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from rope_ext_hf.runs.grammar import counted
 from rope_ext_hf.runs.measures import exponential
 from rope_ext_hf.runs.outcomes import Outcome, outcome_of_change
 from rope_ext_hf.runs.statistics import Estimate
-from rope_ext_hf.runs.wording import counted
 
 
 @dataclass(frozen=True)

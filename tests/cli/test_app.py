@@ -515,7 +515,7 @@ def test_tables_take_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     setting = Setting("matched", 128, 256, False, 0)
     method = {"method": "\x1b[31m[/red]"}
     result = PerplexityRuns().result(method, setting, (256,), [DocumentLoss("a", 1.0, 1, 1, 1)])
-    settings = {"kind": "perplexity", "context_length": 256, "over": "own", "loaded": None}
+    settings = {"kind": "perplexity", "context_length": 256, "over": "own", "loaded": None, "data": "text"}
     table = Run(None, settings, [result], PerplexityRuns()).table()
     assert table is not None
     console.print_table(table)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rope_ext_hf.cli.app import app
-from rope_ext_hf.cli.expansion import questions_of
+from rope_ext_hf.cli.dataclass_options import questions_of
 from rope_ext_hf.plug_ins import plug_in_names
 from rope_ext_hf.runs.run_file import read_run_files
 from tests.support.commands import run

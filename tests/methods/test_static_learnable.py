@@ -206,7 +206,7 @@ def test_an_adapter_records_the_values_it_was_trained_with(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(MethodError, match="each of 8 pairs, got 3"):
+    with pytest.raises(MethodError, match="each of the 8 pairs of this model, got 3"):
         rope.patch(build("llama"), "learnable", log_scales=[0.0, 0.1, 0.2])
     with pytest.raises(rope.MethodError, match="log_scales"):
         rope.patch(build("llama"), "learnable", log_scales=[0.0] * 9)

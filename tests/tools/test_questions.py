@@ -11,7 +11,7 @@ from rope_ext_hf.questions import Question
 from rope_ext_hf.tools.serving.questions import Extending
 from rope_ext_hf.tools.suites.questions import Gain, Tasks
 from rope_ext_hf.tools.training.questions import Finetuning
-from tests.cli.test_expansion import check_help, check_printed_command
+from tests.cli.test_dataclass_options import check_help, check_printed_command
 
 QUESTIONS: list[tuple[str, Question]] = [
     ("tasks", Tasks(lengths="16k", suite="json-kv", tasks="kv", samples=4, score="rank", chat_template="never")),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.reading.spans import encode, prefix_tokens
-from rope_ext_hf.runs.wording import listed
+from rope_ext_hf.runs.grammar import listed
 from rope_ext_hf.tools.suites.base import PromptSettings, Sample, Suite, TooShortError, count_tokens
 
 if TYPE_CHECKING:

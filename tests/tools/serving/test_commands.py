@@ -45,7 +45,7 @@ def test_every_engine_is_told_to_compute_yarn(engine: str) -> None:
     assert said["computed"]["inv_freq"] == pytest.approx(by_dimension(BUNDLED, 4), rel=1e-5)
     code, out, _ = run("serve-config", "reference", *YARN, "--engine", engine)
     assert code == 0
-    assert "yarn x4, 1,024 tokens" in out
+    assert "yarn x4 at 1,024 tokens" in out
 
 
 def test_the_overrides_that_vllm_is_given_are_a_model_of_transformers() -> None:

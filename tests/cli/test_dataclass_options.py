@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from rope_ext_hf.cli import expansion
+from rope_ext_hf.cli import dataclass_options
 from rope_ext_hf.cli.app import app
 from rope_ext_hf.errors import MethodError
 from rope_ext_hf.eval.questions import Passkey, Perplexity, Sweep
@@ -39,7 +39,7 @@ def parsed(line: str, kind: type[Question]) -> Question:
     name, *words = shlex.split(line)[1:]
     group: Any = typer.main.get_command(app)
     with group.get_command(None, name).make_context(name, words) as context:
-        question: Question = expansion._built(kind, context.params | {"context": context})
+        question: Question = dataclass_options._built(kind, context.params | {"context": context})
     return question
 
 
