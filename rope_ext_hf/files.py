@@ -184,7 +184,7 @@ def check_regular(folder: Path) -> None:
     """
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise FileError(f"{str(path)!r} is not a regular file but a device or a pipe; remove it")
+            raise FileError(f"{str(path)!r} is not a regular file but a device or a pipe; remove it from the folder")
 
 
 def json_text(value: Any) -> str:

@@ -228,7 +228,7 @@ def load_model(
 
 
 def model_by_name(model: PreTrainedModel | str | Path) -> PreTrainedModel:
-    """Return the model of a name, loaded by `load_model`; return a model in memory as it is."""
+    """Load the model with this name or path by `load_model`; return a model that is in memory as it is."""
     return load_model(model) if isinstance(model, (str, Path)) else model
 
 
@@ -244,9 +244,9 @@ def find_dtype(name: str) -> torch.dtype | str:
 
 
 def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
-    """Return the torch dtype that the weights of a model have once it is loaded with the dtype of a name.
+    """Return the torch dtype of a model's weights after it is loaded with dtype=`name`, such as "auto" or "bfloat16".
 
-    `empty` is the model without weights, whose config states the dtype for "auto".
+    `empty` is the model without weights; its config states the dtype for "auto".
     """
     dtype = find_dtype(name)
     if not isinstance(dtype, str):

@@ -47,17 +47,18 @@ class KernelCall(NamedTuple):
 def kernel_calls(
     tiles: Iterable[Tile], low: int, max_copied: int, max_joined: int = 0, windows: bool = False
 ) -> list[KernelCall]:
-    """Return calls that cover tiles, by zone and in the order of their queries.
+    """Group tiles into kernel calls, in the order of their queries.
 
-    Evenly spaced rectangles of one size and mask share a call: three or more with the same queries, in any zones but
-    the nearest; all others with rectangles of the same zone and diagonal.
+    Rectangles of one size and one mask, evenly spaced, can share a call. They do so in two ways: three or more
+    rectangles of the same queries, even in different zones, though not in the nearest one; or rectangles of one zone on
+    one diagonal, where the first key minus the first query is the same.
 
     Args:
         tiles: tiles in the order of their queries.
         low: keys below this position are left out.
         max_copied: anticausal tiles are copied to be read backwards; a call of them has at most this many queries.
-        max_joined: the most queries, counted once for each row, of a call whose rows have the same queries.
-        windows: whether masks may be numbers.
+        max_joined: the most queries of a call of the first way; each row of the call counts its queries again.
+        windows: whether a mask may be the size of a window in tokens, beside the kinds of masks.
     """
     calls: list[KernelCall] = []
     same_queries: dict[tuple[bool, Mask, int, int, int], dict[int, int]] = {}  # -> zone by first key
@@ -131,7 +132,10 @@ def add_to_spans(x: Tensor, spans: Spans, part: Tensor) -> None:
 
 
 class Zones(NamedTuple):
-    """Zones of a block of queries that share their keys."""
+    """Key zones of one block of queries that are read from the same key tensor.
+
+    A zone is a range of keys to which one rule of relative positions applies.
+    """
 
     zones: tuple[int, ...]
     query: Tensor  # (rows, heads, queries, head_dim), rotated; where there are several zones, a row for each

@@ -157,7 +157,10 @@ class RotatedWeights:
         return query, key, latent
 
     def _with_input_norm(self, attention: str, key: Tensor) -> Tensor:
-        """Return keys times the square of the norm that queries and keys read: once for either of them."""
+        """Return key weights times the squared weight of the norm before the attention.
+
+        The weight of that norm scales the input of both projections, of queries and of keys, so a score has it twice.
+        """
         layer = attention.rpartition(".")[0]
         states_gain = self._weight(f"{layer}.{_STATES_NORM}")
         for name in _INPUT_NORMS:

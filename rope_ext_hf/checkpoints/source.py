@@ -102,7 +102,10 @@ class Source:
             if layout is None:
                 continue
             if info.dtype not in TORCH_DTYPES:
-                raise CheckpointError(f"{name!r} is {info.dtype}, which torch has no dtype for: rows cannot be moved")
+                raise CheckpointError(
+                    f"the tensor {name!r} has the dtype {info.dtype}, which torch cannot read, so its rows "
+                    "cannot be reordered; convert a checkpoint in another dtype"
+                )
             layouts[name] = layout
             location = self.tensors.locate(name)
             if location is not None:

@@ -121,7 +121,7 @@ class TensorName:
 
     @property
     def is_named_further(self) -> bool:
-        """True if the layer, by its name, predicts further tokens."""
+        """True if the layer, by its name, is for multi-token prediction (MTP), of tokens after the next one."""
         return _FURTHER_LAYERS.search(f"{self.prefix}.{self.layer}") is not None
 
     def is_in(self, module: str) -> bool:

@@ -98,7 +98,7 @@ class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Move the options of `rope-ext` itself in front of the command.
 
-        They may stand anywhere on the line, because error messages advise to add one to the line that was typed.
+        They may stand anywhere on the line, because error messages advise adding one to the line that was typed.
         """
         own: list[str] = []
         rest: list[str] = []

@@ -115,7 +115,7 @@ _OPTION_TYPES = {"int": int, "float": float, "bool": bool, "Path": Path}  # of f
 
 
 def _option(question: type[Question], field: Field[Any], argument: Argument) -> inspect.Parameter:
-    """Return the parameter of which typer makes the option for one field of a question."""
+    """Return the function parameter from which typer makes the option for one field of a question."""
     value_type: Any = _OPTION_TYPES.get(kind_of(field), str)
     if argument.parse:
         value_type = str

@@ -379,7 +379,7 @@ class PerplexityRuns(RunKind):
         return f"{text}, at most {peak / 1e9:.1f} GB of GPU memory" if peak else text
 
     def not_finite(self, run: Run[Result]) -> list[str]:
-        """Return the documents with a loss that is not finite: "yarn x4 at 4096 in war-and-peace"."""
+        """Name, in words, the documents with a loss that is not finite: "yarn x4 at 4096 in war-and-peace"."""
         return sorted(
             f"{label(result.method)} at {result.length} in {name}"
             for result in run.results
@@ -389,6 +389,8 @@ class PerplexityRuns(RunKind):
 
 class PerplexityMeasurement(Measurement):
     """The losses of documents, and of the key tokens in them; an item is a document.
+
+    Key tokens are those whose prediction needs the long context, as LongPPL chooses them.
 
     Args:
         plan: the documents, and the spans that are read and scored.

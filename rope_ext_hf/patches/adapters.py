@@ -95,7 +95,7 @@ def stop_recording(model: nn.Module) -> None:
 
 
 def modules_with_adapters(model: nn.Module) -> list[Any]:
-    """Return the modules of a model that list settings of adapters, by name, as `peft_config`."""
+    """Return the modules of a model that have a `peft_config`: settings of adapters by their names."""
     if "peft" not in sys.modules:  # without it nothing can have added an adapter
         return []
     return [module for module in model.modules() if isinstance(getattr(module, "peft_config", None), dict)]

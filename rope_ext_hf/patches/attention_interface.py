@@ -89,9 +89,9 @@ def _paths_inside_layer(modules: Mapping[str, nn.Module], path: str) -> list[str
 def _check_has_no_weights(wrapper: nn.Module, path: str, method: str) -> None:
     if any(True for _ in wrapper.parameters(recurse=False)):
         raise UnsupportedModelError(
-            f"{type(wrapper).__name__} stands around the attention of {path} with weights of its own, and the cos and "
-            f"sin that it is given are not all that rotates under {method}: use a frequency method, such as yarn, or "
-            "LoRA in place of this adapter"
+            f"{type(wrapper).__name__} wraps the attention of {path} and has weights of its own. It uses only the cos "
+            f"and sin that it receives, but {method} also rotates inside the attention: use a frequency method, such "
+            "as yarn, or LoRA in place of this adapter"
         )
 
 

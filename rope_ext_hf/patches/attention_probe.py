@@ -210,8 +210,8 @@ def _only_decoder(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
     layouts = {slot.layout for slot in slots}
     if len(decoders) != 1 or len(layouts) != 1 or not all(slot.scaled_layers for slot in slots):
         raise UnsupportedModelError(
-            f"a remapping method needs one rotary embedding for all layers of one decoder, and {type(model).__name__} "
-            f"has {len(slots)} of {len(decoders)}; use a frequency method"
+            f"a remapping method needs one rotary embedding for all layers of one decoder, but {type(model).__name__} "
+            f"has {len(slots)} (decoders: {len(decoders)}); use a frequency method"
         )
     return next(iter(decoders.values()))
 

@@ -147,7 +147,9 @@ class ConfigModel:
         return stand_in(self.config.to_json_string(use_diff=False)) is not None
 
     def refusal(self, method: str, **arguments: Any) -> RopeExtError | None:
-        """Return the error with which `patch` refuses a method on this model; None: it does not, or it was not tried.
+        """Return the error with which `patch` would refuse a method on this model.
+
+        None: the patch would be accepted, or it could not be tried.
 
         The arguments are those of `rope_ext_hf.patch`.
         """

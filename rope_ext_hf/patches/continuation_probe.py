@@ -55,7 +55,11 @@ class NotTriedError(Exception):
 
 
 def kind_of_patch(decoder: nn.Module, hooks: type, method: RopeMethod) -> tuple[Any, ...]:
-    """Return what the outcome of a trial depends on: classes, and the attention function of the model."""
+    """Return the key under which the result of a trial is remembered; patches with equal keys behave alike.
+
+    It holds the classes of the decoder and of the hooks, whether positions follow the length, and the name of the
+    model's attention function.
+    """
     by_length = isinstance(method, RemappingMethod) and method.by_length
     return type(decoder), hooks, by_length, getattr(decoder.config, "_attn_implementation", None)
 

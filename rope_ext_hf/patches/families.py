@@ -232,8 +232,8 @@ def runs_short_list(model_type: str, settings: dict[str, Any]) -> tuple[dict[str
     short, long = settings.get("short_mscale"), settings.get("long_mscale")
     if short is None or short != long:
         raise UnsupportedModelError(
-            f"the {model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, by the "
-            "longest row of a batch; that cannot be replaced unless both are equal"
+            f"the {model_type!r} class multiplies cos and sin by short_mscale={short} or long_mscale={long}, depending "
+            "on the longest row of a batch. A patch can reproduce that only where both are equal"
         )
     run = settings | {"long_factor": settings["short_factor"], "attention_factor": short}
     if settings["long_factor"] == settings["short_factor"]:

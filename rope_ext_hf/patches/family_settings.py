@@ -174,8 +174,9 @@ def supported_family(text: Any) -> Family:
     check_architecture(text)
     if known.rotates_values and look_up(text, known.rotates_values):
         raise UnsupportedModelError(
-            f"by {known.rotates_values!r} in its config the values of this {text.model_type!r} come from rows that "
-            "rotate; the family table does not state which columns of the weights after them would have to move too"
+            f"this {text.model_type!r} takes its values from the projection of the keys ({known.rotates_values!r} in "
+            "its config). If the rows of that projection are reordered, columns of the output projection must be "
+            "reordered as well, and which ones is not known for this family, so this model cannot be converted"
         )
     return known
 

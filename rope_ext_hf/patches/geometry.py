@@ -211,9 +211,9 @@ def bind_to(method: RopeMethod, rotary: Rotary, config: Any, target_length: int 
 
 
 def stated_length(method: RopeMethod, rotary: Rotary, factor: float | None) -> int | None:
-    """Return the extended length in tokens that a factor states, where the method does not hold the factor itself.
+    """Return the extended length in tokens that `factor` implies for a method without a factor of its own.
 
-    None where no factor was given; or where the method, or the frequency method inside it, holds the factor.
+    None if no factor was given, or if the method, or the frequency method inside it, has a parameter for the factor.
     """
     if factor is None or any(getattr(method, name, None) is not None for name in ("factor", "frequency")):
         return None

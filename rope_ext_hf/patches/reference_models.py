@@ -79,10 +79,11 @@ def _check(trainer: str, model: Any, second: Any, attribute: str, title: str) ->
         patched = f"{attribute}=rope_ext_hf.from_pretrained({short(name)!r}, method=...)"
         raise FingerprintError(
             f"the {title} of {trainer} was loaded by the name of the trained model, {short(name)!r}, without its "
-            f"patch: {' '.join(sentences)} Train an adapter (peft_config=LoraConfig(...)), which needs no {title}; or "
-            f"give a patched one, where the trainer takes it: {patched}; or save the patched model, and train what "
-            "rope_ext_hf.from_pretrained(FOLDER) loads, where plain transformers can load that folder. If no patch is "
-            f"meant, give it another name: {attribute}.config.name_or_path = 'unpatched'"
+            f"patch: {' '.join(sentences)} Choose one: (1) train an adapter (peft_config=LoraConfig(...)), which needs "
+            f"no {title}; (2) if the trainer accepts one, give a patched {title}: {patched}; (3) under a method that "
+            "plain transformers can load, save the patched model, and train the model that "
+            f"rope_ext_hf.from_pretrained(FOLDER) loads; (4) if the {title} shall have no patch, give it another name: "
+            f"{attribute}.config.name_or_path = 'unpatched'"
         )
 
 

@@ -229,11 +229,11 @@ class PatchedSlot(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move the module, and give the replaced module its numbers where it comes off the meta device.
+        """Move the module; compute the buffers of the replaced module anew if it leaves the meta device.
 
         A model may be built without weights, patched, and filled afterwards (`to_empty`, then a state_dict). The
-        frequencies of a rotary module are in no state_dict, so its class computes them anew here. A buffer whose
-        numbers the class does not tell is filled with NaN, which `check_filled` refuses before it is used.
+        frequencies of a rotary module are in no state_dict, so its class computes them anew here. A buffer that
+        the class cannot compute is filled with NaN, which `check_filled` refuses before it is used.
         """
         on_meta = {name for name, tensor in _tensors(self.replaced).items() if tensor.device.type == "meta"}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

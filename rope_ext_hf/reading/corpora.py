@@ -201,7 +201,7 @@ def _agreed(data: str, option: str, in_name: T | None, argument: T | None) -> T 
 
 
 def _named_documents(name: _Name, column: str | None) -> Iterable[Document]:
-    """Return the documents of a name."""
+    """Return the documents of the corpus with this name; `column` of a table holds their text."""
     if name.source == _STDLIB:
         if column is not None:
             raise CorpusError(f"{name.source!r} is plain text, which has no column {column!r}")

@@ -48,7 +48,11 @@ class Cost(NamedTuple):
 
 
 def check_numbers(values: Tensor, tokens: int) -> None:
-    """Check the numbers that answers are ranked or decoded by, which a model gave after so many tokens.
+    """Check that the numbers by which answers are ranked or decoded are not NaN.
+
+    Args:
+        values: logits or log-probabilities, of any shape.
+        tokens: the length of the input, for the message.
 
     Raises:
         UnsupportedModelError: some are NaN, and would count as a wrong answer, or by luck as a right one.

@@ -103,10 +103,11 @@ def has_origin(cache: Any, origin: KeyOrigin) -> bool:
 
 
 def check_origin(cache: Any, origin: KeyOrigin) -> CacheState:
-    """Return the state of a cache whose keys were rotated as this model rotates them.
+    """Check that the keys of a cache were rotated as this model rotates them, and return the record of the cache.
 
     Raises:
-        LengthError: the keys were stored by another model, method or code, or a row holds several inputs.
+        LengthError: the keys were stored by another model, under another method, or by other code; or a row holds
+            several inputs.
     """
     stored: CacheState | None = getattr(cache, _CACHE_STATE, None)
     if stored is None:

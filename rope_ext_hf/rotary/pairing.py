@@ -49,7 +49,9 @@ def to_pairing(
     head_dim = size // heads
     rotated = head_dim - start if rotary_dim is None else rotary_dim
     if rotated < 0 or rotated % 2 or start < 0 or start + rotated > head_dim:
-        raise ValueError(f"{rotated} rotated dims from {start} on are not pairs within a head of {head_dim} dims")
+        raise ValueError(
+            f"{rotated} rotated dims from dim {start} on must be an even number, and fit into a head of {head_dim} dims"
+        )
     by_head = torch.unflatten(tensor, dim, (heads, head_dim))
     # The rotated dims of a head are a flattened (pairs, 2) or (2, pairs) array: the other pairing is its transpose.
     sizes = (rotated // 2, 2) if to == "half" else (2, rotated // 2)

@@ -122,7 +122,7 @@ class _Meeting:
                 time.sleep(0.1)
 
     def _wait_for(self, key: str) -> bytes:
-        """Return the value of a key of the store, as soon as it has one; RopeExtError: a process has ended."""
+        """Wait until the shared store has the key, and return its value; raise RopeExtError if a process ends first."""
         while True:
             fault = self._fault  # read before the store, because a value counts that a process wrote before it failed
             if self._store.check([key]):

@@ -170,7 +170,7 @@ def with_adaption_prompt(model: Any) -> Any:
 def test_adapters_that_rotate_queries_of_their_own_are_refused(method: str, order: str, family: str) -> None:
     """PEFT's AdaptionPrompt rotates queries by the layer's cos and sin, half of a rotation under remapping."""
     model, parameters = build(family), REMAPPING_OVER_64[method]
-    refused = pytest.raises(UnsupportedModelError, match=r"AdaptedAttention stands around the attention of .*self_attn")
+    refused = pytest.raises(UnsupportedModelError, match=r"AdaptedAttention wraps the attention of .*self_attn")
     if order == "patch-first":
         rope.patch(model, method, **parameters)
         model(tokens(70))

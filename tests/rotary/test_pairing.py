@@ -73,7 +73,7 @@ def test_any_shape_any_slice_any_dimension(data: st.DataObject) -> None:
         ({"heads": 3}, "8 rows cannot be divided into 3 heads"),
         ({"heads": 0}, "8 rows cannot be divided into 0 heads"),
         ({"heads": 1, "rotary_dim": 3}, "3 rotated dims"),
-        ({"heads": 2, "rotary_dim": 6}, "are not pairs within a head of 4"),
+        ({"heads": 2, "rotary_dim": 6}, "must be an even number, and fit into a head of 4"),
         ({"heads": 1, "rotary_dim": 4, "start": 6}, "from 6 on"),
         ({"heads": 1, "start": -2}, "rotated dims from -2"),
         ({"heads": 1, "dim": 1}, "dim 1 does not exist in"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.test_expansion_early import check_refusals
+from tests.cli.test_dataclass_options_early import check_refusals
 
 WRONG = {
     ("tasks", "reference", "--lengths", "256", "--suite", "rulr"): "Did you mean 'ruler'",

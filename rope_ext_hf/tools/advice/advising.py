@@ -184,7 +184,9 @@ def _cache_memory(config: Any, lengths: Iterable[int], batches: Iterable[int]) -
     with foreign_errors("the sizes of the heads cannot be read from this config"):
         layers = cached_layers(config)
         if not layers:
-            raise ServingError("a model without layers that keep keys and values of their own cannot be served")
+            raise ServingError(
+                "this model has no layer with a key-value cache of its own, so serving it cannot be planned"
+            )
         for tokens in lengths:
             sizes = {
                 dtype: cached_bytes(config, tokens, width=width, layers=layers) for dtype, width in _WIDTHS.items()

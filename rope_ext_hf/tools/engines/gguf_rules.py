@@ -94,7 +94,8 @@ def converted(config: Config) -> FileRope:
     check_sliding_layers(text, 6, "llama.cpp")
     if "mamba" in FAMILIES[model_type] and text.get("position_embedding_type") == "rope":
         raise ServingError(
-            "its converter turns the rotation off in a model with Mamba layers; rewriting would turn it on"
+            "llama.cpp's converter writes models with Mamba layers without RoPE, and RoPE keys in the file would turn "
+            "RoPE on and change the model: serve it with another engine"
         )
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}
@@ -184,7 +185,8 @@ def file_computes(file: FileRope, length: int | None = None, *, by_flags: bool =
     scaled = stated is not None and keys[stated] not in (0, 1)
     if file.architecture in ("deepseek2", "deepseek32", "glm-dsa") and kind != "none" and (kind != "linear" or scaled):
         raise NotCheckedError(
-            f"the graph of {file.architecture} mixes its YaRN into the softmax scale, by rules that changed often"
+            f"llama.cpp puts the attention factor of YaRN into the softmax scale of {file.architecture}, by rules that "
+            "changed often and are not written down here"
         )
     if file.architecture in _WHOLE_HEADS and file.head_dim not in (None, file.dim):
         raise ServingError(
@@ -222,7 +224,8 @@ def _divisors(file: FileRope, kind: str, *, long: bool) -> Sequence[float]:
     read = FACTOR_LISTS if names and kind == "longrope" else names
     if stray := [name for name in file.tensors if name not in read]:
         raise ServingError(
-            f"llama.cpp does not load the file: {file.architecture!r} has no tensor {stray[0]} with the type {kind!r}"
+            f"llama.cpp does not load this file: it has the tensor {stray[0]}, which a {file.architecture!r} model "
+            f"with rope.scaling.type {kind!r} does not have; convert the model again"
         )
     for name, values in file.tensors.items():
         for pair, value in enumerate(values):

@@ -134,7 +134,10 @@ class RopeKeys:
 
     @classmethod
     def of(cls, config: Config, started_for: int | None) -> RopeKeys:
-        """Return the keys of a config as transformers standardises them, with max_position_embeddings as the length."""
+        """Return the keys of a config as transformers standardises them.
+
+        `started_for` is the length in tokens that the engine is started with; None: max_position_embeddings.
+        """
         text = text_settings(config)
         settings, most = rope_settings(text), length_setting(text)
         return cls(text, settings, settings["rope_type"], rotated_dims(text, settings), most, started_for, length=most)

@@ -56,9 +56,10 @@ def phi3_longrope(rope: RopeKeys, served: int) -> Computed:
 
 
 def of_mistral_params(params: Config, like: Computed) -> Computed:
-    """Compute params.json, Mistral's own format, by `_remap_mistral_yarn_args` of vLLM's configs/mistral.py.
+    """Compute the rotation from params.json, Mistral's own format, by `_remap_mistral_yarn_args` of vLLM.
 
-    `like` are the numbers by config.json: their number of pairs counts if params.json has no head_dim.
+    `like` is the result from config.json: its number of pairs is used if params.json has no head_dim. The rule stands
+    in configs/mistral.py of vLLM.
     """
     theta, dim = needed(params, "rope_theta", 10000.0, above=1.0), 2 * len(like.inv_freq)
     dim = int(needed(params, "head_dim", dim))
@@ -150,7 +151,8 @@ class VLLM(OverridingEngine):
             rope = self._passed_on_by_gpt_oss(rope)
         if rope.model_type in self.table["by_layer"] and rope.kind != "default":
             raise NotCheckedError(
-                f"its file for {rope.model_type} chooses a rope type for each layer, by rules that were not checked"
+                f"vLLM's code for {rope.model_type} chooses a rope type for each layer, by rules that are not written "
+                "down here"
             )
         return self.by_type(rope)
 

@@ -148,9 +148,9 @@ def _explained(
     """Return the report with the dtype whose rounding explains the remaining difference, if there is one.
 
     Args:
-        report: the report without it.
+        report: the report so far, without that dtype.
         answers: the server's answers, and the reader of the model in its closest configuration.
-        before: what the configuration's context yields.
+        before: the value that the context manager of that configuration yielded.
         exact: the model's log-probabilities in that configuration, without further rounding.
         bits: what is stated of the server's number formats.
     """

@@ -39,7 +39,7 @@ _CONTENT = "content"  # of a message that stands for the prompt in a chat templa
 
 
 def configurations(model: Any, unpatched: Rotary) -> dict[str, Configuration]:
-    """Return the model as measured, and with each common mistake that changes it, by name.
+    """Return, by name, the model as measured and a variant for each common serving mistake that changes its output.
 
     Args:
         model: the loaded model, patched or not.

@@ -308,9 +308,17 @@ def configure(
     server: GPUServer | None = None,
     folder_commands: _FolderCommands | None = None,
 ) -> ServingConfig:
-    """Return the `serving_config` of a model that is opened, for a target that is known.
+    """Do the work of `serving_config` once the model is opened and the target is known.
 
-    `notes` are further remarks; with `folder_commands` a shorter way is offered for a config that needs overrides.
+    Args:
+        engine: the engine that serves.
+        opened: the model.
+        target: the method and the length to serve.
+        method: the method as it was typed, for commands; None: the one that is patched in.
+        notes: remarks to add.
+        server: the GPUs to plan memory for.
+        folder_commands: makes the commands that write a patched folder, which are offered as a shorter alternative
+            where the engine would need overrides of its config.
     """
     remarks = list(notes)
     if opened.described.rotary.length_dependent:

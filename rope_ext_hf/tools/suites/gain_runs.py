@@ -89,7 +89,10 @@ class ContextGain(MethodResult):
 
 @register_run_kind
 class GainRuns(RunKind):
-    """Runs that measure the gain from evidence; a cell is a context length and a distance, both in tokens."""
+    """Runs that measure the gain from evidence: how much the answer's loss falls when its evidence is in the context.
+
+    A cell is a context length and a distance from the evidence to the answer, both in tokens.
+    """
 
     name = "gain"
     setting = GainSetting

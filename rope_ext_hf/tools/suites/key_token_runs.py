@@ -163,7 +163,7 @@ class _KeyTokenMeasurement(Measurement):
         yield cells[0], _DocumentKeys(document.name, len(compared), len(keys), ranges), scorer.take_cost()
 
     def _search(self, scorer: TokenScorer, ids: Any, long_pass: _Pass) -> tuple[set[int], set[int]]:
-        """Return the tokens of a document that a pass compares, and the key tokens among them."""
+        """Return the tokens whose losses with long and short context are compared, and the key tokens among them."""
         start, stop, first = long_pass
         # At the start of a document the prefix is read before it; further on it replaces the first tokens of the pass.
         shift = start or -len(self.prefix)

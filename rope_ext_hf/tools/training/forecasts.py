@@ -35,7 +35,10 @@ class _Work(NamedTuple):
 
 
 def forecast(question: Finetuning, out: Path) -> Forecast:
-    """Return the forecast of a fine-tuning into the folder `out`; raise the errors that the run would raise early."""
+    """Estimate the time, memory and disk space of a fine-tuning that writes to the folder `out`.
+
+    The errors that the run would raise before it trains are raised here.
+    """
     check_packages(question)
     material = training_material(question)
     model = load_empty(question.model, **question.source)
