@@ -146,7 +146,7 @@ _BECAUSE = {
     "is ignored": "its model file hands on theta alone; `theta` and `ntk` are served",
     "stops at the rope type": "its model file stops at this rope type; `theta` and `ntk` are served",
     "duplicate_data": "its table of a yarn holds every angle twice, so that position p gets the angles of floor(p / 2)",
-    "puts the attention factor of YaRN": "its graph puts a factor of yarn into the softmax scale, by rules that changed often",
+    "puts the attention factor of YaRN": "its graph puts a factor of yarn into the softmax scale",
     "softmax scale would be": "its softmax scale does not follow the settings",
     "cannot run longrope": "the magnitude cannot be stated for latent attention",
     "config class of its own": "its model file reads settings of a config class of its own",

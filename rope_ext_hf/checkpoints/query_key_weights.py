@@ -260,7 +260,10 @@ def weights_from_source(source: Source | MetaSource, path: str, *, trust_remote_
     def load() -> PreTrainedModel:
         if model is None:
             model_type = source.tensors.model_type
-            raise CheckpointError(f"transformers has no class of {model_type!r} that could read a text; give no text")
+            raise CheckpointError(
+                f"transformers has no class that runs a {model_type!r} on a text: leave out the text, and the "
+                "weights alone are looked at"
+            )
         settings = {"config": source.config, "dtype": "auto", "trust_remote_code": trust_remote_code}
         with loading(f"the model in {path!r}"):
             loaded: PreTrainedModel = class_to_load(source.config).from_pretrained(source.folder, **settings)

@@ -239,7 +239,10 @@ def _unpickle(data: BytesIO | mmap.mmap, storages: dict[str, _Storage]) -> Any:
                 items = pop_from(marks.pop() if opcode.name == "SETITEMS" else -2)
                 for key in items[::2]:
                     if type(key) not in (str, int):  # hashing nested tuples may take forever
-                        raise ValueError(f"its pickle has a key of type {type(key).__name__}")
+                        raise ValueError(
+                            f"its pickle has a dict key of type {type(key).__name__}; only texts and whole numbers are "
+                            "read"
+                        )
                 _expect(stack[-1], dict).update(zip(items[::2], items[1::2], strict=True))
             case "BINPUT" | "LONG_BINPUT":
                 memo[argument] = stack[-1]

@@ -238,8 +238,8 @@ class RemappingMethod(RopeMethod, AttentionRule):
         """Raise MethodError if `size`, in tokens, is above `limit`; `subject` names in the message what is so long."""
         if size > limit:
             raise MethodError(
-                f"{self.name}: {subject} is {size:g} tokens, and the longest relative position the model was trained "
-                f"at is {limit} tokens"
+                f"{self.name}: {subject} is {size:g} tokens, which must not exceed the longest relative position that "
+                f"the model was trained at, {limit} tokens; give a smaller one"
             )
 
     @property

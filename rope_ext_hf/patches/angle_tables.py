@@ -53,8 +53,8 @@ def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> N
         values = family(model_type).rotates_values
         if values and getattr(slot.config, values, False) and method.frequencies(rotary).attention_factor != 1.0:
             raise UnsupportedModelError(
-                f"by {values!r} in its config this {model_type!r} rotates its values as well, and the attention factor "
-                f"of {method.name} would scale them; use by-parts or ntk, or give attention_factor=1.0"
+                f"this {model_type!r} rotates its values as well ({values!r} in its config), so the attention factor "
+                f"of {method.name} would scale them: use by-parts or ntk, or give attention_factor=1.0"
             )
 
 

@@ -199,8 +199,8 @@ def check_architecture(text: Any) -> None:
     """Raise UnsupportedModelError for a text config of another architecture than the family table has for its type."""
     if text.model_type == "chatglm" and getattr(text, "inner_hidden_size", None) is not None:
         raise UnsupportedModelError(
-            "by 'inner_hidden_size' in its config this 'chatglm' is the first ChatGLM-6B, which rotates each half of a "
-            "head by positions of its own and is not in the family table; ChatGLM2 and later models are"
+            "'inner_hidden_size' in its config marks this 'chatglm' as the first ChatGLM-6B, which rotates each half "
+            "of a head by its own positions and is not supported; ChatGLM2 and later models are supported"
         )
 
 

@@ -61,4 +61,6 @@ class PatchState:
             if PATCH_KEY in vars(swap.patched):
                 record: dict[str, Any] = vars(swap.patched)[PATCH_KEY]
                 return record
-        raise LookupError(f"no config of this patched model holds {PATCH_KEY!r}")
+        raise LookupError(
+            f"no config of this patched model holds {PATCH_KEY!r}; something has removed it: patch the model again"
+        )

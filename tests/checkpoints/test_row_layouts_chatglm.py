@@ -411,7 +411,9 @@ def test_the_first_chatglm_is_another_model(tmp_path: Path) -> None:
     name = "transformer.layers.0.attention.query_key_value"
     tensors = {f"{name}.weight": torch.zeros(192, 64), f"{name}.bias": torch.zeros(192)}
     source = write(tmp_path / "source", tensors, config, 1)
-    with pytest.raises(rope.UnsupportedModelError, match="this 'chatglm' is the first ChatGLM-6B, which rotates each"):
+    with pytest.raises(
+        rope.UnsupportedModelError, match="marks this 'chatglm' as the first ChatGLM-6B, which rotates each"
+    ):
         rope.convert_checkpoint(source, tmp_path / "converted", "half")
     with pytest.raises(rope.UnsupportedModelError, match="the first ChatGLM-6B"):
         rope.detect_pairing(source)
@@ -442,6 +444,6 @@ def test_planted_pairs_are_found(groups: bool, pairing: str, tmp_path: Path) -> 
 
 def test_random_weights_do_not_tell_and_a_text_cannot_be_run(source: Path, tmp_path: Path) -> None:
     assert rope.detect_pairing(source).pairing is None
-    with pytest.raises(rope.CheckpointError, match="transformers has no class of 'chatglm' that could read a text"):
+    with pytest.raises(rope.CheckpointError, match="transformers has no class that runs a 'chatglm' on a text"):
         rope.detect_pairing(source, text="a text", trust_remote_code=True)
     assert not (tmp_path / "was run").exists()

@@ -84,7 +84,7 @@ class FormerSpellingEngine(ConfigEngine):
         text = text_settings(config)
         model_type = str(text.get("model_type"))
         if model_type not in self.table["families"]:
-            raise NotCheckedError(f"the keys that its file for {model_type!r} reads were not checked")
+            raise NotCheckedError(f"this package does not know which keys its code for {model_type!r} reads")
         parameters = text.get("rope_parameters") or {}
         reads_parameters = self.table["families"][model_type].get("rope_parameters")
         if reads_parameters is True:

@@ -94,8 +94,8 @@ def converted(config: Config) -> FileRope:
     check_sliding_layers(text, 6, "llama.cpp")
     if "mamba" in FAMILIES[model_type] and text.get("position_embedding_type") == "rope":
         raise ServingError(
-            "llama.cpp's converter writes models with Mamba layers without RoPE, and RoPE keys in the file would turn "
-            "RoPE on and change the model: serve it with another engine"
+            "llama.cpp's converter turns the rotation off in a model with Mamba layers, whatever its config says; "
+            "`rope-ext gguf` writes a file that turns it on"
         )
     kind, dim = settings["rope_type"], rotated_dims(text, settings)
     keys: dict[str, Any] = {"context_length": length_setting(text), "rope.freq_base": settings["rope_theta"]}

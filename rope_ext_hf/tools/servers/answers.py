@@ -109,7 +109,8 @@ def collect(
         shortest = longest // _PARTS
         if not longest and not lengths:
             raise ServingError(
-                f"{client.title} does not state its context length: give --lengths, or the model that it serves"
+                f"{client.title} does not state its context length: give --lengths, or the folder or Hub id of the "
+                "model that it serves"
             )
     else:
         tokenizer, empty = load_tokenizer(model, **source), load_empty(model, **source)
