@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGE, TOOLS = "rope_ext_hf", "tools"
 FLOORS = (
-    ("errors", "lazy", "reference"),
+    ("errors", "extending", "lazy", "reference"),
     ("bounds", "foreign_logs", "installing", "plug_ins", "terminal"),
     ("files", "questions"),
     ("downloads", "method_choice"),
@@ -235,6 +235,37 @@ def test_the_library_names_no_tool() -> None:
         if re.fullmatch(rf"{PACKAGE}[./]{TOOLS}\S*", node.value)
     ]
     check(offences)
+
+
+def faces() -> set[tuple[str, str]]:
+    """Return the names that `rope_ext_hf` and `rope_ext_hf.eval` export, each with the module that defines it."""
+    return {
+        (node.module, alias.name)
+        for name in (PACKAGE, f"{PACKAGE}.eval")
+        for node in ast.walk(modules()[name].tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
+
+
+def test_tools_take_the_names_that_are_listed() -> None:
+    """The tool box takes public names of the library, and those that rope_ext_hf/extending.py lists: all of them."""
+    from rope_ext_hf.extending import NAMES
+
+    taken = {
+        (each.target, each.name)
+        for module in modules().values()
+        if module.room.partition(".")[0] == TOOLS
+        for each in module.imports
+        if each.name is not None and each.target in modules()
+        if modules()[each.target].room.partition(".")[0] != TOOLS and each.target not in (PACKAGE, f"{PACKAGE}.eval")
+    }
+    listed = {(module, name) for module, names in NAMES.items() for name in names}
+    taken -= faces()
+    check(
+        [f"{module}.{name} is taken and not listed" for module, name in taken - listed]
+        + [f"{module}.{name} is listed and not taken" for module, name in listed - taken]
+    )
 
 
 def engine_names() -> set[str]:

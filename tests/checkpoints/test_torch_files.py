@@ -225,7 +225,7 @@ def test_pickles_that_are_no_tensors(name: str, archive: bool, tmp_path: Path) -
     [
         (b"\x80\x02}q\xff", "pickle exhausted"),
         (b"\x80\x02r\xff\xff\xff\xff.", "list index"),  # a memo of four billion
-        (b"\x80\x02})" + b"q\x00h\x00\x86" * 200 + b"Ns.", "a key of type tuple"),  # whose hash takes forever
+        (b"\x80\x02})" + b"q\x00h\x00\x86" * 200 + b"Ns.", "a dict key of type tuple"),  # whose hash takes forever
         (b"\x80\x02X\xff\xff\xff\x7fa.", "expected 2147483647 bytes"),  # a text of two
         (b"\x80\x04\x95\x00\x00\x00\x00\x00\x00\x00\x00.", "its pickle has FRAME"),
         (b"\x80\x02]}b.", "a list where a dict must be"),
