@@ -6,12 +6,14 @@ run = measure(model, Perplexity(lengths=["1k", "4k"]), methods=["ntk", "yarn"], 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rope_ext_hf.bounds import Length
+from rope_ext_hf.errors import did_you_mean
 from rope_ext_hf.eval.perplexity_runs import Result
 from rope_ext_hf.eval.questions import DEFAULT_METHODS, LengthsQuestion, Passkey, Perplexity, Sweep
 from rope_ext_hf.eval.retrieval_runs import Retrieval
@@ -189,7 +191,7 @@ def sweep(
     Returns:
         The run, with a result for each method and length.
     """
-    fields, others = Sweep.apart(options | {"data": corpus, "data_name": data})
+    fields, others = _apart(Sweep, options | {"data": corpus, "data_name": data})
     return measure(model, Sweep(**fields), methods=methods, out=out, progress=progress, **others)
 
 
@@ -202,6 +204,21 @@ def results_of(model: Any, question: type[LengthsQuestion], options: dict[str, A
         options: fields of the question, and further arguments of `measure`.
         progress: as in `measure`, but a function is called with the number of tokens alone, without the method's label.
     """
-    fields, others = question.apart(options)
+    fields, others = _apart(question, options)
     listener = (lambda _, tokens: progress(tokens)) if callable(progress) else progress
     return Results(measure(model, question(**fields), progress=listener, **others))
+
+
+def _apart(question: type[LengthsQuestion], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options that are fields of a question, and those that are arguments of `measure`.
+
+    Raises:
+        TypeError: an option is neither; the message names the nearest one.
+    """
+    fields, others = question.apart(options)
+    known = inspect.signature(measure).parameters.keys() - {"model", "question", "progress", "file"}
+    for name in others:
+        if name not in known:
+            every = sorted(known | {field.name for field, _ in question.described_fields()})
+            raise TypeError(f"unexpected argument {name!r}.{did_you_mean(name, every)} Known: {', '.join(every)}")
+    return fields, others

@@ -338,6 +338,14 @@ def test_a_model_in_train_mode_is_measured_in_eval_mode(tmp_path: Path) -> None:
     assert {name: module.training for name, module in model.named_modules()} == modes
 
 
+@pytest.mark.parametrize("function", [perplexity, sweep])
+def test_a_misspelt_argument_names_the_nearest_one(function: Any) -> None:
+    with pytest.raises(TypeError, match=r"unexpected argument 'method'\. Did you mean 'methods'\? Known: .*lengths"):
+        function("reference", [TEXT], lengths=256, method="yarn")
+    with pytest.raises(TypeError, match="Did you mean 'max_spans'"):
+        function("reference", [TEXT], lengths=256, max_span=1)
+
+
 def test_lengths_and_methods_as_users_write_them(tmp_path: Path) -> None:
     model, text = build("llama"), [tokens("a", 3000, 1)]
 
