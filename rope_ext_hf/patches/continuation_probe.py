@@ -70,7 +70,7 @@ def was_tried(kind: tuple[Any, ...]) -> bool:
 
 
 def small_patch(method: RopeMethod, rotary: Rotary) -> tuple[RopeMethod, Rotary]:
-    """Return a method, and the geometry it works on, for a trained length of a few tokens.
+    """Return a method and its rotary embedding for a trained length of a few tokens, which a short trial can exceed.
 
     A remapping method gets its default parameters for that length; a method that changes frequencies stays as it is.
 

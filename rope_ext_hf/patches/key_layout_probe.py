@@ -25,7 +25,7 @@ _ATTENTION_FACTOR = 1.25
 
 
 class CacheCannotFollowError(LengthError):
-    """The keys in the cache of this class of decoders cannot follow the length; with one length held, all works."""
+    """The error for decoders whose cached keys cannot be rotated again; inside `fixed_length` they still work."""
 
 
 def probe_key_layouts(
