@@ -262,7 +262,7 @@ def attend_from_kwargs(
 def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask that transformers passes to `remapped_attention`.
 
-    Causality, a window and padding follow from the rule and the positions, so that the padding mask as it was given is
+    Causality, a window and padding follow from the rule and the positions, so that the padding mask of the call is
     enough, and no (length, length) tensor is made. A model that asks for more gets the whole mask of transformers.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask

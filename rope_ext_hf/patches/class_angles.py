@@ -34,7 +34,7 @@ class ClassAngles:
 
     @torch.no_grad()
     def at(self, layer_type: LayerType, length: int) -> tuple[tuple[float, ...], float]:
-        """Return the frequencies of a layer type, in radians per token, and the magnitude of cos and sin.
+        """Return the frequencies of a layer type, in radians per token, and the factor of cos and sin.
 
         The frequencies are those for an input of `length` tokens, at least 2. They are read from cos and sin at
         position 1, which hold any frequency up to pi in the full precision of float32, however slow it is. Where the
@@ -69,7 +69,7 @@ def softmax_multiple(model: nn.Module) -> float:
 
 
 def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
-    """Return one column of each pair, (dim // 2,), of a row of cos or sin."""
+    """Return one of the two columns of each pair in a row of cos or sin, as a tensor (dim // 2,)."""
     if layout == "bare":
         return columns
     return columns[: len(columns) // 2] if layout == "half" else columns[0::2]

@@ -118,11 +118,11 @@ class ConfigModel:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The publisher's statement about the context length; None: none is known."""
+        """The publisher's statement about the context length; None if no statement is known."""
         return find_recipe(self.config)
 
     def published_note(self, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
-        """Return a sentence on what is published about the context of the model, see `recipe_note`; None: nothing."""
+        """Return what the publisher states about the model's context in a sentence, see `recipe_note`; else None."""
         return recipe_note(self.config, rotary, method)
 
     def notes_on(self, spec: PatchSpec) -> tuple[str, ...]:

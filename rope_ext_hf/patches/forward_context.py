@@ -167,7 +167,7 @@ def current_context() -> ForwardContext | None:
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:
-    """Return the number of tokens, without padding, of each row or of the input that each token belongs to.
+    """Return how many tokens, padding aside, each row has, or the input that each token belongs to.
 
     A row may hold several inputs one after the other; positions that start anew begin the next one.
 

@@ -29,7 +29,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DecoderHooks(ABC):
-    """Hooks around the forward of a decoder, for the slots inside; a subclass for each kind of method.
+    """Hooks around the forward of a decoder, which serve the patched rotary modules (slots) inside it.
+
+    Each kind of method has a subclass.
 
     Nothing here changes with a forward: what belongs to one forward is in its `ForwardContext`, so that several threads
     may run one model.
@@ -87,9 +89,9 @@ class DecoderHooks(ABC):
         return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in tables_of(self.slots)))
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
-        """Store a state with the cache of a forward that has ended.
+        """Store a record of how keys are rotated with the cache of a forward that has ended.
 
-        `cache`: the one that the call was given; None: the one in its output, if there is one.
+        `state`: the record. `cache`: the cache that the call was given; None: the one in its output, if there is one.
         """
         was_given = cache is not None
         if not was_given:

@@ -38,8 +38,8 @@ def probe_key_layouts(
     exact in every dtype.
 
     Args:
-        decoder: hooked; its hooks do not run here.
-        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size), one of which is the token.
+        decoder: the decoder; its hooks are not run here.
+        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size); one of these tokens is run.
         tables: the length-dependent rotary modules of the decoder.
 
     Raises:

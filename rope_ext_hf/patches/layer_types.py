@@ -48,8 +48,8 @@ class AttentionLayers:
         """The attention type of each layer, such as "full_attention" or "sliding_attention".
 
         Without `layer_types` in the config all layers have one type. It is "sliding_attention" where the window is
-        shorter than the length that the config states, as in Mistral 7B v0.1; else "full_attention", because no input of
-        that length reaches beyond the window.
+        shorter than the length that the config states, as in Mistral 7B v0.1. Else it is "full_attention", because no
+        input of that length reaches beyond the window.
         """
         count, window = self.config.num_hidden_layers, self.window
         only = "sliding_attention" if window and window < self._stated_length() else "full_attention"

@@ -100,7 +100,7 @@ class LengthHooks(DecoderHooks):
         context.cache_rows = RowState(lengths, positions, valid_up_to, context.position_ids is None)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Store with the cache what rotated its keys, so that the next forward onto it can go on."""
+        """Store with the cache a record of how its keys are rotated, so that the next forward onto it can go on."""
         context = self.end(decoder)
         if output is None:
             return

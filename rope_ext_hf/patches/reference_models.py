@@ -92,7 +92,7 @@ def _name(model: Any) -> str:
 
 
 def _differences(model: nn.Module, second: nn.Module) -> list[str]:
-    """Return sentences on how a second model rotates otherwise; none where it does not.
+    """Return sentences on how a second model rotates differently from the first; none where it does not.
 
     The lengths that the configs state are not compared, because they change no rotation by themselves.
     """

@@ -36,7 +36,7 @@ class Slot:
         attribute: its name there.
         module: the rotary module that the model was loaded with.
         config: the config that this module was built from.
-        layers: the attention layers of that config.
+        layers: the attention type of each layer by that config.
         as_loaded: the rotary embedding that the config states, by layer type; the key None stands for all layers.
         layout: how cos and sin of the module are arranged, see `RotaryEmbedding`.
         cast: whether the module gives them in the dtype of the model, see `RotaryEmbedding`.
