@@ -266,7 +266,7 @@ def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: L
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """Return the rotary embedding of a checkpoint, from the family table or else from the config of its model."""
+    """Return the rotary embedding of a checkpoint: as its family states it, else as a patch of the model extends it."""
     config = getattr(model, "config", None)
     stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
     return stated or patch_geometry(model)

@@ -53,7 +53,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _trainers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the trainers among the callers: objects that hold a model and a second model; innermost first."""
+    """Yield the trainers whose methods are being called, innermost first: objects with a model and a second one."""
     seen: set[int] = set()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
