@@ -140,10 +140,7 @@ def _parse_layers(value: Any) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Question):
-    """The methods that a user chose for a command: their names, factors or target length, and what they extend.
-
-    Other parameters of a method are options under their own names (--beta-fast 16), and stand in `parameters`.
-    """
+    """The methods that a user chose, with factors or a target length, and what they extend. Methods have further options."""
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
