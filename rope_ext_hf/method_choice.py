@@ -140,7 +140,7 @@ def _parse_layers(value: Any) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Question):
-    """The methods that a user chose, with factors or a target length, and what they extend. Methods have further options."""
+    """The methods that a user chose, their factors or target length, what they extend, and their other parameters."""
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
