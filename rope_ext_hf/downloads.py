@@ -83,7 +83,7 @@ def _cached_folder(name: str, revision: str) -> Path:
 
 
 def _matching(files: Sequence[str], patterns: Sequence[str]) -> list[str]:
-    """Return the names that match one of the patterns."""
+    """Return the file names that match at least one of the patterns."""
     return [file for file in files if any(fnmatch(file, pattern) for pattern in patterns)]
 
 
@@ -93,10 +93,10 @@ def mistral_format_files(folder: Path) -> list[str]:
 
 
 def _weight_files(names: Iterable[str], files: Sequence[str], fetch: Callable[[list[str]], Path]) -> list[str]:
-    """Return the weight files of a repository: the first one of `names`, or its shards and their index.
+    """Return the names of the weight files to download: one file, or an index and the shards that it lists.
 
     Args:
-        names: the names of weight files, in the order in which they are looked for.
+        names: names that a weight file may have; the first one that the repository has, whole or in shards, is taken.
         files: the files of the repository.
         fetch: downloads files and returns their folder; it is called for an index.
     """
@@ -112,7 +112,7 @@ def _weight_files(names: Iterable[str], files: Sequence[str], fetch: Callable[[l
 
 
 def _fetch(name: str, revision: str, commit: str | None, files: list[str]) -> Path:
-    """Return the folder in the cache with some files of a commit, after downloading those that it lacks."""
+    """Download the files of a commit that the cache lacks, and return the folder in the cache that holds the commit."""
     cached = {file: str(try_to_load_from_cache(name, file, revision=revision)) for file in files}
     lacking = [file for file, path in cached.items() if commit not in Path(path).parts]
     if not lacking:
@@ -151,7 +151,7 @@ def _check_arrived(name: str, folder: Path, files: list[str]) -> None:
 
 
 def _model_info(name: str, revision: str) -> ModelInfo | None:
-    """Return what the Hub states about a model; None where the Hub cannot be reached or has a fault."""
+    """Return what the Hub states about a model; None if the Hub cannot be reached or has an internal error."""
     if not hub_answers(constants.ENDPOINT):
         return None
     try:
@@ -175,9 +175,9 @@ def _unreached(name: str) -> CheckpointError:
 
 
 def only_cached(name: str | Path, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `local_files_only` for transformers' from_pretrained where the Hub does not answer, else nothing.
+    """Return {"local_files_only": True} for transformers' from_pretrained if the Hub does not answer, else {}.
 
-    Without it transformers would try to reach the Hub six times for every file.
+    Without this argument transformers would try to reach the Hub six times for every file.
 
     Args:
         name: a folder or a Hub id.
@@ -219,7 +219,7 @@ def hub_answers(endpoint: str) -> bool:
 
 
 def check_upload(name: str, *, private: bool = True) -> None:
-    """Check that a model can be uploaded under a name of the Hub, before there is anything to upload.
+    """Check that a model can be uploaded to the Hub under this name, before there is anything to upload.
 
     Raises:
         CheckpointError: the user is not signed in, the name is not valid, or a public repository of that name exists

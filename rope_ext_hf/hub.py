@@ -51,7 +51,7 @@ _FILE_SUFFIXES = (".safetensors", ".bin", ".pth", ".pt", ".gguf", ".json")
 
 
 def model_source(name: str | Path) -> str:
-    """Return the folder or Hub id that transformers' `from_pretrained` takes for a name of a model.
+    """Return the folder or Hub id to give to transformers' `from_pretrained` for the model `name`.
 
     Raises:
         CheckpointError: the name is empty, names a file, or is a path at which there is no folder.
@@ -93,14 +93,14 @@ def model_folder(name: str | Path, *, revision: str | None = None, weights: bool
 
 
 def folder_and_hub_id(name: str | Path, *, revision: str | None = None) -> tuple[Path, str | None]:
-    """Return the local folder of a model with its weights, and its Hub id; None in place of that for a local folder."""
+    """Return the local folder of a model with its weights, and its Hub id (None if `name` is a local folder)."""
     folder = model_folder(name, revision=revision)
     is_local = folder == Path(model_source(name))
     return folder, None if is_local else str(name)
 
 
 def model_commit(name: str | Path, *, revision: str | None = None) -> str | None:
-    """Return the commit of a Hub repository that a revision stands for; None for a local folder."""
+    """Return the commit on the Hub that a branch, tag or commit id names; None if `name` is a local folder."""
     if _is_folder(Path(model_source(name))):
         return None
     return model_folder(name, revision=revision, weights=False).name
@@ -114,7 +114,7 @@ def _locate(
     trust_remote_code: bool = False,
     weights: bool = False,
 ) -> tuple[str, dict[str, Any]]:
-    """Return the source of a model, and the arguments with which transformers then loads it from local files.
+    """Return the folder or Hub id of a model, and arguments with which transformers loads it from local files.
 
     The files of a Hub repository are downloaded first; for an adapter, those of its base model as well.
 
@@ -148,12 +148,12 @@ def _locate(
 
 
 def _is_folder(path: Path) -> bool:
-    """Return whether there is a folder; also for a name too long for a path, at which `Path.is_dir` raises."""
+    """Return whether a path is a folder; False for a path that is too long, at which `Path.is_dir` raises."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
 def _exists(path: Path) -> bool:
-    """Return whether there is a file or folder; also for a name too long for a path, at which `Path.exists` raises."""
+    """Return whether a path exists; False for a path that is too long, at which `Path.exists` raises."""
     return os.path.exists(path)  # noqa: PTH110
 
 
@@ -239,7 +239,7 @@ def is_adapter(name: str | Path, *, revision: str | None = None) -> bool:
 
 
 def find_dtype(name: str) -> torch.dtype | str:
-    """Return the torch dtype of a name, or "auto" (as the weights are saved) as it is; MethodError for other names."""
+    """Return the torch dtype with this name, or "auto" (as the weights are saved) unchanged; else raise MethodError."""
     return entry("dtype", name, _DTYPES)
 
 
@@ -256,7 +256,7 @@ def loaded_dtype(empty: PreTrainedModel, name: str) -> torch.dtype:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the torch device of a name; "auto" is the GPU if there is one, else the CPU.
+    """Return the torch device with this name; "auto" is the GPU if there is one, else the CPU.
 
     Raises:
         MethodError: torch has no such device here.
@@ -334,7 +334,7 @@ def _check_token_settings(source: str, arguments: dict[str, Any]) -> None:
 
 
 def _token_settings(value: dict[str, Any] | list[Any]) -> list[dict[str, Any]]:
-    """Return the settings of each special token in a JSON value: the dicts that have a "content"."""
+    """Return the settings of each special token in a JSON value: all dicts in it that have a "content"."""
     tokens = []
     for inner in value.values() if isinstance(value, dict) else value:
         if isinstance(inner, (dict, list)):
@@ -357,9 +357,14 @@ def leading_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the tokens in `whole`, a text with its special tokens, before those of the text alone.
+    """Return the special tokens that a tokenizer has put before a text.
 
-    None: the text is empty, or its tokens do not stand in `whole` in this order.
+    Args:
+        whole: the tokens of the text with special tokens.
+        text: the tokens of the text alone.
+
+    Returns:
+        The tokens in `whole` before those in `text`; None if the text is empty, or `whole` does not contain it.
     """
     for start in range(len(whole)):
         if text and [*whole[start : start + len(text)]] == [*text]:
@@ -369,11 +374,11 @@ def tokens_before(whole: Sequence[int], text: Sequence[int]) -> tuple[int, ...] 
 
 @contextmanager
 def foreign_errors(failure: str) -> Iterator[None]:
-    """Turn every exception of other packages, in a `with` block, into a CheckpointError of one line.
+    """Turn every exception that other packages raise in a `with` block into a one-line CheckpointError.
 
     For code that reads files which others made: readers of configs, tokenizers and weights, and model classes, raise
-    any exception on damaged ones. The message begins with `failure`, which says what failed. Exceptions of this package
-    pass through.
+    any exception on damaged files. The message begins with `failure`, which says what failed. This package's own
+    exceptions pass through.
     """
     try:
         yield
@@ -390,7 +395,7 @@ def foreign_errors(failure: str) -> Iterator[None]:
 
 
 def loading(subject: str) -> AbstractContextManager[None]:
-    """Return `foreign_errors` whose message says that `subject` could not be loaded."""
+    """Return a context that turns any exception inside it into a CheckpointError: `subject` could not be loaded."""
     return foreign_errors(f"{subject} could not be loaded")
 
 
@@ -402,11 +407,11 @@ def fingerprint(
 
         rope.fingerprint("trained-model").differences(rope.fingerprint("converted-model"))
 
-    gives sentences on how the second model rotates differently from the first, and none where they agree.
+    returns sentences on how the second model rotates differently from the first; the list is empty if they agree.
 
     Args:
         model: a model in memory, patched or not, whose rotary modules are read; or a folder, a Hub id, "reference" or a
-            config of transformers, and no weights are read then; or a JSON file with the values of
+            config of transformers (no weights are read for these); or a JSON file with the values of
             `Fingerprint.to_dict`.
         revision: branch, tag or commit on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.

@@ -26,7 +26,7 @@ _REMOVED = {"profiles": _LAST_VERSION, "string": _LAST_VERSION}
 
 
 def folded(name: str) -> str:
-    """Return a name without case and separators, by which names are compared: "NTK_aware" equals "ntk-aware"."""
+    """Return a name in lower case without separators, to compare names: "NTK_aware" and "ntk-aware" give the same."""
     return re.sub(r"[-_\s]", "", name).casefold()
 
 
@@ -56,7 +56,7 @@ def shipped_names() -> tuple[str, ...]:
 
 
 def _registered_in(source: str) -> Iterator[str]:
-    """Yield the names and aliases that a module gives to its classes by `@register_method(name, aliases=...)`."""
+    """Yield the names and aliases that `@register_method(name, aliases=...)` gives to classes in a module's source."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -84,7 +84,7 @@ def _check_method_names(names: Iterable[Any]) -> None:
 
 
 def _parts(values: Any) -> list[Any]:
-    """Return one value, several, or a comma list of them as a list; texts without blanks around them."""
+    """Return one value, several values, or text with commas as a list; each text is stripped of blanks."""
     parts: list[Any] = []
     for value in [] if values is None else listed(values):
         if isinstance(value, str):
@@ -95,7 +95,7 @@ def _parts(values: Any) -> list[Any]:
 
 
 def _parse_methods(value: Any) -> tuple[Any, ...]:
-    """Return the methods of an option, names or method objects; MethodError where only empty names were given."""
+    """Return the value of --method as a tuple of names or method objects; MethodError if it has only empty names."""
     methods = tuple(part for part in _parts(value) if part != "")
     if not methods and value not in (None, (), []):  # as by a script whose variable is empty
         raise MethodError("--method names no method; leave it out to use the model as loaded")
@@ -103,10 +103,10 @@ def _parse_methods(value: Any) -> tuple[Any, ...]:
 
 
 def parse_numbers(option: str, values: Any, example: str) -> tuple[float, ...]:
-    """Return one number, several, or a comma list of them as floats.
+    """Return the value of an option as floats: one number, several numbers, or text with commas between numbers.
 
     Args:
-        option: the option that they are given to, for error messages.
+        option: the name of the option, for error messages.
         values: the numbers, or their texts.
         example: a value of the option, for error messages.
 
@@ -128,7 +128,7 @@ def parse_numbers(option: str, values: Any, example: str) -> tuple[float, ...]:
 
 
 def _parse_layers(value: Any) -> tuple[str | int, ...]:
-    """Return the layers of an option: layer types as text, layer numbers as int."""
+    """Return the value of --layers as a tuple: layer types as text, layer numbers as int."""
     layers: list[str | int] = []
     for part in _parts(value):
         if isinstance(part, str) and part.isdigit():
@@ -140,7 +140,7 @@ def _parse_layers(value: Any) -> tuple[str | int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class MethodChoice(Question):
-    """The chosen methods. Further parameters of methods are options under their own names (--beta-fast 16)."""
+    """The methods that a user chose, their factors or target length, what they extend, and their other parameters."""
 
     PANEL: ClassVar[str | None] = "Methods (rope-ext methods lists their parameters, which are options too)"
 
@@ -183,7 +183,7 @@ class MethodChoice(Question):
 
     @property
     def underneath(self) -> dict[str, Any]:
-        """The arguments of `rope_ext_hf.patch` that state what is extended."""
+        """The arguments `over` and `context_length` of `rope_ext_hf.patch`, which state what the method extends."""
         return {"over": self.over, "context_length": self.context_length}
 
     def check_early(self) -> None:
@@ -191,9 +191,9 @@ class MethodChoice(Question):
         _check_method_names(self.method)
 
     def check(self, *, factor_alone: bool = False) -> None:
-        """Raise MethodError for options that are about a method where no method is chosen.
+        """Raise MethodError if options that only make sense with a method are given without one.
 
-        `factor_alone`: for a command that has methods of its own, which take the factor and what is extended.
+        `factor_alone`: allow --factor, --over and --context-length, for a command whose own methods use them.
         """
         if self.method:
             return
@@ -208,10 +208,10 @@ class MethodChoice(Question):
 
 @dataclass(frozen=True, kw_only=True)
 class PatchChoice(MethodChoice):
-    """At most one method, with at most one factor."""
+    """The choice of a single method, or none, with at most one factor, to patch a model with."""
 
     def check_single(self, *, required: bool = False) -> None:
-        """Raise MethodError for several methods or factors, and for options about a method without a method.
+        """Raise MethodError for several methods or factors, and for options of a method that are given without one.
 
         `required`: the method may not be left out either.
         """
@@ -241,7 +241,7 @@ class PatchChoice(MethodChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerChoice(PatchChoice):
-    """At most one method with at most one factor, for the layers that attend to everything or for chosen ones."""
+    """The choice of a single method, or none, and of the layers to patch (by default those that see all tokens)."""
 
     layers: tuple[str | int, ...] | Any = argument(
         (),

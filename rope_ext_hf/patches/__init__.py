@@ -6,7 +6,7 @@ Plan
     patching: put a method into a live model, take it out, hold one length; the functions that users call.
     planning: work out and check everything that a patch changes, and leave the model as it is.
     geometry: the rotary embedding that a patch starts from.
-    config, config_keys, config_writing: read the rotary embedding that a config states, and write a patch into one.
+    config, config_keys, patched_config: read the rotary embedding that a config states, and write a patch into one.
     families, family_settings: what a model type does as no others do (families.toml), and its sizes and pairing.
     layer_types: which layers attend to everything, which rotate, and by which rotary embedding.
     recipes: what publishers state about the context of their models (recipes.toml).

@@ -59,26 +59,26 @@ mostly one for language modelling; a task that is missing here is loaded with th
 
 
 def _to_dict(settings: Any, record: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an adapter as PEFT saves them, with a record; it stands in for their `to_dict`."""
+    """Return an adapter's settings as PEFT saves them, plus the record of a patch; this replaces their `to_dict`."""
     return with_record(type(settings).to_dict(settings), record)
 
 
 def with_record(settings: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of an adapter with the record of a patch, in place of a record that they may hold.
+    """Return the settings of an adapter with the record of a patch, which replaces a record that they already hold.
 
-    `record`: as the config of the patched base model holds it.
+    `record`: the record in the config of the patched base model.
     """
     kept = {key: value for key, value in settings.items() if not _is_record(key)}
     return kept | {ADAPTER_KEY: {key: copy.deepcopy(record[key]) for key in _RECORDED_KEYS if key in record}}
 
 
 def _is_record(key: str) -> bool:
-    """Return whether a key of adapter_config.json is that of a record, whatever it says after the colon."""
+    """Return whether a key of adapter_config.json holds the record of a patch, whatever text follows its colon."""
     return key.partition(":")[0] == PATCH_KEY
 
 
 def record_patch(model: nn.Module) -> None:
-    """Have the adapters that a model lists saved with a record of its patch, if it has one, from now on."""
+    """Make PEFT save a record of a model's patch with the model's adapters from now on; do nothing without a patch."""
     state = patch_state(model)
     if state is None:
         return
@@ -112,9 +112,10 @@ class Adapter:
         path: its folder or Hub id.
         base: the folder or Hub id of the model that it was trained on.
         settings: its adapter_config.json, without the keys of this package.
-        record: the patch of the model that it was trained on; None: the folder of that model tells.
+        record: the patch of the model that it was trained on; None: that model's own folder
+            states whether it is patched.
         pairing: the pairing of the dims in its weights, where they were converted; else None.
-        hub: arguments that find `path` on the Hub.
+        hub: the arguments with which `path` is found on the Hub, such as the revision.
         subfolder: where in `path` it is; empty: in `path` itself.
     """
 
@@ -127,10 +128,10 @@ class Adapter:
     subfolder: str
 
     def for_base(self, hub: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that find the base model on the Hub.
+        """Return the arguments with which transformers finds the base model on the Hub.
 
-        `hub`: those that found the adapter. A revision and a subfolder of the adapter are not those of the base model,
-        whose revision the adapter may state.
+        `hub`: the arguments that found the adapter. Its revision and subfolder are left out: the base model has its own
+        revision, which the adapter may state.
         """
         revision = self.settings.get("revision")
         others = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
@@ -275,7 +276,7 @@ def find_adapter(path: str | Path, *, subfolder: str = "", **hub: Any) -> Adapte
 
 @contextmanager
 def finding_base(adapter: Adapter) -> Iterator[None]:
-    """Say in a CheckpointError that is raised inside the `with` block that it is about the base model of an adapter."""
+    """Add to a CheckpointError that is raised in a `with` block that it is about the base model of an adapter."""
     try:
         yield
     except CheckpointError as error:

@@ -25,16 +25,17 @@ from rope_ext_hf.patches.slots import PatchedSlot, Slot
 
 
 def fill_slot(slot: Slot, method: RopeMethod, rotary: Rotary, state: PatchState) -> PatchedSlot:
-    """Return the module that stands in a slot under a patch; the model is not changed yet."""
+    """Return the module that a patch will put in a slot, the place of a rotary module; do not change the model yet."""
     kind = _TableSlot if slot.is_table else PatchedSlot
     return kind(slot, method, rotary, state)
 
 
 def check_method(slots: Sequence[Slot], method: RopeMethod, rotary: Rotary) -> None:
-    """Check that a method can take the place of a table of angles; a slot of another kind takes every method.
+    """Check that a method can replace the tables of angles in a model; without such a table every method passes.
 
     Raises:
-        UnsupportedModelError: the model has such a table, and the method needs more than one rotation for all rows.
+        UnsupportedModelError: the model has such a table, and the method changes attention, rotates rows of different
+            lengths differently, or has an attention factor that would scale the values too.
     """
     for slot in slots:
         if not slot.is_table:
@@ -76,7 +77,7 @@ class _TableSlot(PatchedSlot):
             position_ids: integers of any shape.
 
         Returns:
-            (length, head_dim), or the shape of position_ids followed by head_dim, in the dtype of the table.
+            The rows, in the dtype of the table: (length, head_dim), or the shape of `position_ids` and then head_dim.
         """
         weight = self.replaced.weight
         assert isinstance(weight, Tensor)
@@ -90,7 +91,10 @@ class _TableSlot(PatchedSlot):
         return {"weight": _plain_table(self.replaced, self.replaced.num_embeddings)}  # type: ignore[arg-type]
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return a state_dict with the table of the patched model as `weight`, in place of the replaced one."""
+        """Return a state_dict whose `weight` is the table of angles under the method, up to the extended length.
+
+        The table that the model was loaded with is left out.
+        """
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
         del state[f"{prefix}replaced.weight"]
         with torch.no_grad():  # (positions, head_dim), of every position up to the extended length
@@ -104,7 +108,7 @@ class _TableSlot(PatchedSlot):
 
 
 def _plain_table(module: nn.Module, positions: int) -> Tensor:
-    """Return the table of plain RoPE, on the CPU, as the class of a module computes it."""
+    """Return the table of angles of plain RoPE for so many positions, on the CPU, as the module's class makes it."""
     plain: Any
     with torch.device("cpu"), torch.no_grad():
         plain = type(module)(positions, module.embedding_dim)
@@ -113,9 +117,9 @@ def _plain_table(module: nn.Module, positions: int) -> Tensor:
 
 
 def restore_table(model: nn.Module, positions: int) -> None:
-    """Undo the patch of a saved table in a model that was loaded with it.
+    """Put the table of plain RoPE back into a model that was loaded with the table of a patch in its weights.
 
-    `positions`: the number of rows before the patch, which the table of plain RoPE gets again.
+    `positions`: the number of rows that the table had before the patch.
     """
     for _, _, module, config in rotary_modules(model):
         table = module.weight

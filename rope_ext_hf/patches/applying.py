@@ -55,7 +55,7 @@ def replay(model: M, specs: Sequence[PatchSpec]) -> M:
 
 
 def apply_plan(plan: PatchPlan) -> None:
-    """Change a model as planned; a patch that the model has already gives way.
+    """Change a model as planned; a patch that the model already has is taken off first.
 
     A plan is for one use, and for the model as it was when the plan was made. The first patch of its kind on a class of
     decoders that works with the cache is tried on a few tokens with one (rope_ext_hf/patches/continuation_probe.py).
@@ -84,19 +84,19 @@ def apply_plan(plan: PatchPlan) -> None:
 
 
 def needs_hooks(spec: PatchSpec) -> bool:
-    """Return whether a patch needs hooks around the decoder; only such a patch may be refused by a model's weights."""
+    """Return whether a patch needs hooks around the decoder; only then does `patch` try it by running tokens."""
     return _hooks_for(spec) is not None
 
 
 def _hooks_for(spec: PatchSpec) -> type[DecoderHooks] | None:
-    """Return the hooks that a patch needs around each decoder; None for a static method, which needs none."""
+    """Return the class of the hooks that a patch needs around each decoder; None for a static method."""
     if isinstance(spec.method, RemappingMethod):
         return RemappingHooks
     return LengthHooks if spec.method.depends_on_length(spec.rotary) else None
 
 
 def _try_with_a_cache(plan: PatchPlan, hooks: type[DecoderHooks]) -> None:
-    """Try the first patch of its kind on a class of decoders with a cache.
+    """Test the first patch of its kind on a class of decoders by a forward that goes on from a cache.
 
     Afterwards the model may lack the patch that it had, which the patch that is being applied replaces anyway. Where
     the trial raises UnsupportedModelError, that patch is put on again.
@@ -156,7 +156,7 @@ def _install(plan: PatchPlan, modules: Sequence[PatchedSlot], hooks: type[Decode
 
 
 def patch_as_planned(plan: PatchPlan) -> None:
-    """Apply a plan, then give its warning, if it has one, at the line that called the caller of this function."""
+    """Apply a plan, then issue its warning, if any, for the line two calls up (the line of the user's call)."""
     apply_plan(plan)
     if plan.state.warning is not None:
         warnings.warn(plan.state.warning, stacklevel=3)
@@ -186,7 +186,10 @@ def take_off(model: nn.Module) -> None:
 
 
 def _swap_configs(model: nn.Module, other: Mapping[int, Any]) -> None:
-    """Give every module that holds one of some configs, `other` by the id of the held one, the other config instead."""
+    """Replace configs in every module of a model that holds one of them.
+
+    `other`: the new config by the `id` of the config that it replaces.
+    """
     for module in model.modules():
         config = module.__dict__.get("config")
         if id(config) in other:

@@ -33,7 +33,7 @@ from rope_ext_hf.patches.forward_context import CONTEXT_KWARG, ForwardContext, c
 def remapped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Return the output of one attention module under a remapping method; None stands for its weights.
+    """Return the output of one attention module under a remapping method, and None in place of attention weights.
 
     Args:
         module: the attention module, which holds its `Layer`.
@@ -77,10 +77,10 @@ def remapped_attention(
 def _attend_in_context(
     module: nn.Module, context: ForwardContext, mask: Tensor | None, *qkv: Tensor, **kwargs: Any
 ) -> Tensor:
-    """Return the output of one attention module in a forward, (rows, tokens, heads, head_dim of the values).
+    """Return the output of one attention module in the forward that `context` describes.
 
     Where the rule of a method depends on the length, rows of different lengths are computed apart and put together.
-    `qkv`: the queries, keys and values.
+    `qkv`: the queries, keys and values. The output: (rows, tokens, heads, head_dim of the values).
     """
     assert context.token_positions is not None
     if not context.row_groups:
@@ -110,7 +110,7 @@ def _attend_by_rule(
     value: Tensor,
     **kwargs: Any,
 ) -> Tensor:
-    """Return the output of an attention module for some rows, by the rule of their length or else of the module."""
+    """Return the output of an attention module for a group of rows, by the group's rule or else the module's own."""
     layer: Layer = module.__dict__[LAYER_ATTRIBUTE]
     rule = layer.rule
     if group.method is not None and isinstance(rule, RemappingMethod):
@@ -152,7 +152,7 @@ def _mask_as_loaded(
         window: how many keys a query sees, itself included; None: all before it.
         query: (rows, heads, tokens, head_dim).
         keys: the number of keys, with the empty places of a static cache.
-        positions: of the rows of `query`, with their padding.
+        positions: the positions and the padding of the tokens in the rows of `query`.
     """
     from transformers.masking_utils import (
         ALL_MASK_ATTENTION_FUNCTIONS,
@@ -188,7 +188,7 @@ def _operator(
     softcap: float | None,
     dropout: float,
 ) -> Tensor:
-    """Return `remapped_attention` of the attention module with index `layer`, as an operator of torch.
+    """Compute `remapped_attention` for the attention module with index `layer`; torch calls this as an operator.
 
     An operator takes tensors and numbers alone, so the module and the positions come from the context of the forward
     under way in this thread.
@@ -238,11 +238,11 @@ def attend_from_kwargs(
     Args:
         rule: the keys that a query sees, and at which relative positions.
         rotation: how the module rotates; None: it does not.
-        positions: of all tokens of the rows.
+        positions: the positions of all tokens of the rows.
         query: (rows, heads, tokens, head_dim).
         key, value: (rows, key heads, past + tokens, head_dim).
         mask: True, or 0 to add, where a key is seen; None: the rule and the positions say all.
-        scaling: of the scores; None: 1 / sqrt(head_dim).
+        scaling: the factor of the scores; None: 1 / sqrt(head_dim).
         softcap: scores are tanh(score / softcap) * softcap; None: no cap.
         s_aux: attention sinks, (heads,): scores of keys without a value; None: there are none.
         dropout: the share of the weights that is dropped.
@@ -262,7 +262,7 @@ def attend_from_kwargs(
 def _remapped_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return the mask that transformers passes to `remapped_attention`.
 
-    Causality, a window and padding follow from the rule and the positions, so that the padding mask as it was given is
+    Causality, a window and padding follow from the rule and the positions, so that the padding mask of the call is
     enough, and no (length, length) tensor is made. A model that asks for more gets the whole mask of transformers.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask

@@ -73,7 +73,7 @@ class RemappingHooks(DecoderHooks):
         return args, kwargs | passed_on
 
     def _look_up_layers(self, decoder: nn.Module) -> None:
-        """Find the attention modules of a decoder, again where another module stands in the place of one since."""
+        """Find the attention modules of a decoder; find them again if one has been replaced since the last time."""
         moved = any(getattr(parent, name, None) is not module for parent, name, module in self.places)
         if self.layers and not moved:
             return
@@ -98,10 +98,10 @@ class RemappingHooks(DecoderHooks):
             self.record(context.cache, output, context.cache_state)
 
     def _group_rows(self, context: ForwardContext) -> tuple[RowGroup, ...]:
-        """Return the rows of a forward by the rule of their length; nothing where one rule is for every length.
+        """Return the rows of a forward, grouped by their rule of attention; empty if no rule depends on the length.
 
         Raises:
-            LengthError: a row holds several inputs, whose lengths ask for a rule each.
+            LengthError: a row holds several inputs, each of which needs the rule of its own length.
         """
         table = next(table for table in tables_of(self.slots) if isinstance(table.method, RemappingMethod))
         method, positions = table.method, context.token_positions
@@ -131,7 +131,7 @@ class RemappingHooks(DecoderHooks):
 
 
 def _check_attention(decoder: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Check that a decoder still runs our attention function, and that the call wants nothing that it cannot give."""
+    """Check that a decoder still runs our attention function, and that a call asks for nothing it cannot return."""
     config: Any = decoder.config
     if config._attn_implementation != ATTENTION_NAME:
         raise UnsupportedModelError(
@@ -149,7 +149,7 @@ def _check_attention(decoder: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def attach(layers: Sequence[tuple[nn.Module, Layer]], as_loaded: Any) -> None:
-    """Keep with each attention module what `probe_layers` measured of it.
+    """Store on each attention module the `Layer` that `probe_layers` measured for it, and the config it came with.
 
     `as_loaded`: the config that the model was loaded with, which names its own attention function.
     """

@@ -38,7 +38,7 @@ PROBE_RECORDS: ContextVar[list[Any] | None] = ContextVar("rope_ext_hf_probe_reco
 
 @dataclass(frozen=True)
 class Layer:
-    """The way in which one attention module attends under a remapping method, the same in every forward."""
+    """The way in which one attention module attends under a remapping method; it is the same in every forward."""
 
     rule: AttentionRule  # the keys that a query sees, and at which relative positions
     rotation: Rotation | None  # how the module rotates queries and keys; None: it does not
@@ -51,7 +51,7 @@ Places = list[tuple[nn.Module, str, nn.Module]]
 
 
 def places_of_attention(decoder: nn.Module, attention: Collection[nn.Module], name: str) -> Places:
-    """Return where attention modules stand in a decoder.
+    """Return the place of each attention module in a decoder: its parent, the attribute of the parent, and itself.
 
     Args:
         attention: these modules.
@@ -127,7 +127,7 @@ def attending(
         function: the attention function.
         mask: the function that makes its masks.
         state: a variable that the function reads, such as the list in which it records calls.
-        value: of `state` inside the block.
+        value: the value of `state` inside the block.
     """
     register_attention(name, function, mask)
     configs: dict[int, Any] = {}
@@ -167,7 +167,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 class _AsLoaded:
-    """An attention module that shows the config that it was loaded with, to attention functions that look into it."""
+    """A wrapper around an attention module that shows attention functions the config the module was loaded with."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         self.module = module
@@ -178,9 +178,10 @@ class _AsLoaded:
 
 
 def run_as_loaded(module: nn.Module, config: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the attention function that a config names, and return its (rows, tokens, heads, head_dim of the values).
+    """Run the attention function that a config names, and return its output.
 
     `module`: the attention module, which shows this config to the function; the other arguments are the function's.
+    The output: (rows, tokens, heads, head_dim of the values).
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -43,7 +43,7 @@ from rope_ext_hf.rotary.key_rotation import KeyLayout, candidate_key_layouts, ne
 
 @dataclass(frozen=True)
 class _ProbeRecord:
-    """One call of an attention function."""
+    """The arguments of one call of an attention function, recorded while tokens are run to probe a model."""
 
     module: nn.Module
     query: Tensor  # (1, heads, tokens, head_dim)
@@ -55,7 +55,7 @@ class _ProbeRecord:
 def _probe_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Record the arguments, and return zeros, so that later layers get the same numbers whatever the rotation is."""
+    """Record the arguments of an attention call; return zeros, so that the rotation does not affect later layers."""
     records = PROBE_RECORDS.get()
     assert records is not None
     refused = _unsupported(module, query, key, value, attention_mask, kwargs)
@@ -68,7 +68,7 @@ def _probe_attention(
 def _unsupported(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, kwargs: Mapping[str, Any]
 ) -> str | None:
-    """Return what a remapping method cannot run in a call of an attention function; None: it can run all of it."""
+    """Return words for the part of an attention call that a remapping method cannot run; None if it can run all."""
     refused = next((name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None), None)
     if not getattr(module, "is_causal", True):
         refused = "attention that is not causal"
@@ -135,7 +135,7 @@ _ROUNDING = 1e-3
 
 
 def _probe_mask(*args: Any, **kwargs: Any) -> Any:
-    """Return a whole mask, because some decoders read it themselves before their attention is called.
+    """Return a whole attention mask, because some decoders read it themselves before their attention is called.
 
     The mask carries its window as an attribute: some attention modules do not pass it on to their function (PhiMoE,
     Qwen2-MoE).
@@ -154,13 +154,13 @@ _WINDOW = "rope_ext_hf_window"
 def probe_layers(
     model: nn.Module, slots: Sequence[Slot], method: RemappingMethod, rotary: Rotary
 ) -> list[tuple[nn.Module, Layer]]:
-    """Return every attention module of a model, with the way in which it is to attend under a remapping method.
+    """Return every attention module of a model with the `Layer` that states how it attends under a remapping method.
 
     Args:
-        model: it is as it was afterwards.
+        model: the model; it is unchanged afterwards.
         slots: its rotary modules.
-        method: bound to its trained length.
-        rotary: the geometry that the method works on.
+        method: the method, with all parameters filled in for the trained length.
+        rotary: the rotary embedding that the method extends.
 
     Raises:
         UnsupportedModelError: the model has attention that the method cannot run, or no layer that it would change.
@@ -202,7 +202,7 @@ def probe_layers(
 
 
 def _only_decoder(model: nn.Module, slots: Sequence[Slot]) -> nn.Module:
-    """Return the decoder of a model, which must be one, with one rotary embedding for all its layers."""
+    """Return the decoder of a model, which must have exactly one, with one rotary embedding for all its layers."""
     decoders: dict[int, nn.Module] = {}
     for slot in slots:
         decoder = decoder_of(model, slot.parent)
@@ -253,7 +253,7 @@ def _check_sharding(model: nn.Module, decoder: nn.Module, method: RemappingMetho
 
 @dataclass(frozen=True)
 class _LayerReader:
-    """Works out how each layer is to attend under a method, from the calls of its attention in three runs.
+    """The reader of three probe runs: it tells from a layer's attention calls how the layer is to attend.
 
     Attributes:
         method: the remapping method of the patch.
@@ -303,7 +303,11 @@ class _LayerReader:
         return Layer(rule, Rotation(self.table, layout))
 
     def _key_layout(self, at_near: _ProbeRecord, at_far: _ProbeRecord, at_stored: _ProbeRecord) -> KeyLayout | None:
-        """Return the layout under which a rotation of the near queries and keys gives those of both other runs."""
+        """Return which dims of a head rotate and how they are paired, found by trying the possible layouts.
+
+        Under the right layout, a rotation of the near queries and keys gives those of both other runs. None: no layout
+        does so.
+        """
         device = at_near.key.device
         near = RemappedPosition(self.near)
         to_far = self.table.between(near, RemappedPosition(self.far), device)
@@ -319,7 +323,7 @@ class _LayerReader:
 
 
 def _check_calls(*calls: _ProbeRecord) -> None:
-    """Check that the calls of one attention module are such as a remapping method can run, and hold numbers."""
+    """Check that a remapping method can run the attention in these recorded calls, and that all values are finite."""
     first = calls[0]
     name = type(first.module).__name__
     if first.refused:
@@ -370,7 +374,7 @@ def _run(
 
     Args:
         slots: the slots of the decoder, with the module that stands in each during the run.
-        positions: of the tokens, (1, tokens).
+        positions: (1, tokens), the positions of the tokens.
         records: the list in which `_probe_attention` records the calls.
 
     Raises:

@@ -25,7 +25,7 @@ class ClassAngles:
     Args:
         model: the model that it belongs to, which fills the copy where its buffers are on the meta device.
         module: the rotary module as the model was loaded with it.
-        layout: how it arranges its angles, see `RotaryEmbedding`; None: in no way that is known here.
+        layout: how it arranges its angles, see `RotaryEmbedding`; None: this package does not know the arrangement.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, layout: Layout | None) -> None:
@@ -34,7 +34,7 @@ class ClassAngles:
 
     @torch.no_grad()
     def at(self, layer_type: LayerType, length: int) -> tuple[tuple[float, ...], float]:
-        """Return the frequencies of a layer type, in radians per token, and the magnitude of cos and sin.
+        """Return the frequencies of a layer type, in radians per token, and the factor of cos and sin.
 
         The frequencies are those for an input of `length` tokens, at least 2. They are read from cos and sin at
         position 1, which hold any frequency up to pi in the full precision of float32, however slow it is. Where the
@@ -56,9 +56,10 @@ class ClassAngles:
 
 
 def softmax_multiple(model: nn.Module) -> float:
-    """Return a model's softmax scale times the square root of its head size: 1.0, but for some latent attention.
+    """Return a model's softmax scale times the square root of its head size; mostly 1.0.
 
-    Under YaRN, DeepSeek's latent attention multiplies the usual scale by a factor (modeling_deepseek_v3.py).
+    The exception is DeepSeek's multi-head latent attention, which multiplies the usual scale, 1 / sqrt(head size), by a
+    factor under YaRN (modeling_deepseek_v3.py).
     """
     for module in model.modules():
         scaling, dim = getattr(module, "scaling", None), getattr(module, "qk_head_dim", None)
@@ -68,7 +69,7 @@ def softmax_multiple(model: nn.Module) -> float:
 
 
 def _each_pair_once(columns: Tensor, layout: Layout) -> Tensor:
-    """Return one column of each pair, (dim // 2,), of a row of cos or sin."""
+    """Return one of the two columns of each pair in a row of cos or sin, as a tensor (dim // 2,)."""
     if layout == "bare":
         return columns
     return columns[: len(columns) // 2] if layout == "half" else columns[0::2]

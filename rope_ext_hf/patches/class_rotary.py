@@ -25,11 +25,11 @@ class ClassRotary:
     """
 
     def __init__(self, config: Any) -> None:
-        """Build a model of a config, without weights.
+        """Build the model that a config describes, without weights.
 
         Raises:
-            CheckpointError: the class is not here, or refuses the config.
-            UnsupportedModelError: a model without a rotary module.
+            CheckpointError: the class is not installed, or refuses the config.
+            UnsupportedModelError: the model has no rotary module.
         """
         model = empty_model(config)
         self.softmax_scale = softmax_multiple(model)
@@ -50,5 +50,5 @@ class ClassRotary:
             self.note = slot.layers.unrotated_note(described.method)
 
     def at(self, length: int) -> tuple[tuple[float, ...], float]:
-        """Return the frequencies in radians per position, and the magnitude, for an input of a length in tokens."""
+        """Return the frequencies in radians per position, and the factor of cos and sin, for inputs of a length."""
         return self._angles.at(self._layer_type, length)

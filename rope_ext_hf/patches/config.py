@@ -1,7 +1,7 @@
 """The rotary embedding that a transformers config describes.
 
 Patches read `rope_parameters` (one set of settings, or one for each layer type) and the lengths of a config here;
-`config_writing` writes them.
+`patched_config` writes them.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ConfigRope:
 
     @property
     def rotary(self) -> Rotary:
-        """The rotary embedding with the scaling underneath: what a patch extends."""
+        """The rotary embedding of the model as loaded, with the config's own scaling applied; a patch extends this."""
         if self.method.name == "default" or not self.method.composable:
             return Rotary(self.plain.dim, self.plain.theta, self.context_length, self.plain.rotated_pairs)
         return self.plain.scaled(self.method, context_length=self.context_length)
 
 
 def rope_dict(config: Any, layer_type: str | None) -> dict[str, Any]:
-    """Return a copy of the rope settings of one layer type; None: of a model that has one set for all layers.
+    """Return a copy of the rope settings of one layer type; with None, of the one set that all layers share.
 
     Raises:
         UnsupportedModelError: the config has no such settings, or they have no rope_theta.
@@ -159,7 +159,7 @@ def _check_rope_type(config: Any, rope_type: Any) -> None:
 
 
 def _original_length(config: Any, rope_type: str, settings: Mapping[str, Any], stated: int) -> int:
-    """Return the length in tokens before the scaling; a key at the top level of the config wins (Phi-3)."""
+    """Return the length in tokens that a model was for before scaling; a key at the top of the config wins (Phi-3)."""
     if rope_type not in _HAS_ORIGINAL:
         return stated
     at_top = getattr(config, "original_max_position_embeddings", None)
@@ -169,7 +169,7 @@ def _original_length(config: Any, rope_type: str, settings: Mapping[str, Any], s
 def _method_parameters(
     config: Any, rope_type: str, settings: Mapping[str, Any], layer_type: str | None
 ) -> dict[str, Any]:
-    """Return the parameters of the method of a rope type that its settings state, whole numbers as float."""
+    """Return the parameters that rope settings state for the method behind a rope type; whole numbers become float."""
     accepted = list_methods()[_METHOD_OF_TYPE.get(rope_type, rope_type)].parameters
     stated = {key: value for key, value in settings.items() if key in accepted and value is not None}
     if rope_type == "yarn":

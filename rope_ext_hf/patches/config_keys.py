@@ -37,7 +37,7 @@ def text_settings(config: Config) -> dict[str, Any]:
 
 @cache
 def own_keys(model_type: str) -> Mapping[str, str]:
-    """Return the names that a model type has for usual config keys, {usual key: its own key}, by transformers."""
+    """Return a model type's names for usual config keys, {usual key: own key}, as transformers maps them."""
     from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}

@@ -47,7 +47,7 @@ class ConfigModel:
     Attributes:
         config: the text config without patches.
         specs: the patches that the model carries, bottom first.
-        layers: the kinds of its layers.
+        layers: the attention type of each layer, and which layers rotate.
         described: the rotary embedding of the layers that a method applies to.
         layer_types: the types of these layers; [None]: all layers have the same rotary embedding.
     """
@@ -74,7 +74,7 @@ class ConfigModel:
 
     @classmethod
     def of_record(cls, config: Any, record: Mapping[str, Any] | None, **arguments: Any) -> Self:
-        """Return the model of a text config and of the record of its patches, which stood beside it in the folder."""
+        """Return the model that a text config describes, with the patches in the record that its folder holds."""
         return cls(config=config, specs=[] if record is None else saved_specs(record), **arguments)
 
     def base(self, over: str = "own", context_length: Length | None = None) -> BaseRope:
@@ -118,15 +118,15 @@ class ConfigModel:
 
     @property
     def recipe(self) -> Recipe | None:
-        """The publisher's statement about the context length; None: none is known."""
+        """The publisher's statement about the context length; None if no statement is known."""
         return find_recipe(self.config)
 
     def published_note(self, rotary: Rotary, method: RopeMethod | None = None) -> str | None:
-        """Return a sentence on what is published about the context of the model, see `recipe_note`; None: nothing."""
+        """Return what the publisher states about the model's context in a sentence, see `recipe_note`; else None."""
         return recipe_note(self.config, rotary, method)
 
     def notes_on(self, spec: PatchSpec) -> tuple[str, ...]:
-        """Return sentences on layers that a patch does not reach, and on a published setting that it is not."""
+        """Return notes on layers that a patch does not reach, and on a published setting that it differs from."""
         notes = (
             self.layers.unrotated_note(spec.method),
             recipe_warning(self.config, spec.rotary, spec.method, spec.target_length),
@@ -156,5 +156,5 @@ class ConfigModel:
         return refusal(self.config, method, **arguments)
 
     def empty_model(self) -> PreTrainedModel:
-        """Return a model of the config on the meta device; CheckpointError: its class is not here."""
+        """Return a model of the config on the meta device; CheckpointError if its class is not installed."""
         return empty_model(self.config)

@@ -70,7 +70,7 @@ def was_tried(kind: tuple[Any, ...]) -> bool:
 
 
 def small_patch(method: RopeMethod, rotary: Rotary) -> tuple[RopeMethod, Rotary]:
-    """Return a method, and the geometry it works on, for a trained length of a few tokens.
+    """Return a method and its rotary embedding for a trained length of a few tokens, which a short trial can exceed.
 
     A remapping method gets its default parameters for that length; a method that changes frequencies stays as it is.
 
@@ -174,9 +174,9 @@ def check_difference(model: nn.Module, decoder: nn.Module, name: str, difference
     """Check the outcome of a trial, and find out whether the patch or the model itself is the reason for a difference.
 
     Args:
-        model: unpatched by now.
+        model: the model, whose patch has been taken off.
         decoder: its decoder.
-        name: of the method that was tried.
+        name: the name of the method that was tried.
         difference, allowed: as `try_continuation` returns them.
 
     Raises:
@@ -217,7 +217,7 @@ def _token_ids(decoder: nn.Module) -> Tensor:
 
 
 def _read_as_shorter(model: nn.Module, decoder: nn.Module) -> Tensor:
-    """Return the hidden state of the last token, (1, hidden), with the frequencies of a text of one token less."""
+    """Return the last token's hidden state, (1, hidden), under the frequencies of a text that is one token shorter."""
     with ExitStack() as stack:
         for table in tables_of(patched_slots(model)):
             if table.method.depends_on_length(table.rotary):

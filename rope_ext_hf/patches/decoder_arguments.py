@@ -163,12 +163,12 @@ def cache_of_output(output: Any) -> Any:
 
 
 def own_cache(cache: Any) -> Any:
-    """Return the cache of a decoder's own tokens, out of one that holds the keys of an encoder as well."""
+    """Return the cache of the decoder's own tokens, taken from a cache that may hold an encoder's keys too."""
     return getattr(cache, "self_attention_cache", cache)
 
 
 def cache_parameter(*modules: nn.Module) -> str:
-    """Return the name of the cache among the arguments of the first of these modules that has such an argument.
+    """Return the name of the argument that takes the cache, from the first of these modules that has one.
 
     A wrapper such as PEFT's takes `**kwargs` and passes them on, so the modules inside are given after it.
 

@@ -32,7 +32,7 @@ _PAIRINGS: dict[str | None, str] = {
 
 @dataclass(frozen=True)
 class _Scaling:
-    """One scaling underneath the method of a model, and the length in tokens that the model is for under it."""
+    """A scaling that a model's method is applied over, and the length in tokens that the model is for under it."""
 
     method: str
     params: dict[str, Any]
@@ -133,7 +133,7 @@ class Description(ShownAsTables):
 
 
 def _call(saved: Mapping[str, Any]) -> str:
-    """Return a method, as `to_dict` gives it, as a call: "yarn(factor=4, ...)"."""
+    """Return a saved method, as `to_dict` gives it, written like a call: "yarn(factor=4, ...)"."""
     params = [f"{key}={_short(value)}" for key, value in saved.items() if key != "method"]
     return f"{saved['method']}({', '.join(params)})" if params else str(saved["method"])
 

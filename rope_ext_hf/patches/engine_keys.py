@@ -124,7 +124,7 @@ def _plain(settings: Any) -> Any:
 
 
 class EngineAgreement(NamedTuple):
-    """Engines by what they compute from a saved config.json.
+    """The serving engines that run a saved patched model as transformers 5 does, and those that do not.
 
     Attributes:
         agreeing: engines known to run it as transformers 5 does, from runs or from the engine's own rotary classes.
@@ -138,7 +138,11 @@ class EngineAgreement(NamedTuple):
 
 
 def compare_engines(config: _Settings) -> EngineAgreement:
-    """Return what engines compute from the values of a config.json, by all plug-ins of rope_ext_hf.engine_checks."""
+    """Return which serving engines compute from a config.json the same as transformers 5, and which do not.
+
+    Every plug-in of the entry point `rope_ext_hf.engine_checks` answers for the engines that it knows.
+    `config`: the values of the config.json.
+    """
     agreement = EngineAgreement([], [], [])
     for check in plug_ins("engine_checks").values():
         for names, more in zip(agreement, check(config), strict=True):

@@ -61,7 +61,10 @@ T = TypeVar("T", ModuleRows, ConfigNumber)
 @strict
 @dataclass(kw_only=True)
 class Family:
-    """One table of families.toml, whose comments explain each field. Do not change it: it is shared."""
+    """Facts about a model family that a live model does not reveal: one table of families.toml.
+
+    The comments of that file explain each field. Do not change the object: it is shared.
+    """
 
     pairing: Literal["half", "interleaved"] | None = None
     pairing_switch: str | None = None
@@ -114,7 +117,7 @@ def families() -> dict[str, Family]:
 
 @cache
 def family(model_type: str) -> Family:
-    """Return the family of a `model_type`; without a table, a family with nothing special. Tables are read on use."""
+    """Return the entry of the family table for a `model_type`; without one, an entry with the defaults."""
     return _read_table(tables(), model_type) if model_type in tables() else Family()
 
 
@@ -129,7 +132,7 @@ def parse_families(text: str) -> dict[str, Family]:
 
 
 def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
-    """Return the family of one table of a parsed text."""
+    """Return the family that the table `name` of a parsed families.toml describes."""
     try:
         fields = _with_base(parsed, name)
         rotated = fields.get("rotated", {})
@@ -142,14 +145,14 @@ def _read_table(parsed: Mapping[str, Any], name: str) -> Family:
 
 
 def _with_base(parsed: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the fields of a table, and those that it takes over from the table that it is `like`."""
+    """Return the fields of a table, and those that it inherits from the table that its key `like` names."""
     own = dict(parsed[name])
     base = own.pop("like", None)
     return own if base is None else _with_base(parsed, base) | own
 
 
 def _alternatives(value: Any, read: Callable[[Any], Any]) -> list[Any]:
-    """Return the alternatives that a value of a table states, each read by a function.
+    """Return the alternatives that a value of a table states, each converted by `read`.
 
     A list is a list of alternatives only where tables are among its items; otherwise it is one alternative.
     """
@@ -158,12 +161,12 @@ def _alternatives(value: Any, read: Callable[[Any], Any]) -> list[Any]:
 
 
 def _rows(value: Any) -> ModuleRows:
-    """Return the rows that a table states, or a list of blocks alone."""
+    """Return the order of a weight's rows from its value in families.toml: a table, or a list of blocks."""
     return ModuleRows(**value) if isinstance(value, dict) else ModuleRows(blocks=value)
 
 
 def _number(value: Any) -> ConfigNumber:
-    """Return the number that a table states, or a config key or a number alone."""
+    """Return a number of the config from its value in families.toml: a table, a config key, or a plain number."""
     return ConfigNumber(**value) if isinstance(value, dict) else ConfigNumber(product=[value])
 
 
@@ -171,12 +174,12 @@ def _number(value: Any) -> ConfigNumber:
 
 
 def rotates_back(model_type: str) -> bool:
-    """Return whether the attention rotates values too, and rotates its output back."""
+    """Return whether the attention of this model type rotates values too, and rotates its output back."""
     return model_type == "deepseek_v4"
 
 
 def rows_rotate(model_type: str, layer: Any) -> bool:
-    """Return whether a layer rotates, by its part of the config; in other families every layer of a kind does."""
+    """Return whether a layer rotates, by its part of the config; only one family states that (else it is True)."""
     if model_type != "mistral_large4_text":
         return True
     return bool(layer.no_rope_layers)  # true for a layer that rotates, whatever the name says

@@ -54,7 +54,7 @@ some of these counts say."""
 def check_stated(values: Mapping[str, Any]) -> None:
     """Raise CheckpointError for impossibly large numbers in the values of a config and of the configs inside it.
 
-    This comes before a config class of transformers reads them.
+    Call this before a config class of transformers reads them.
     """
     for key, value in values.items():
         most = _MOST_STATED.get(key, math.inf)
@@ -121,7 +121,7 @@ def stated_rotary(config: Any) -> Rotary | None:
 
 
 class LayerConfig:
-    """A text config as one layer reads it.
+    """A text config with the values that apply to one layer.
 
     An attribute is the value for the layer where layers differ: by `per_layer_config`, by a list with an entry for each
     layer, or by settings for each layer type in `rope_parameters`. `layer_types` is a dict {layer type: True}, so that
@@ -129,7 +129,7 @@ class LayerConfig:
     """
 
     def __init__(self, text: Any, layer: int) -> None:
-        """Read the config `text` as the layer of that number does, which counts from 0."""
+        """Read the config `text` as the layer with the index `layer`, counted from 0, reads it."""
         self._text = text
         self._layer = layer
         types = getattr(text, "layer_types", None)
@@ -217,7 +217,7 @@ def config_number(text: Any, key: str, default: float | None = None) -> float:
 
 
 def set_pairing_switch(config: Any, to: str) -> None:
-    """Set the config so that its class runs the pairing `to`, in families whose config has a switch for that."""
+    """Make a config state which dims its class rotates together ("half", "interleaved"), if its family can switch."""
     text = config.get_text_config()
     switch = family(text.model_type).pairing_switch
     if switch is not None:
@@ -225,9 +225,9 @@ def set_pairing_switch(config: Any, to: str) -> None:
 
 
 def config_pairing(config: Any, after: str | None = None) -> str | None:
-    """Return the pairing of the weights by the family and its switch; None where it is unknown.
+    """Return which dims rotate together in the weights, "half" or "interleaved", by family and config; None: unknown.
 
-    `after`: the pairing to which the switch is about to be set, instead of the one that the config states.
+    `after`: the pairing to which the config's switch is about to be set, instead of the one that the config states.
     """
     text = config.get_text_config()
     known = family(text.model_type)
@@ -237,7 +237,7 @@ def config_pairing(config: Any, after: str | None = None) -> str | None:
 
 
 def class_pairing(config: Any, after: str | None = None) -> str | None:
-    """Return the pairing that the transformers class of this config runs; None where that is unknown.
+    """Return which dims the transformers class rotates together, "half" or "interleaved"; None if that is unknown.
 
     For a family whose code comes with its checkpoints, it is the pairing that this code runs. Not every version of such
     code reads the switch, so it is unknown where the switch differs from the family's own pairing. `after`: as in

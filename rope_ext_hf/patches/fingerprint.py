@@ -203,10 +203,10 @@ def fingerprint_of(model: nn.Module) -> Fingerprint:
 
 
 def fingerprint_record(model: nn.Module) -> dict[str, Any]:
-    """Return the fingerprint of a patched model under its key, for the record of the patch in a saved folder.
+    """Return a dict with the fingerprint of a patched model, to be merged into the record of its patch.
 
-    The length is that of the patch, which is saved whatever the live config says. Nothing is returned for a model that
-    rotates by a table in its weights.
+    The length is that of the patch, which is saved whatever the live config says. The dict is empty for a model
+    that rotates by a table in its weights.
     """
     try:
         saved = fingerprint_of(model)
@@ -218,7 +218,7 @@ def fingerprint_record(model: nn.Module) -> dict[str, Any]:
 
 
 def with_pairing(record: Mapping[str, Any], pairing: str) -> dict[str, Any]:
-    """Return the record of a patch after the model was converted to another pairing."""
+    """Return the record of a patch, changed for a model whose weights were converted to another pairing of dims."""
     converted = replace(Fingerprint.from_dict(record[FINGERPRINT_KEY]), pairing=pairing)
     return {**record, FINGERPRINT_KEY: converted.to_dict()}
 
@@ -426,10 +426,10 @@ def _relative_difference(a: float, b: float) -> float:
 
 
 def _parameters(layer: _LayerRope) -> str:
-    """Return the parameters of a remapping method as JSON."""
+    """Return the parameters of the remapping method in a layer's fingerprint as JSON."""
     return json.dumps({key: value for key, value in (layer.positions or {}).items() if key != "method"})
 
 
 def _rounded(numbers: Sequence[float]) -> list[int | None]:
-    """Return numbers as counts of steps of about 1%, None for 0."""
+    """Return each number as its rounded logarithm, in steps of about 1%; None for 0."""
     return [round(_STEPS * math.log(abs(number)) + 0.3) if number else None for number in numbers]

@@ -126,7 +126,7 @@ def _raise_tokenizer_length(file: Path, extended_length: int | None) -> None:
 
 
 def _copied_files(source: Path) -> list[str]:
-    """Return the names of the files of a folder that a patched copy has too."""
+    """Return the names of the files in a folder that belong into a patched copy of it."""
     mistral_format = set(mistral_format_files(source))
     return [
         file
@@ -138,7 +138,7 @@ def _copied_files(source: Path) -> list[str]:
 
 
 def unlike_copies(source: Path, out: Path) -> list[str]:
-    """Return the names of the files that a patched copy of a folder lacks, or has with another content.
+    """Return the names of the source's files that its patched copy `out` lacks, or holds with altered content.
 
     Both folders are read whole, which takes as long as copying. A file in which `save_patched_folder` changes a key is
     compared as JSON, without that key.
@@ -157,5 +157,5 @@ def _is_copy(file: Path, copied: Path) -> bool:
 
 
 def _settings_without(file: Path, left_out: str) -> dict[str, Any]:
-    """Return the settings in a JSON file without one key; the key may go on after a colon (`adapters.ADAPTER_KEY`)."""
+    """Return the settings in a JSON file without the key `left_out`, also if more text follows it after a colon."""
     return {key: value for key, value in read_json(file).items() if key.partition(":")[0] != left_out}

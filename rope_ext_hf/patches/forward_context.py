@@ -36,7 +36,9 @@ _NOT_CONTINUED = (
 
 @dataclass(eq=False, kw_only=True)
 class GivenMask(ForwardState):
-    """A call of a module around the decoder, which may give the decoder another mask than it was given itself.
+    """A record of one call of a module that contains the decoder, with the mask that the module was given.
+
+    The module may give the decoder another mask.
 
     Gemma 3 with images, for example, prepares a mask of four dims, in which padding can no longer be told from other
     places that are not seen.
@@ -53,12 +55,12 @@ class ForwardContext(ForwardState):
     Attributes:
         new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size).
         past_length: the number of tokens in the cache.
-        position_ids: of the call, (rows or 1, tokens); None: the decoder counts on from the past length.
+        position_ids: (rows or 1, tokens), as the call gives them; None: the decoder counts on from the past length.
         filled_in: a module around the decoder has filled in the positions, and may not have looked at the mask.
         padding_mask: (rows, past + tokens), 0 where a key is padding; None: the call has none.
         prepared_mask: the call has a mask that does not tell which tokens are padding.
-        cache: of the decoder's own tokens; None: the call has none.
-        token_positions: of all tokens; under a remapping method, as the next four.
+        cache: the cache of the decoder's own tokens; None: the call has none.
+        token_positions: the positions of all tokens; this and the next four attributes are for remapping methods.
         layers: the attention modules by their index, by which compiled code names them.
         row_groups: the rows by the rule of their length, where a method has one for each length.
         masks: the masks of the unpatched attention, each made once in a forward.
@@ -165,7 +167,7 @@ def current_context() -> ForwardContext | None:
 
 
 def row_lengths(positions: Tensor, padding_mask: Tensor | None, past_length: int) -> Tensor:
-    """Return the number of tokens, without padding, of each row or of the input that each token belongs to.
+    """Return how many tokens, padding aside, each row has, or the input that each token belongs to.
 
     A row may hold several inputs one after the other; positions that start anew begin the next one.
 
@@ -214,7 +216,10 @@ def _is_true(flag: Tensor, expected: bool, message: str) -> bool:
 
 
 class _CountedKeys(NamedTuple):
-    """The keys of a forward, if each row is one input whose positions count its tokens; see `TokenPositions`."""
+    """Positions and padding of all keys in a forward, by a count of the tokens; see `TokenPositions`.
+
+    They hold if each row is one input, so that its positions count its tokens.
+    """
 
     positions: Tensor  # (rows or 1, past + tokens)
     key_mask: Tensor | None
@@ -282,7 +287,7 @@ def _key_mask(context: ForwardContext) -> Tensor | None:
 
 
 def _agree(positions: Tensor | None, counted: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return whether the positions of the new tokens are the counted ones, but for padding; a bool scalar.
+    """Return whether the positions of the new tokens equal the counted ones, padding aside; a bool scalar.
 
     `key_mask`: of all keys, of which the new tokens are the last.
     """

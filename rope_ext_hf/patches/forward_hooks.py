@@ -29,7 +29,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class DecoderHooks(ABC):
-    """Hooks around the forward of a decoder, for the slots inside; a subclass for each kind of method.
+    """Hooks around the forward of a decoder, which serve the patched rotary modules (slots) inside it.
+
+    Each kind of method has a subclass.
 
     Nothing here changes with a forward: what belongs to one forward is in its `ForwardContext`, so that several threads
     may run one model.
@@ -83,13 +85,13 @@ class DecoderHooks(ABC):
         return context
 
     def origin(self) -> KeyOrigin:
-        """Return the methods, geometries and fixed lengths by which a forward rotates the keys that it stores now."""
+        """Return the methods, rotary embeddings and fixed lengths by which a forward now rotates the keys it stores."""
         return KeyOrigin(tuple((table.method, table.rotary, table.fixed_length) for table in tables_of(self.slots)))
 
     def record(self, cache: Any, output: Any, state: CacheState) -> None:
-        """Store a state with the cache of a forward that has ended.
+        """Store a record of how keys are rotated with the cache of a forward that has ended.
 
-        `cache`: the one that the call was given; None: the one in its output, if there is one.
+        `state`: the record. `cache`: the cache that the call was given; None: the one in its output, if there is one.
         """
         was_given = cache is not None
         if not was_given:
@@ -104,16 +106,16 @@ class DecoderHooks(ABC):
 
 
 class _MaskHooks:
-    """Hooks around a module that contains the decoder, to note the mask that its user gives before it changes it."""
+    """Hooks around a module that contains the decoder; they note the mask it was given, before it makes another."""
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the mask of a call, and whether it has positions."""
+        """Note the mask of a call, and whether the call has positions."""
         call = arguments(module, args, kwargs)
         mask, positions = call.get("attention_mask"), call.get("position_ids")
         push(GivenMask(owner=module, attention_mask=mask, with_positions=positions is not None))
 
     def post_forward(self, module: nn.Module, *_: Any) -> None:
-        """Forget the call."""
+        """Forget the call that `pre_forward` noted."""
         pop(module)
 
 

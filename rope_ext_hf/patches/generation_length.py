@@ -87,7 +87,7 @@ def extend_generation(model: nn.Module, slot: PatchedSlot) -> None:
 def restore_generation_length(model: Any, record: Mapping[str, Any]) -> None:
     """Undo in a model that was loaded from a patched folder what the patch wrote into its generation config.
 
-    `record`: of the patch, from the folder's config. A length that was edited in the folder since stays.
+    `record`: the record of the patch in the folder's config. A length that was edited in the folder since stays.
     """
     lengths = record.get(_KEY)
     if not isinstance(lengths, dict):
@@ -99,7 +99,7 @@ def restore_generation_length(model: Any, record: Mapping[str, Any]) -> None:
 
 
 def extend_generation_file(folder: Path, state: PatchState) -> dict[str, Any]:
-    """Write the extended length into a folder's generation_config.json; return what the patch's record keeps of it."""
+    """Write the extended length into a folder's generation_config.json; return what to add to the patch's record."""
     file = folder / GENERATION_CONFIG
     settings = read_json(file) if file.is_file() else {}
     stated = settings.get("max_length")

@@ -34,7 +34,7 @@ class BaseRope:
 
     Attributes:
         rotary: the rotary embedding, scalings included.
-        rule: which reading of the config gave its context length, for `describe`.
+        rule: the reading of the config that gave its context length, in words for `describe`.
         config: the text config without patches.
         live: the live patches that stay underneath, bottom first.
         saved: the patches underneath that a config records, bottom first: the live ones, or those of the folder that
@@ -55,7 +55,7 @@ class BaseRope:
 def base_rope(
     model: nn.Module, slots: Sequence[Slot], config: Any, over: str = "own", context_length: int | None = None
 ) -> BaseRope:
-    """Return what a patch of a model extends.
+    """Return the rotary embedding that a patch of a model extends, and the patches that stay underneath.
 
     Args:
         model: the model, patched or not.
@@ -80,7 +80,7 @@ def base_rope(
 
 
 def base_rope_of_config(described: ConfigRope, over: str, context_length: Length | None, config: Any) -> BaseRope:
-    """Return what a new patch extends, by a config alone. The context length is decided here.
+    """Return the rotary embedding that a new patch extends, by a config alone. It decides the context length.
 
     Args:
         described: the rotary embedding that the config describes.
@@ -110,7 +110,10 @@ def base_rope_of_config(described: ConfigRope, over: str, context_length: Length
 
 
 def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length: int | None) -> BaseRope:
-    """Return what a patch over the present one extends; that one is live, or recorded in the config of the slots."""
+    """Return the rotary embedding that a patch with over="patched" extends: the model's own under its present patch.
+
+    The present patch is a live one, or the one that the config of the slots records.
+    """
     live = present_specs(model)
     saved = live or tuple(recorded_specs(slots[0].config))
     if not saved:
@@ -130,7 +133,7 @@ def _over_present_patch(model: nn.Module, slots: Sequence[Slot], context_length:
 
 
 def _with_context_length(rotary: Rotary, context_length: int) -> Rotary:
-    """Return a rotary embedding with the same frequencies that is for another number of tokens."""
+    """Return a rotary embedding with the same frequencies, whose context length is this number of tokens."""
     if rotary.own is None:
         return replace(rotary, trained_length=context_length)
     return rotary.own.rotary.scaled(rotary.own.method, context_length=context_length)
@@ -196,7 +199,7 @@ def before_patches(config: Any) -> Any:
 
 
 def bind_to(method: RopeMethod, rotary: Rotary, config: Any, target_length: int | None) -> RopeMethod:
-    """Return a method with every parameter filled in that was not given; frequency methods are complete as they are.
+    """Return a method with every parameter that was not given filled in; frequency methods are already complete.
 
     Args:
         method: the method.
@@ -254,13 +257,16 @@ def patch_geometry(model: nn.Module, *, over: str = "own", context_length: Lengt
 
 
 def base_rope_of_model(model: nn.Module, *, over: str = "own", context_length: Length | None = None) -> BaseRope:
-    """Return what a patch of this model extends; the arguments are those of `patch`."""
+    """Return the rotary embedding that a patch of this model extends, as `base_rope` does for known slots.
+
+    The arguments are those of `patch`.
+    """
     slots = find_slots(model)
     return base_rope(model, slots, before_patches(slots[0].config), over, parse_length(context_length))
 
 
 def checkpoint_geometry(model: nn.Module) -> Rotary:
-    """Return the rotary embedding of a checkpoint: the one that the family table states, else that of its model."""
+    """Return the rotary embedding of a checkpoint: as its family states it, else as a patch of the model extends it."""
     config = getattr(model, "config", None)
     stated = stated_rotary(config) if hasattr(config, "get_text_config") else None
     return stated or patch_geometry(model)

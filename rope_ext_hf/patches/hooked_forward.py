@@ -60,7 +60,7 @@ class HookedForward:
 
     @property
     def _visible(self) -> Any:
-        """The forward that this object stands for."""
+        """The bound `forward` without hooks that this object replaces."""
         return self.replaced or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,7 +87,7 @@ class HookedForward:
         return type(module).forward(module, *args, **kwargs)
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        """Leave a note, as the last hook before a forward, that the others have run."""
+        """Leave a note that the hooks of the next forward have run; this is called as the last of these hooks."""
         push(_Entering(owner=module, forward=self))
 
     def leave(self, *_: Any) -> None:

@@ -25,7 +25,7 @@ _ATTENTION_FACTOR = 1.25
 
 
 class CacheCannotFollowError(LengthError):
-    """The keys in the cache of this class of decoders cannot follow the length; with one length held, all works."""
+    """The error for decoders whose cached keys cannot be rotated again; inside `fixed_length` they still work."""
 
 
 def probe_key_layouts(
@@ -38,8 +38,8 @@ def probe_key_layouts(
     exact in every dtype.
 
     Args:
-        decoder: hooked; its hooks do not run here.
-        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size), one of which is the token.
+        decoder: the decoder; its hooks are not run here.
+        new_tokens: ids (rows, tokens) or embeddings (rows, tokens, hidden size); one of these tokens is run.
         tables: the length-dependent rotary modules of the decoder.
 
     Raises:

@@ -35,18 +35,21 @@ _LayersByEmbedding = Mapping[LayerType, tuple[int, ...]]
 
 
 class AttentionLayers:
-    """The layers of a text config, whether or not a patch is recorded in it."""
+    """The attention type of each layer by a text config, with the window, and which of the layers rotate.
+
+    The config may have a patch recorded in it or not.
+    """
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @cached_property
     def types(self) -> list[str]:
-        """The type of every layer.
+        """The attention type of each layer, such as "full_attention" or "sliding_attention".
 
-        A config without `layer_types` has one type for all layers: "sliding_attention" where its window is shorter than
-        the length that it states, as in Mistral 7B v0.1, else "full_attention", because no input of that length reaches
-        beyond the window.
+        Without `layer_types` in the config all layers have one type. It is "sliding_attention" where the window is
+        shorter than the length that the config states, as in Mistral 7B v0.1. Else it is "full_attention", because no
+        input of that length reaches beyond the window.
         """
         count, window = self.config.num_hidden_layers, self.window
         only = "sliding_attention" if window and window < self._stated_length() else "full_attention"
@@ -63,7 +66,7 @@ class AttentionLayers:
 
     @cached_property
     def window(self) -> int | None:
-        """The window in tokens of the sliding-window layers, the largest of several; None: there is none."""
+        """The window of the sliding-window layers in tokens, the largest of several; None if there is none."""
         if getattr(self.config, "use_sliding_window", True) is False:
             return None
         stated = [*values_of(self.config, "sliding_window"), *values_of(self.config, "attention_chunk_size")]
@@ -71,7 +74,7 @@ class AttentionLayers:
 
     @property
     def sliding(self) -> int:
-        """The number of layers that have the window."""
+        """The number of sliding-window layers."""
         stated = getattr(self.config, "layer_types", None)
         if not self.window:
             return 0
@@ -79,7 +82,7 @@ class AttentionLayers:
 
     @cached_property
     def rotating(self) -> tuple[int, int]:
-        """The number of full-attention layers that rotate their queries and keys, and the number of all of them."""
+        """The number of full-attention layers that rotate queries and keys, and that of all full-attention layers."""
         config = self.config
         full = [index for index, kind in enumerate(self.types) if kind not in _NOT_FULL]
         if family(config.model_type).sliding_rope_only and any(values_of(config, "sliding_window")):
@@ -97,14 +100,14 @@ class AttentionLayers:
 
     @cached_property
     def _rope_keys(self) -> list[str]:
-        """The name of every layer's rotary embedding, in a model that has several."""
+        """The key in `rope_parameters` of each layer's rotary embedding, in a model that has several embeddings."""
         return rope_keys(self.config.model_type, self.types)
 
     def layers_by_embedding(self, keys: Sequence[LayerType], theta: float | None = None) -> _LayersByEmbedding:
         """Return the indices of the layers that use each rotary embedding of one rotary module.
 
         Args:
-            keys: the embeddings of the module; [None] for a module with one.
+            keys: the names of the module's embeddings, which are layer types; [None] for a module with one embedding.
             theta: the base of a module that serves only the layers with this number in `layer_rope_theta`; None: the
                 module serves all layers.
         """
@@ -114,10 +117,10 @@ class AttentionLayers:
         return {key: tuple([i for i, name in enumerate(self._rope_keys) if name == key]) for key in keys}
 
     def choose(self, by_embedding: _LayersByEmbedding, layers: Layers | None = None) -> tuple[LayerType, ...]:
-        """Return the rotary embeddings that a method changes, of those of one module.
+        """Return those rotary embeddings of one rotary module that a method changes, by their layer types.
 
         Args:
-            by_embedding: the layers that use each of them.
+            by_embedding: the indices of the layers that use each embedding, from `layers_by_embedding`.
             layers: the layers that the method is for; None: all that attend to everything before them.
 
         Raises:
@@ -137,7 +140,10 @@ class AttentionLayers:
         return tuple(key for key, indices in by_embedding.items() if wanted & set(indices))
 
     def _of_full_attention(self, by_embedding: _LayersByEmbedding) -> tuple[LayerType, ...]:
-        """Return the rotary embeddings that a method changes where its user names no layers."""
+        """Return those rotary embeddings of a module that a method changes if its user names no layers.
+
+        `by_embedding`: the indices of the layers that use each embedding.
+        """
         types = self.types
         full = [
             key
@@ -156,7 +162,7 @@ class AttentionLayers:
         return (None,) if indices and len(indices) == len(types) and not windows_alone else ()
 
     def _indices(self, by_embedding: _LayersByEmbedding, layers: Layers) -> set[int]:
-        """Return the indices of the layers that a user names."""
+        """Return the indices of the layers that a user names by number or by layer type."""
         types, chosen = self.types, set[int]()
         for layer in [layers] if isinstance(layers, (str, int)) else layers:
             if isinstance(layer, str):
@@ -201,7 +207,7 @@ class AttentionLayers:
 
         Args:
             apart: the rotary embedding of the sliding-window layers, where they have one of their own; else None.
-            extended_length: of the patched model, in tokens.
+            extended_length: the length in tokens that the patched model is for.
             changed: the type of these layers, where the patch is for them; else None.
         """
         window, sliding, count = self.window, self.sliding, self.config.num_hidden_layers
@@ -220,7 +226,7 @@ class AttentionLayers:
         return f"{share}; they share one rotary embedding with the others, so the method changes them too.", False
 
     def unrotated_note(self, method: RopeMethod) -> str | None:
-        """Return a sentence on full-attention layers that a method cannot reach, for they have no RoPE; else None."""
+        """Return a sentence on full-attention layers without RoPE, which a method cannot reach; else None."""
         rotating, full = self.rotating
         if rotating == full:
             return None

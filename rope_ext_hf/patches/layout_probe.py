@@ -94,7 +94,7 @@ def _runner(module: nn.Module, known: Tensor, layer_type: str | None) -> Callabl
 
 
 def _layout_of_columns(out: Any, pairs: int) -> Layout | None:
-    """Return the layout of cos and sin that a module gave for three rows of one token; None: it is none of ours."""
+    """Return the layout of cos and sin that a module gave for three rows of one token; None if it is unknown."""
     if not (isinstance(out, tuple) and len(out) == 2 and out[0].shape[0] == 3 and out[0].dtype in _CAST_DTYPES):
         return None
     cos = out[0][0, 0].float()  # (pairs,) or (2 * pairs,)
@@ -139,7 +139,7 @@ def _axes(
 
 
 def _rotates_by(run: Callable[[Tensor, torch.dtype], Any], frequencies: Tensor, layout: Layout) -> bool:
-    """Return whether a module rotates each pair by its own one of these frequencies, which are at most one radian."""
+    """Return whether a module rotates each pair by the frequency given for it; all are at most one radian."""
     out = run(torch.ones(1, 1, dtype=torch.int64, device="cpu"), torch.float32)
     cos, sin = [_columns_of_pairs(part[0, 0].float(), len(frequencies), layout) for part in out]
     return torch.allclose(torch.atan2(sin, cos), frequencies.expand_as(sin), atol=1e-5)

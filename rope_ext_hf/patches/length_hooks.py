@@ -100,7 +100,7 @@ class LengthHooks(DecoderHooks):
         context.cache_rows = RowState(lengths, positions, valid_up_to, context.position_ids is None)
 
     def post_forward(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Store with the cache what rotated its keys, so that the next forward onto it can go on."""
+        """Store with the cache a record of how its keys are rotated, so that the next forward onto it can go on."""
         context = self.end(decoder)
         if output is None:
             return
@@ -122,11 +122,11 @@ class LengthHooks(DecoderHooks):
     def _rotate_cache_to(
         self, decoder: nn.Module, context: ForwardContext, lengths: Tensor, positions: Tensor, bounded: bool
     ) -> None:
-        """Have the keys of a cache rotated to the frequencies of rows of other lengths.
+        """Make the keys in a cache meet the new queries at the frequencies of the rows' new lengths.
 
         Args:
-            lengths: (rows or 1,) integers, of the rows with their new tokens.
-            positions: (rows or 1, tokens), of the new tokens.
+            lengths: (rows or 1,) integers, the lengths of the rows with their new tokens.
+            positions: (rows or 1, tokens), the positions of the new tokens.
             bounded: no row is longer than its number of tokens in the cache.
         """
         tables = [table for table in context.tables if isinstance(table, RotaryEmbedding)]
@@ -164,7 +164,7 @@ class LengthHooks(DecoderHooks):
 
 @dataclass(frozen=True)
 class _Continued:
-    """The rows of a cache, before and after the new tokens of one forward."""
+    """The rows of a cache in one forward: their lengths, the positions of their keys, and how these are rotated."""
 
     table: RotaryEmbedding  # the rotary module whose frequencies change
     stored: RowState  # how the keys in the cache are rotated
@@ -225,8 +225,8 @@ def _rotate_in_place(
     """Rotate the keys in a cache once where a row has passed a length at which frequencies change.
 
     Args:
-        lengths: of the rows now.
-        stored_lengths: of the rows when their keys were rotated.
+        lengths: the lengths of the rows now.
+        stored_lengths: the lengths of the rows when their keys were rotated.
 
     Returns:
         How many tokens every row can take before the frequencies of any change again.
@@ -245,7 +245,7 @@ def _rotate_in_place(
 
 
 def _rotate_on_read(continued: _Continued, layers: Layers, new: int) -> ExitStack:
-    """Have the layers of a cache return rotated copies of their keys, until the returned stack is closed.
+    """Make the layers of a cache return rotated copies of their keys, until the returned stack is closed.
 
     The last `new` keys come rotated by the model's present frequencies, and are rotated back before they are stored, so
     that all keys in the cache keep the frequencies of the lengths that they were stored at.

@@ -215,7 +215,7 @@ def _load_patched(
 
 
 def class_to_load(config: Any, auto_class: str | None = None) -> Any:
-    """Return the class of transformers with which a model of a config is loaded.
+    """Return the class of transformers with which to load the model that a config describes.
 
     It is the class that `auto_class` names; else the first one that the config names under `architectures`; else the
     first of AutoModelForCausalLM, AutoModelForImageTextToText and AutoModel that knows the config.
@@ -246,7 +246,9 @@ _WITHOUT_WEIGHTS = "{}, which 'architectures' in the config names, has no weight
 
 
 def empty_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return a model of a config on the meta device, of the class that `from_pretrained` would load, without weights.
+    """Return the model that a config describes, on the meta device, without weights.
+
+    Its class is the one that `from_pretrained` would load.
 
     Args:
         config: the config of a model, before any patch.
@@ -303,7 +305,7 @@ def restore_patch(model: PreTrainedModel, record: Mapping[str, Any]) -> PreTrain
 
     Args:
         model: the model, as it was before any of these patches.
-        record: the record of its config, or of its adapter.
+        record: the record of the patch in the model's config, or in its adapter's folder.
 
     Raises:
         CheckpointError: the record was made for another model.

@@ -147,12 +147,12 @@ def original_settings(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def written_keys(record: Mapping[str, Any]) -> set[str]:
-    """Return the top-level keys that a patch wrote into the config with this record, and that go with the patch."""
+    """Return the top-level config keys that the patch with this record wrote, and that are removed with the patch."""
     return {PATCH_KEY, *SAVED_KEYS, *_former_keys_in(record)}
 
 
 def _former_keys_in(record: Mapping[str, Any]) -> set[str]:
-    """Return the top-level keys by which the config with this record repeats its rope settings for transformers 4."""
+    """Return the top-level config keys that repeat the rope settings of a patch for transformers 4."""
     keys = record.get("former", [])
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise TypeError(f"former is {keys!r}")
@@ -160,7 +160,7 @@ def _former_keys_in(record: Mapping[str, Any]) -> set[str]:
 
 
 def _still_stands(written: Any, present: Any) -> bool:
-    """Return whether every setting that was written is present; transformers may have added defaults beside them."""
+    """Return whether all settings that a patch wrote are still present; transformers may have added defaults."""
     if isinstance(written, Mapping):
         return isinstance(present, Mapping) and all(
             _still_stands(value, present.get(key)) for key, value in written.items()

@@ -42,7 +42,7 @@ class ConfigSwap:
 
 @dataclass
 class PatchState:
-    """One patch of a live model. All slots of the model hold the same object."""
+    """Everything that a live model keeps about its patch. All slots of the model hold the same object."""
 
     spec: PatchSpec  # the method, the geometry it works on, and the layers it is for
     encoding: ConfigEncoding  # the settings that state the method in a config

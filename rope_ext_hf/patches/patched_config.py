@@ -33,7 +33,7 @@ _ORIGINAL_KEY = "original_max_position_embeddings"
 
 @dataclass(frozen=True)
 class ConfigEncoding:
-    """Keys and values by which a config states a patched model."""
+    """The keys and values by which a config states a patch: rope settings and lengths."""
 
     parameters: Mapping[str, Any]  # `rope_parameters` of the layers that the method applies to
     extended_length: int | None  # tokens that the patched model is for; None: it follows the input
@@ -46,7 +46,7 @@ class ConfigEncoding:
 
     @property
     def rope_type(self) -> str:
-        """The rope type that is written."""
+        """The `rope_type` that is written into the config."""
         return str(self.parameters["rope_type"])
 
 

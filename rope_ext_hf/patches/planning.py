@@ -56,7 +56,7 @@ class PatchPlan:
 
 @dataclass(frozen=True)
 class _Site:
-    """The part of a model that a patch is about, before its method is known."""
+    """The parts of a model that a patch is planned on: its slots, copied configs, and the rotary embedding."""
 
     model: nn.Module
     slots: list[Slot]
@@ -151,7 +151,7 @@ def _plan(site: _Site, spec: PatchSpec, *, live: tuple[PatchSpec, ...], saved: t
         site: where the patch goes.
         spec: the patch, whose method may still lack parameters that follow from the model.
         live: the live patches that stay underneath, bottom first.
-        saved: the patches underneath that the config records; those, or the patches of the folder that was loaded.
+        saved: the patches underneath that the config records: the live ones, or those of the folder that was loaded.
     """
     model, slots, config = site.model, site.slots, site.config
     if saved and saved[-1].layers != spec.layers:
@@ -205,7 +205,7 @@ def _write_configs(site: _Site, spec: PatchSpec, below: tuple[PatchSpec, ...]) -
 
 
 def _gguf_note(model: nn.Module) -> str | None:
-    """Return a sentence about the scaling that a model loaded from a GGUF file may lack; None for any other model.
+    """Return a sentence on a scaling that may be missing in a model loaded from a GGUF file; None for other models.
 
     transformers does not record `gguf_file`. All that is left of it is the name of the folder, which then holds GGUF
     files and no config.json. From such a file transformers reads rope.freq_base, but a scaling only for gpt-oss

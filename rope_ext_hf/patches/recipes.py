@@ -26,7 +26,10 @@ class Recipe:
     extended_length: int | None = None
 
     def fits(self, config: Any) -> bool:
-        """Return whether a text config, without patches and of one of the model types, is that of such a model."""
+        """Return whether a text config describes the model that this recipe is about.
+
+        The config has no patches, and one of the model types of the recipe.
+        """
         rope = getattr(config, "rope_parameters", None) or {}
         values = config.to_dict() | rope.get("full_attention", rope)
         for key, stated in self.where.items():
@@ -59,11 +62,14 @@ class Recipe:
         return self.entry is not None and self.entry["factor"] * self.context_length == self.extended_length
 
     def reaches(self, length: int) -> bool:
-        """Return whether a target length in tokens, over the published context length, is within the published one."""
+        """Return whether a target length lies above the published context length, and within the extended length.
+
+        False where the published extended length is rounded. `length`: in tokens.
+        """
         return self._length_is_exact and self.context_length < length <= (self.extended_length or 0)
 
     def equals(self, method: RopeMethod, rotary: Rotary) -> bool:
-        """Return whether a method over a rotary embedding is the published entry."""
+        """Return whether a method over this rotary embedding is the extension that the publisher states."""
         return (
             self.entry is not None
             and rotary.own is None

@@ -24,7 +24,7 @@ _SECOND_MODELS = {"ref_model": "reference model", "teacher_model": "teacher"}
 
 
 def check_trainers_above(module: nn.Module | None = None) -> None:
-    """Check the second model of every trainer whose methods are being called, further up on the stack of calls.
+    """Check the second model of every trainer that is running, found on the stack of calls.
 
     A trainer calls `model.train()` before each step, and the callbacks of its user, but gives itself to neither; the
     stack is the only way to find it.
@@ -53,7 +53,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def _trainers(frame: FrameType | None) -> Iterator[Any]:
-    """Yield the objects with a model and a second one whose methods are being called, innermost first."""
+    """Yield the trainers whose methods are being called, innermost first: objects with a model and a second one."""
     seen: set[int] = set()
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
@@ -92,7 +92,7 @@ def _name(model: Any) -> str:
 
 
 def _differences(model: nn.Module, second: nn.Module) -> list[str]:
-    """Return sentences on how a second model rotates otherwise; none where it does not.
+    """Return sentences on how a second model rotates differently from the first; none where it does not.
 
     The lengths that the configs state are not compared, because they change no rotation by themselves.
     """

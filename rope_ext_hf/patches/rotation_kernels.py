@@ -22,10 +22,10 @@ _TOLERANCE = 1e-2
 
 
 class _RotationKernels:
-    """The functions that rotate queries and keys in a decoder, and which of their kernels were compared with them.
+    """A check of the fused kernels that may rotate queries and keys in one decoder, run before every forward.
 
-    All models of a class share such a function, so its kernel may have come with another model, at any time. Hence the
-    check before every forward, which compares each kernel once.
+    It compares each kernel once with the function of transformers that it replaces. All models of a class share these
+    functions, so that loading another model may bring a kernel at any time.
     """
 
     def __init__(self, table: RotaryEmbedding) -> None:
@@ -56,7 +56,7 @@ class _RotationKernels:
             self.compared[function] = kernel
 
     def _rotates_each_row(self, function: Any, device: torch.device) -> bool:
-        """Return whether a function, with its kernel, rotates two rows of different angles as its class does."""
+        """Return whether a function, run by its kernel, rotates two rows by different angles as its class does."""
         dim = self.table.rotary.dim
         x = torch.linspace(-1, 1, dim, device=device).expand(2, 1, 1, -1).contiguous()
         angle = torch.linspace(0, 1, 2, device=device)[:, None, None].expand(2, 1, dim // 2)
@@ -66,6 +66,9 @@ class _RotationKernels:
 
 
 def kernels_of(tables: Sequence[RotaryEmbedding]) -> _RotationKernels | None:
-    """Return the check of the kernels in the decoder of some rotary modules; None where no kernels can be in use."""
+    """Return an object that checks fused rotation kernels in a decoder; None if no kernels can be in use.
+
+    `tables`: rotary modules of that decoder, at least one.
+    """
     # transformers has imported the library by now, if any model of this process uses kernels.
     return _RotationKernels(tables[0]) if "kernels" in sys.modules else None

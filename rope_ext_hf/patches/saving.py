@@ -98,7 +98,7 @@ def _warn_of_plain_loading(model: nn.Module) -> None:
 
 
 def attach_saving(model: nn.Module, slot: PatchedSlot) -> None:
-    """Let a model, every model inside it, and its adapters be saved with the patch; the slot keeps the way back.
+    """Make a model, every model inside it, and its adapters save the patch; `slot` keeps what undoes this.
 
     Adapters are mostly added to a model that is patched already, and this package does not notice. But saving an
     adapter begins with a `state_dict` of the model, and torch calls a hook before that.
@@ -121,7 +121,7 @@ def _before_state_dict(module: nn.Module, *_: Any) -> None:
 
 
 def engine_agreement(state: PatchState, saved: dict[str, Any] | None = None) -> EngineAgreement:
-    """Return what serving engines make of the config.json of a patched model; it is worked out once for each patch.
+    """Return which serving engines run the saved patched model correctly; it is worked out once for each patch.
 
     `saved` are the values of that config.json, where they are at hand.
     """
@@ -169,7 +169,7 @@ def _record_trained_values(model: nn.Module) -> None:
 
 @contextmanager
 def _trained_left_out(model: PreTrainedModel) -> Iterator[None]:
-    """Let `save_pretrained` leave out the parameters that the method of a model trains, in a `with` block."""
+    """Make `save_pretrained` leave out the parameters that a model's method trains, in a `with` block."""
     trained = {id(parameter) for slot in patched_slots(model) for parameter in slot.tables.parameters()}
     names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
     before = model._keys_to_ignore_on_save

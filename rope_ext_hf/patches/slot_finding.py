@@ -37,7 +37,7 @@ class _RotaryModule(NamedTuple):
 
 
 def find_slots(model: nn.Module, layers: Layers | None = None) -> list[Slot]:
-    """Return every slot of a model's decoder; of a patched model, as it was before the patch.
+    """Return every slot (place of a rotary module) in a model's decoder, as it was before any patch.
 
     `layers`: the layers that a method is for; None: all that attend to everything before them.
 
@@ -104,7 +104,7 @@ def rotary_modules(model: nn.Module) -> list[_RotaryModule]:
 
 
 def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
-    """Return the names of the buffers that hold inverse frequencies, by layer type; None: one for all layers.
+    """Return the names of the buffers that hold inverse frequencies, by layer type; the key None is for all layers.
 
     A class whose frequencies follow the length keeps those it began with as `original_inv_freq`, which is left out.
     """
@@ -117,7 +117,7 @@ def frequency_buffers(module: nn.Module) -> dict[LayerType, str]:
 
 
 def _slot(rotary_module: _RotaryModule, chosen_layers: Layers | None, *, several: bool) -> Slot:
-    """Return the slot of a rotary module.
+    """Return a rotary module's slot: its place in the model, how it arranges its angles, and its layers.
 
     `chosen_layers`: see `find_slots`; `several`: the model has other rotary modules beside this one.
     """

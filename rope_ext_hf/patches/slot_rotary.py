@@ -29,7 +29,7 @@ class _RemappedRotaryEmbedding(RotaryEmbedding):
 
     @property
     def length_dependent(self) -> bool:
-        """False: a rule that follows the length of a row is chosen in attention; the frequencies stay."""
+        """False: a rule that depends on the row length is chosen in attention, and the frequencies stay the same."""
         return False
 
     def _frequencies_at(self, length: int | None) -> Frequencies:

@@ -36,7 +36,7 @@ class Slot:
         attribute: its name there.
         module: the rotary module that the model was loaded with.
         config: the config that this module was built from.
-        layers: the attention layers of that config.
+        layers: the attention type of each layer by that config.
         as_loaded: the rotary embedding that the config states, by layer type; the key None stands for all layers.
         layout: how cos and sin of the module are arranged, see `RotaryEmbedding`.
         cast: whether the module gives them in the dtype of the model, see `RotaryEmbedding`.
@@ -77,7 +77,7 @@ class Slot:
 
 
 def first_scaled(slots: Sequence[Slot]) -> Slot:
-    """Return the first slot with layers that a method applies to, or the first slot where there is none."""
+    """Return the first slot whose layers a method applies to; without such a slot, the first slot."""
     return next((slot for slot in slots if slot.scaled_layers), slots[0])
 
 
@@ -364,7 +364,7 @@ def patched_slots(model: nn.Module) -> list[PatchedSlot]:
 
 
 def tables_of(slots: Iterable[PatchedSlot]) -> list[RotaryEmbedding]:
-    """Return every rotary embedding in these slots, one for each layer type of each slot."""
+    """Return the `RotaryEmbedding` modules in these slots, one for each layer type of each slot."""
     return [slot.table(name) for slot in slots for name in slot.tables]
 
 
@@ -375,7 +375,7 @@ def patch_state(model: nn.Module) -> PatchState | None:
 
 
 def present_specs(model: nn.Module) -> tuple[PatchSpec, ...]:
-    """Return the patches of a live model, those that others were put on first; none for an unpatched model.
+    """Return the patches of a live model, the one that was put on first first; none for an unpatched model.
 
     The last one has the values that its trainable parameter has now.
     """

@@ -42,9 +42,9 @@ _MOST_PARAMETERS = 50_000_000
 
 @lru_cache(maxsize=4)
 def stand_in(config: str) -> PreTrainedModel | None:
-    """Return a small random model of the class of a text config, with its kinds of layers; None: it cannot be built.
+    """Return a small random model for a text config, of its class and kinds of layers; None if none can be built.
 
-    `config`: as JSON, with all its values, so that it can be the key of a cache.
+    `config`: the config as JSON, with all its values, so that it can be the key of a cache.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -94,7 +94,7 @@ def _number(value: dict[str, Any]) -> Any:
 def refusal(config: Any, method: str, **arguments: Any) -> RopeExtError | None:
     """Return the error with which `patch` refuses a method on a model of a text config.
 
-    None where it does not, or where no small model can be built to try it on. `arguments`: of `patch`.
+    None where `patch` accepts the method, or where no small model can be built to try it on. `arguments`: of `patch`.
     """
     return _refusal(config.to_json_string(use_diff=False), method, tuple(sorted(arguments.items())))
 
@@ -133,14 +133,14 @@ def check_without_weights(model: nn.Module) -> None:
 
 
 def _by_type(layers: tuple[str | int, ...] | None, types: Sequence[str]) -> tuple[str | int, ...] | None:
-    """Return a choice of layers with the type of each layer in place of its index."""
+    """Return a user's choice of layers, with each layer index replaced by the type of that layer."""
     if layers is None:
         return None
     return tuple(dict.fromkeys([types[layer] if isinstance(layer, int) else layer for layer in layers]))
 
 
 def _refused(model: PreTrainedModel, apply: Callable[[], object]) -> RopeExtError | None:
-    """Return the error with which a model refuses a patch that `apply` makes, or None; it is unpatched afterwards."""
+    """Return the error that `apply`, which patches a model, raises, or None; the model is unpatched afterwards."""
     with warnings.catch_warnings(action="ignore"):
         try:
             apply()
@@ -152,9 +152,12 @@ def _refused(model: PreTrainedModel, apply: Callable[[], object]) -> RopeExtErro
 
 
 def _small(values: Mapping[str, Any], *, narrow: bool, short: bool) -> dict[str, Any]:
-    """Return a config, with the usual names of its keys, of fewer tokens and smaller inner widths.
+    """Return the values of a config for a smaller model, with fewer tokens in the vocabulary and smaller inner widths.
 
-    `narrow`: of fewer heads, of the same size; `short`: of fewer layers, with every kind of layer.
+    Args:
+        values: the values of the config, under the usual names of its keys.
+        narrow: whether the model gets fewer heads, of the same size.
+        short: whether the model gets fewer layers, with every kind of layer.
     """
     small = {key: copy.deepcopy(value) for key, value in values.items() if key != "transformers_version"}
     if narrow:
@@ -172,7 +175,7 @@ def _small(values: Mapping[str, Any], *, narrow: bool, short: bool) -> dict[str,
 
 
 def _fewer_heads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config that change where it gets fewer heads of the same size."""
+    """Return the config values to change for a model with fewer heads of the same size."""
     heads = values["num_attention_heads"]
     head_dim = values.get("head_dim") or values["hidden_size"] // heads
     fewer = max(1, min(_HEADS, heads // (values.get("num_key_value_heads") or heads)))
@@ -189,7 +192,7 @@ def _fewer_heads(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fewer_layers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a config that change where it gets as few layers as hold every kind, and at least two.
+    """Return the config values to change for a model with as few layers as hold every kind, at least two.
 
     The kind of a layer is what the lists of the config say of it: every list with an item for each layer.
     """
