@@ -114,7 +114,7 @@ class Rotary:
 
     @property
     def length_dependent(self) -> bool:
-        """True if the frequencies underneath depend on the length of the input (Phi-3's two lists)."""
+        """True if the model's own scaling makes the frequencies depend on the input's length (Phi-3's two lists)."""
         return self.own is not None and self.own.method.depends_on_length(self.own.rotary)
 
     @property
@@ -400,7 +400,7 @@ class RopeMethod(ABC):
         return Frequencies(inv_freq, float(attention_factor))
 
     def at_lengths(self, rotary: Rotary, lengths: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the frequencies of each row, without reading a value on the host.
+        """Return frequencies and attention factor for inputs of several lengths; the host reads no tensor value.
 
         Args:
             rotary: the rotary embedding of the model.

@@ -100,7 +100,7 @@ class AttentionRule:
         return self.key_position(m)
 
     def query_scale(self, m: Tensor) -> Tensor | None:
-        """Return the factor of queries at positions m, float32; None: 1."""
+        """Return the factor for queries at positions `m`, a float32 tensor. None: queries stay as they are."""
         return None
 
     def score_bias(self, heads: int, length: int) -> ScoreBias | None:
@@ -308,7 +308,7 @@ class RemappingMethod(RopeMethod, AttentionRule):
 
     @property
     def exact_length(self) -> int:
-        """The length in tokens of the longest input whose scores stay as they are, apart from the temperature."""
+        """The longest input, in tokens, whose scores the method leaves as they are, apart from the temperature."""
         return 0
 
     @property
