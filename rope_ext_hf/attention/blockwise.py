@@ -269,7 +269,7 @@ class _Attention:
         return out
 
     def _span(self, query: Tensor, key: Tensor, padding: int) -> tuple[_Span, int]:
-        """Return the positions of a row that begins with padded tokens, and the number of its keys at padding."""
+        """Return the positions of a row that begins with `padding` padded tokens, and how many keys are padding."""
         # int(): tiles follow from the length, so that torch.export refuses lengths that are to vary.
         tokens, count = int(query.shape[-2]), int(key.shape[-2])
         # Keys that a sliding-window cache has evicted are outside every query's window.
@@ -320,7 +320,7 @@ class _Attention:
         tensors: tuple[Tensor, Tensor, Tensor, Tensor],
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return the attention of one block of queries; arguments as in `_fused_block`."""
+        """Return the attention of one block of queries; the arguments are as in `_fused_block`."""
         if needs_grad:
             result: Tensor = _FusedBlock.apply(self, start, first_key, self.modifiers.sinks, *tensors)  # type: ignore[no-untyped-call]
             return result
@@ -350,7 +350,7 @@ class _Attention:
         return merged
 
     def _zones(self, start: int, first_key: int, *tensors: Tensor) -> Iterator[Zones]:
-        """Yield the zones that a block sees, nearest first; those together whose queries are rotated by one launch.
+        """Yield the zones that a block of queries sees, nearest first, grouped by the launch that rotates the queries.
 
         The arguments are as in `_fused_block`.
         """

@@ -170,7 +170,7 @@ _QueryKeyProduct = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class ScoreModifiers(NamedTuple):
-    """Changes that some families and hybrids make to scores."""
+    """Changes to attention scores that some model families, and some methods with a score bias, make."""
 
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     sinks: Tensor | None = None  # (heads,) scores of a key without a value

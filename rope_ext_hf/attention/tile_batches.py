@@ -22,7 +22,7 @@ from rope_ext_hf.rotary.triton_rotation import can_fuse
 
 
 class Spans(NamedTuple):
-    """`times` ranges of `size` tokens, `step` apart, the first from `begin` on."""
+    """Evenly spaced ranges of tokens: `times` ranges of `size` tokens, beginning at `begin`, `begin` + `step`, ..."""
 
     begin: int
     size: int
@@ -161,7 +161,7 @@ class Zones(NamedTuple):
 
 
 class MergedSoftmax:
-    """The attention of a block of queries to more and more keys.
+    """The attention of a block of queries to all keys that were added so far, part by part.
 
     A first part that covers all queries is taken as it is, so that a decoding step fills nothing and copies nothing.
 

@@ -84,7 +84,7 @@ _PARAMETERS: tuple[tuple[_ParameterKind, re.Pattern[str]], ...] = (
 
 @dataclass(frozen=True)
 class TensorName:
-    """The name of a tensor in an attention module of a language model.
+    """The name of a tensor in an attention module of a language model, divided into its parts.
 
     Attributes:
         full: the whole name.
@@ -102,7 +102,7 @@ class TensorName:
 
     @classmethod
     def parse(cls, name: str) -> TensorName | None:
-        """Take a name apart; None for a tensor outside the attention modules of a language model."""
+        """Divide a name into its parts; None for a tensor outside the attention modules of a language model."""
         match = _ATTENTION.fullmatch(name)
         if match is None or _OTHER_MODALITIES.search(match["prefix"] or ""):
             return None
@@ -125,7 +125,7 @@ class TensorName:
         return _FURTHER_LAYERS.search(f"{self.prefix}.{self.layer}") is not None
 
     def is_in(self, module: str) -> bool:
-        """Return whether the tensor is a module or parameter inside the attention module, or belongs to it."""
+        """Return whether the tensor is, or belongs to, this module or parameter inside the attention module."""
         return f"{self.rest}.".startswith(f"{module}.")
 
     def parameter_of(self, module: str) -> str:

@@ -76,7 +76,7 @@ def lengths_over_axes(position_ids: Tensor) -> Tensor:
     """Return the length of the input that each token belongs to, for positions with several axes (multimodal models).
 
     `position_ids`: (axes, rows, tokens) integers. A row whose axes differ has an image or a video in it, and counts as
-    one input; other rows are treated as in `segment_lengths`. The result is (rows, tokens), or broadcasts to it.
+    one input; other rows are treated as in `segment_lengths`. The result is (rows, tokens) int64.
     """
     text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
     largest = position_ids.amax(0)
@@ -243,7 +243,7 @@ class RotaryEmbedding(nn.Module):
             self.axes = constant(self.axis_of_pair, device, torch.int64)
 
     def _follow(self, device: torch.device) -> None:
-        """Put the tables where a forward runs, if nothing has moved this module there (hooks of accelerate)."""
+        """Put the integer tables on the device of a forward, if nothing else has moved them there (accelerate)."""
         if self._device != device and device.type != "meta" and may_keep_tensors():
             self._place(device)
 

@@ -60,7 +60,7 @@ def rotate_keys_on_read(layers: Layers, before_storing: KeyRotation, after_readi
 
     @cache
     def new_keys_stored(device: torch.device) -> KeyRotation:
-        """Return the rotation for reading, but for the new keys that for storing."""
+        """Return one rotation for all keys: new keys as before they are stored, all others as after they are read."""
         return after_reading.ending_with(before_storing).to(device)
 
     def rotating_update(layer: Any, layout: KeyLayout) -> Callable[..., tuple[Tensor, Tensor]]:

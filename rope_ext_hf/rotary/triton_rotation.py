@@ -146,7 +146,11 @@ if triton is not None:
 
     @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
     def _store(x, out, before, rotated, inside, stays, IN_PLACE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Write rotated elements to `out`; those that stay in place go to `x`, and the elements before to `out`."""
+        """Write rotated elements to `out`.
+
+        For tokens that are rotated in place, the rotated elements go to `x` instead, and the elements as they were to
+        `out`.
+        """
         rotated = rotated.to(before.dtype)
         if IN_PLACE:
             tl.store(x, rotated, mask=inside & stays)
