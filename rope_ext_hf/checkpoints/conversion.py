@@ -196,7 +196,10 @@ class _PairingConversion(Conversion):
         return self.layouts[name].to_pairing(tensor, self.to) if name in self.layouts else tensor
 
     def _copy_by_ranges(self, file: WeightFile, header: bytes, part: Path, advance: Callable[[int], None]) -> None:
-        """Write a copy of a file with tensors that rotate in the new pairing; all other ranges of bytes are copied."""
+        """Write a copy of a weight file with the tensors that rotate in the new pairing.
+
+        All other bytes are copied in ranges, without going through a tensor.
+        """
         with file.path.open("rb") as source, part.open("wb") as target:
             target.write(header)
             at = len(header)

@@ -124,7 +124,7 @@ class Weight:
         return tensor if self.split is None else tensor.chunk(parts, self.split)[index]
 
     def to_pairing(self, tensor: Tensor, now: str, to: str) -> Tensor:
-        """Return the whole tensor with its rows, if they rotate, reordered from one pairing to another."""
+        """Return the whole tensor in the pairing `to`, from the pairing `now`; it stays as it is if no row rotates."""
         return to_pairing(tensor, to, heads=self.heads) if self.heads and now != to else tensor
 
 

@@ -84,7 +84,7 @@ class PairingReport(Report):
 
     @property
     def leaning(self) -> str | None:
-        """The pairing that the weights fit better, whether that is significant or not; None: neither."""
+        """The pairing that the weights look more like, even if that is too little for a verdict; None: neither."""
         if not self.error or abs(self.score) < _LEANING_SIGMA * self.error:
             return None
         return "half" if self.score > 0 else "interleaved"

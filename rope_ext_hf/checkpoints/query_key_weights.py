@@ -223,7 +223,7 @@ class RotatedWeights:
         return weight.float() if scale_name is None else _scaled(weight.float(), self.read(scale_name).float())
 
     def _gain(self, name: str, weight: Tensor, size: int) -> Tensor:
-        """Return what a norm with this weight multiplies each dim by: the weight, or in Gemma for example 1 + weight.
+        """Return the factor of each dim in a norm with this weight: the weight itself, or 1 + weight (as in Gemma).
 
         The factor is measured: the norm module of the model is called on signs, whose root mean square is 1, with its
         other parameters zero.

@@ -123,7 +123,7 @@ class RotaryTensors:
     def _matching(
         self, tensor: str, parameter: str, layout: RowLayout, shape: tuple[int, ...]
     ) -> RowLayout | ScaleBlocks:
-        """Return the layout that a tensor of this shape has: that of its rows, or that of the scales of its blocks."""
+        """Return the layout for a tensor of this shape: that of its rows, or of the scales of its blocks of rows."""
         if shape[:1] == (layout.rows,) or shape in layout.vector_shapes:
             return layout
         if is_scale(parameter) and self.scale_rows:
@@ -227,7 +227,7 @@ def _layouts(model_type: str, layer: LayerConfig, rotary_dim: int) -> dict[str, 
 
 
 def _blocks(layer: LayerConfig, rotary_dim: int) -> dict[str, HeadBlock]:
-    """Return the blocks of rows that families.toml names, with the sizes of one layer."""
+    """Return the blocks of rows that families.toml names, such as "q" and "k", with their sizes in one layer."""
     heads = int(config_number(layer, "num_attention_heads"))
     key_heads = int(config_number(layer, KV_HEADS, heads))
     size = head_dim(layer)

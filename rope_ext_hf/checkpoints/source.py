@@ -239,7 +239,7 @@ def _check_index(files: Mapping[str, WeightFile], weight_map: Mapping[str, str],
 
 
 def _index_name(name: str) -> str:
-    """Return the name of the index of weight files that belong together."""
+    """Return the file name of the index that belongs to weight files of this name."""
     return f"{name}.index.json"
 
 

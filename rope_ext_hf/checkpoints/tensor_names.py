@@ -129,7 +129,10 @@ class TensorName:
         return f"{self.rest}.".startswith(f"{module}.")
 
     def parameter_of(self, module: str) -> str:
-        """Return the name of the parameter of this module; a norm of several heads numbers them: "norms.0."."""
+        """Return the name that the tensor has inside this module, such as "weight".
+
+        A norm for several heads numbers its parameters: "norms.0.".
+        """
         return re.sub(r"norms\.\d+\.", "", self.rest.removeprefix(f"{module}."))
 
 
@@ -147,5 +150,8 @@ def parameter_kind(parameter: str) -> _ParameterKind:
 
 
 def is_scale(parameter: str) -> bool:
-    """Return whether a parameter is the scale of a quantised weight: one for all rows, for a row or a block of rows."""
+    """Return whether a parameter holds the scales of a quantised weight.
+
+    There may be one scale for all rows, one for each row, or one for each block of rows.
+    """
     return parameter in ("weight_scale", "weight_scale_inv")

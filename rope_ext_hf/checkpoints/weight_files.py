@@ -241,7 +241,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _read_numbers(path: Path, begin: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Read bytes of a file as a vector of this dtype, in memory of its own."""
+    """Read the bytes of a file from `begin` to `end` as a flat tensor of this dtype, in memory of its own."""
     data = np.fromfile(path, np.uint8, end - begin, offset=begin)
     if len(data) < end - begin:
         raise CheckpointError(f"{str(path)!r} ended at byte {begin + len(data)} while it was being read")

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 @dataclass
 class HeadLosses:
-    """The head of a language model, run apart from its decoder.
+    """The head of a language model, run separately from its decoder to compute logits and losses in little memory.
 
     Attributes:
         head: the head, as a module.
         config: the config of the text model.
         dtype: the dtype of the model.
-        head_bytes: the memory for the logits that exist at a time.
-        finish: scale or cap logits as the config says.
+        head_bytes: the memory in bytes for the logits that exist at a time.
+        finish: whether to scale or cap logits as the config says.
     """
 
     head: Any
@@ -85,7 +85,7 @@ class HeadLosses:
 
 
 def power_of_two(most: int) -> int:
-    """Return the largest power of two up to a number, but at least 16 and at most 4096."""
+    """Return the largest power of two that is at most `most`, but at least 16 and at most 4096."""
     return 1 << max(4, min(12, most.bit_length() - 1))
 
 
@@ -95,11 +95,12 @@ def _bytes_per_logit(dtype: torch.dtype) -> int:
 
 
 def negative_log_likelihoods_(parts: Iterable[Tensor], targets: Tensor) -> Tensor:
-    """Return negative log-likelihoods from the logits of one part of the vocabulary after the other.
+    """Return the negative log-likelihoods of tokens from logits that come one part of the vocabulary at a time.
 
     Args:
-        parts: (tokens, part of the vocabulary) float32, in the order of the vocabulary; they are modified in place.
-        targets: the tokens, (tokens,) int64.
+        parts: the logits of each part, (tokens, part of the vocabulary) float32, in the order of the vocabulary; they
+            are modified in place.
+        targets: the tokens that the logits predict, (tokens,) int64.
 
     Returns:
         (tokens,) float32, in nats.
