@@ -2,8 +2,8 @@
 
 docs/internals.md draws the tiles. Tiles of one size and mask, evenly spaced along a diagonal of the attention matrix,
 are one `KernelCall`: `strided_spans` views their queries as (rows, times, heads, size, dim), `batch_rows` makes rows x
-times rows of it, and the kernel is run once. A call returns the softmax over its own keys; `MergedSoftmax` merges it
-with those of earlier calls.
+times rows from them, and the kernel is run once. A call returns the softmax over its own keys; `MergedSoftmax` merges
+it with those of earlier calls.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def kernel_calls(
     """Group tiles into kernel calls, in the order of their queries.
 
     Each tile is cut into rectangles. Rectangles that have the same size and mask, and are evenly spaced, can share a
-    call in two ways. First, three or more rectangles with the same queries can; they may be in different zones, but not
-    in the nearest one. Second, rectangles of one zone can if their first key minus their first query is the same (they
-    lie on one diagonal).
+    call in two ways. First, three or more rectangles with the same queries can; these may be in different zones, but
+    not in the nearest one. Second, rectangles of one zone can if their first key minus their first query is the same
+    (they lie on one diagonal).
 
     Args:
         tiles: tiles in the order of their queries.

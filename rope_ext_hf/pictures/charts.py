@@ -193,7 +193,7 @@ class LineChart:
         return _Frame(width, left, right, height, (lengths[0], lengths[-1]), values, self.logarithmic, labels_below)
 
     def _axes_drawn(self, frame: _Frame) -> list[str]:
-        """Return the axis of lengths, the values with their rules, and the lengths with their multiples."""
+        """Return the axes as SVG elements: values with lines across the plot, and lengths with their multiples."""
         drawn = [_rule(f"M{frame.left:.1f} {frame.bottom}H{frame.right:.1f}", 'stroke-opacity="0.5"')]
         for tick in self._ticks:
             y = frame.y(tick)

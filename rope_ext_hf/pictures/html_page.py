@@ -73,7 +73,7 @@ pre {{ font-size: .8rem; }} pre, code {{ white-space: pre-wrap; }}
 
 
 def html_page(title: str, summary: str, *parts: str) -> str:
-    """Return a whole page from a title and a summary as plain text, and parts of HTML; empty parts are left out."""
+    """Return a whole HTML page. `title` and `summary` are plain text, `parts` are HTML; empty parts are left out."""
     return _PAGE.format(
         title=html.escape(title),
         summary=html.escape(printable(summary)),

@@ -160,7 +160,7 @@ def _chunked_attention(
 
 
 def _positions(rule: _MaskRule, query: Tensor, queries: int, keys: int) -> TokenPositions:
-    """Return the positions of so many queries at the end of so many keys, counted from the first key."""
+    """Return the positions of the last `queries` of `keys` tokens, and of all keys, counted from the first key."""
     entry = (query.device, len(query), queries, keys)
     if entry not in rule.placed:
         positions = torch.arange(keys, device=query.device)[None]  # attention depends on their distances alone

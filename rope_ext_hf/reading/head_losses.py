@@ -69,7 +69,7 @@ class HeadLosses:
             yield self._finished(logits)
 
     def _finished(self, logits: Tensor) -> Tensor:
-        """Return logits as float32, scaled or softly capped as the common families do after their head."""
+        """Return logits as float32, scaled or softly capped as common model classes do after the head."""
         logits = logits.float()
         if not self.finish:
             return logits
@@ -90,7 +90,7 @@ def power_of_two(most: int) -> int:
 
 
 def _bytes_per_logit(dtype: torch.dtype) -> int:
-    """Return the memory of one logit in float32, and beside it in the dtype that the head computes it in."""
+    """Return the bytes that one logit takes in float32 and, at the same time, in the dtype that the head runs in."""
     return 4 if dtype == torch.float32 else 4 + torch.finfo(dtype).bits // 8
 
 

@@ -14,7 +14,7 @@ from rope_ext_hf.reading.text_files import find_files, read_files
 
 
 def documents_in(data: Any, column: str | None) -> Iterator[Document | Tokens]:
-    """Yield the documents of a value in memory; for the values and names see `rope_ext_hf.reading.corpora.load`."""
+    """Yield the documents in a Python value; `rope_ext_hf.reading.corpora.load` lists the values that are allowed."""
     if hasattr(data, "column_names") and not isinstance(data, Mapping):  # a datasets.Dataset, streamed or not
         yield from _documents_of_rows(data, column)
         return

@@ -73,7 +73,7 @@ def available(device: torch.device) -> int:
 
 
 def budgets(device: torch.device) -> tuple[int, int]:
-    """Return the bytes to use for the activations of one chunk of tokens, and for the logits that exist at a time."""
+    """Return the bytes to use for the activations of a chunk of tokens, and the bytes to use for logits."""
     working = _WORKING_BYTES.get(device.type, GPU_WORKING_BYTES)
     is_here = device.type != "cuda" or torch.cuda.is_available()  # a dry run plans for a GPU elsewhere as well
     if is_here:

@@ -130,7 +130,7 @@ class TokenScorer:
 
     @property
     def chunk(self) -> int:
-        """The tokens that the decoder reads at a time; fewer than at first after it ran out of memory."""
+        """The number of tokens that the decoder reads at a time; it falls when the device runs out of memory."""
         return self.reader.chunk
 
     @chunk.setter
@@ -139,7 +139,7 @@ class TokenScorer:
 
     @property
     def head_bytes(self) -> int:
-        """The memory for logits, in bytes; it becomes smaller when the device runs out of memory."""
+        """The memory for logits, in bytes; it falls when the device runs out of memory."""
         return self.reader.head_bytes
 
     @head_bytes.setter

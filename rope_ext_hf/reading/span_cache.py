@@ -175,10 +175,11 @@ class SpanCache(StoringCache):
         self.seen.setdefault(self.updated, set()).add(reach)
 
     def safe_windows(self) -> dict[int, int]:
-        """Return the windows of layers that the config states, if attention was seen to have exactly these; else none.
+        """Return the sliding windows by which keys may be dropped, by the index of the layer.
 
-        Some classes state a window in their config and attend to everything, and transformers makes one mask for all
-        layers with a window, so that all keep it or none does.
+        They are the windows that the config states, if attention was seen to use exactly these, else none: some classes
+        state a window in their config and attend to everything. transformers makes one mask for all layers with a
+        window, so that all of them keep it or none does.
         """
         narrow = {index: reaches for index, reaches in self.seen.items() if reaches != {None}}
         return self.stated if narrow == {index: {window} for index, window in self.stated.items()} else {}
