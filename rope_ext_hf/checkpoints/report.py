@@ -25,7 +25,8 @@ class ConversionReport(Report):
         tensors: the number of all tensors.
         bytes: the size of the weights.
         loads_natively: whether the family's transformers class runs the new pairing.
-        source_pairing: the pairing that the weights were taken for, who says so, and what the weights show of it.
+        source_pairing: a text with the pairing that the source was taken to have, who states it, and what the weights
+            show.
         skipped_files: files of the source that were not copied, because they hold weights in another format.
         verified: a sentence that says what `verify` compared; None: nothing was compared.
         notes: further remarks for users of the new folder.

@@ -142,8 +142,8 @@ class RotaryTensors:
     def locate(self, tensor: str) -> tuple[str, str] | None:
         """Return the prefix and the module of a rotated tensor, for example `model` and `layers.0.self_attn.q_proj`.
 
-        Both are named as in the transformers class. None for all other tensors, and for those of layers that predict
-        further tokens, which no config counts.
+        Both are named as in the transformers class. The result is None for all other tensors, and for those in layers
+        that predict further tokens, which no config counts.
         """
         parts = self.split_name(tensor)
         if parts is None:

@@ -86,7 +86,7 @@ def compare_scores(tensors: RotaryTensors, source: TensorView, written: TensorVi
 
 
 def compare_logits(source: Path, before: str, written: Path, to: str, size: int) -> str:
-    """Compare the logits of both folders, loaded by transformers.
+    """Compare the logits of the models in the source and in the written folder, loaded by transformers.
 
     Each model, with weights of `size` bytes, is converted in memory to the pairing that its class runs.
 

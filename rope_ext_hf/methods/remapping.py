@@ -121,7 +121,7 @@ class AttentionRule:
         return torch.zeros_like(m - n)
 
     def zone_distances(self, length: int) -> tuple[tuple[int, int], ...]:
-        """Return a range of distances from query to key for each zone: its smallest, and one above its largest.
+        """Return for each zone the smallest distance from query to key in it, and a bound above the largest.
 
         They are for an input of `length` tokens; the nearest zone comes first. The ranges of distances may overlap: the
         `zone` of a pair decides.

@@ -1,4 +1,4 @@
-"""Read spans onto a cache, a chunk of tokens at a time, so that memory does not grow with the length of a span.
+"""Read long texts onto a key-value cache, a chunk of tokens at a time, in memory that grows by the cache alone.
 
 A span is a stretch of tokens that are read together. The decoder reads it in chunks, which add their keys and values to
 a cache that is allocated once (`span_cache`). A chunk attends to the past without a mask and causally to itself, and

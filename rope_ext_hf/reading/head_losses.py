@@ -56,7 +56,7 @@ class HeadLosses:
 
     @property
     def _is_plain(self) -> bool:
-        """True if the head is a weight and a bias alone, without hooks; a quantised one has other shapes."""
+        """True if the head is only a weight and a bias, without hooks; a quantised head counts as not plain."""
         is_linear = type(self.head) is nn.Linear and not hasattr(self.head, "_hf_hook")  # accelerate's hook
         return is_linear and not self.head._forward_pre_hooks and not self.head._forward_hooks
 

@@ -1,4 +1,4 @@
-"""Plan an evaluation: documents as token ids, cut into spans by a protocol, before any weights are read."""
+"""Plan an evaluation before any weights are read: cut tokenised documents into spans, the stretches read at once."""
 
 from __future__ import annotations
 

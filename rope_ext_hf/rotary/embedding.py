@@ -1,7 +1,7 @@
 """`RotaryEmbedding`, the module that takes the place of a rotary module in a model.
 
-    rope = RotaryEmbedding("yarn", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8) cos, sin = rope(x,
-    position_ids)          # (batch, length, 128) each, in x's dtype
+    rope = RotaryEmbedding("yarn", Rotary(dim=128, theta=10000.0, trained_length=4096), factor=8)
+    cos, sin = rope(x, position_ids)          # (batch, length, 128) each, in x's dtype
 
 Angles are computed in fixed point: a frequency is an integer number of 2^-64 cycles per position, and position x
 frequency in wrapping 64-bit arithmetic is the angle modulo one cycle, exact to 2^-41 cycles at position 2^24. A float32
