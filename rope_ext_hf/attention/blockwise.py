@@ -151,7 +151,7 @@ class _Attention:
         return self._rotation_from_stored(_NEAREST, lambda at: [RemappedPosition(at)], positions, name)
 
     def _rotation_to_zones(self, zones: _Zones, m: Callable[[], Tensor], name: Hashable) -> KeyRotation | None:
-        """Return the rotation of queries from their stored positions to those that they have in each of these zones.
+        """Return the rotation of queries from where they are stored to their positions in each of these zones.
 
         The result has the zones as rows, in their order. None: the queries stay where they are.
 

@@ -82,7 +82,7 @@ def detect_in_weights(weights: RotatedWeights) -> PairingReport:
 
 
 def detect_in_consumers(weights: RotatedWeights, stated: str | None = None) -> tuple[PairingReport, ...]:
-    """Detect the pairing of everything else that rotates: indexers, and layers that predict further tokens.
+    """Detect the pairing of indexers, and of layers that predict further tokens, apart from that of the model itself.
 
     Args:
         weights: the weights of the model.

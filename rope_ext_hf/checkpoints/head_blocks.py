@@ -13,7 +13,7 @@ from rope_ext_hf.rotary.pairing import to_pairing
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """A block of rows in a tensor that belongs to consecutive attention heads.
+    """A block of rows in a tensor, those of consecutive attention heads.
 
     Attributes:
         count: the number of heads.

@@ -100,7 +100,7 @@ class RotatedWeights:
         return names, next(iter(pairings), None)
 
     def queries_and_keys(self, attention: str, sides: tuple[str, str] = ("q", "k")) -> tuple[Tensor, Tensor]:
-        """Return the rows of the query and the key projection of one attention module that rotate.
+        """Return the rows that rotate in the query and the key projection of one attention module.
 
         The norms before and after the projections are multiplied in, so that W_q W_k^T is the bilinear form of the
         scores. Where queries are computed from a latent (a low-rank projection of the input), the projection that

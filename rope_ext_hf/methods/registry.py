@@ -168,7 +168,7 @@ def split_parameters(
     An argument that looks like a misspelt parameter of `method` counts as a parameter.
 
     Raises:
-        MethodError: `method` does not have a parameter that other methods have.
+        MethodError: an argument is a parameter of other methods, but not of `method`.
     """
     cls = _find(method)[0] if isinstance(method, str) else None
     own = () if cls is None else [*cls.parameters]

@@ -43,7 +43,7 @@ class Tile(NamedTuple):
         return cls(zone, (first, last), (max(0, first - far + 1), last - near), near, far - near)
 
     def rectangles(self, low: int, windows: bool = False) -> Iterator[_Rectangle]:
-        """Yield rectangles that together cover every pair of a query and a key that it sees, each pair once.
+        """Yield rectangles that together cover all pairs of a query and a key visible to it, each pair once.
 
         Args:
             low: keys below this position are left out.
